@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.compose.test_run import BASES, CONNECT, POLL_S, ROOT, docker, works
+from tests.made.docker_commands import BASES, CONNECT, POLL_S, ROOT, docker, docker_works
 
 from diloco_ops.broker.server import free_ports
 
@@ -113,10 +113,10 @@ class Machine:
 
 @pytest.fixture
 def machines(tmp_path: Path) -> Iterator[dict[str, Machine]]:
-    if shutil.which("docker") is None or not works("info") or not works("compose", "version"):
+    if shutil.which("docker") is None or not docker_works("info") or not docker_works("compose", "version"):
         pytest.skip("no docker daemon with compose answers")
     for image in BASES:
-        if not works("image", "inspect", image) and not works("pull", "-q", image, timeout_s=300):
+        if not docker_works("image", "inspect", image) and not docker_works("pull", "-q", image, timeout_s=300):
             pytest.skip(f"the image {image} is not here and cannot be pulled")
     published, bin_, hosts = tmp_path / "published", tmp_path / "bin", tmp_path / "hosts"
     published.mkdir()
@@ -164,9 +164,9 @@ def machines(tmp_path: Path) -> Iterator[dict[str, Machine]]:
         for machine in made.values():
             machine.type("docker compose down --volumes --timeout 5", check=False)
         for name in ("nats", "syncer", "learner", "coordinator"):
-            works("image", "rm", f"diloco-{name}:test-{marked}")
+            docker_works("image", "rm", f"diloco-{name}:test-{marked}")
         # what belongs to the containers' user is theirs to remove
-        works(
+        docker_works(
             "run", "--rm", "--user", "0", "-v", f"{hosts}:/hosts", BASES[0], "rm", "-rf", *(f"/hosts/{host}" for host in HOSTS)
         )
 

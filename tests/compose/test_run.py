@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -22,48 +21,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.made.docker_commands import BASES, CONNECT, POLL_S, ROOT, docker, docker_works
 
 from diloco.errors import DilocoError
 from diloco.service import rundir
 from diloco_ops.broker.server import free_ports
 from diloco_ops.inspect import ask
 
-ROOT = Path(__file__).parents[2]
-BASES = ("python:3.11-slim-bookworm", "nats:2-alpine")
 REGIONS = ("us", "eu", "ap")
 LEARNERS = [f"learner-{region}-0" for region in REGIONS]
 DEADLINE_S = 600.0
 MORE_TOKENS = 100_000  # until the end, for a change to be known before
-POLL_S = 1.0
 
-CONNECT = """
-import socket, sys
-try:
-    socket.create_connection((sys.argv[1], int(sys.argv[2])), 3).close()
-except OSError as error:
-    print(type(error).__name__)
-else:
-    print("connected")
-"""
 
 Status = dict[str, Any]
-
-
-def docker(*arguments: str, timeout_s: float = 120, **environment: str) -> str:
-    """A docker command's stdout; it must succeed."""
-    ended = subprocess.run(
-        ["docker", *arguments], capture_output=True, text=True, timeout=timeout_s, check=False, env=os.environ | environment
-    )
-    assert ended.returncode == 0, f"docker {' '.join(arguments)}: {ended.stdout[-2000:]}\n{ended.stderr[-4000:]}"
-    return ended.stdout
-
-
-def works(*arguments: str, timeout_s: float = 60) -> bool:
-    """Whether a docker command succeeds."""
-    try:
-        return subprocess.run(["docker", *arguments], capture_output=True, timeout=timeout_s, check=False).returncode == 0
-    except subprocess.TimeoutExpired:
-        return False
 
 
 class Project:
@@ -132,12 +103,12 @@ class Project:
 
 @pytest.fixture
 def project(tmp_path: Path) -> Iterator[Project]:
-    if shutil.which("docker") is None or not works("info"):
+    if shutil.which("docker") is None or not docker_works("info"):
         pytest.skip("no docker daemon answers")
-    if not works("compose", "version"):
+    if not docker_works("compose", "version"):
         pytest.skip("docker has no compose plugin")
     for image in BASES:
-        if not works("image", "inspect", image) and not works("pull", "-q", image, timeout_s=300):
+        if not docker_works("image", "inspect", image) and not docker_works("pull", "-q", image, timeout_s=300):
             pytest.skip(f"the image {image} is not here and cannot be pulled")
     made = Project(tmp_path / "run")
     made.compose("build", timeout_s=1800)

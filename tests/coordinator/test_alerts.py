@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from msgspec.structs import replace
-from tests.coordinator.test_monitor import heartbeat, monitor, record
+from tests.made.monitors import entry_record, heartbeat, monitor
 
 from diloco.transport import Room
 from diloco_coordinator.alerts import MAX_EVENTS, Alerts, conditions
@@ -20,7 +20,7 @@ def test_nothing_is_wrong_with_a_run_that_goes_well() -> None:
     stepping(made, 30)
     for version in range(1, 9):
         for fragment in (0, 1):
-            made.entry(record(fragment, version, "s", "ann"), 3.0 * version)
+            made.entry(entry_record(fragment, version, "s", "ann"), 3.0 * version)
     assert list(conditions(made, 29.0)) == []
 
 
@@ -44,9 +44,9 @@ def test_a_learner_that_is_in_no_merge() -> None:
     stepping(made, 20)
     for version in range(1, 7):
         for fragment in (0, 1):
-            made.entry(record(fragment, version, "s", "bob"), 1.0 * version)
+            made.entry(entry_record(fragment, version, "s", "bob"), 1.0 * version)
     assert list(conditions(made, 19.0)) == ["ann: steps, and is in no merge"]
-    made.entry(record(0, 7, "s", "ann"), 19.0)
+    made.entry(entry_record(0, 7, "s", "ann"), 19.0)
     assert list(conditions(made, 19.0)) == []
 
 
@@ -87,9 +87,9 @@ def test_a_loss_that_jumps() -> None:
 def test_a_fragment_that_makes_no_version_while_another_does() -> None:
     made = monitor()
     stepping(made, 200)
-    made.entry(record(0, 1, "s-0", "ann"), 10.0)
+    made.entry(entry_record(0, 1, "s-0", "ann"), 10.0)
     for version in range(1, 60):
-        made.entry(record(1, version, "s-1", "ann"), 3.0 * version)
+        made.entry(entry_record(1, version, "s-1", "ann"), 3.0 * version)
     assert list(conditions(made, 199.0)) == ["fragment 0: stalled, s-0 makes no version"]
 
 

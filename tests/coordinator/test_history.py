@@ -11,10 +11,9 @@ import pytest
 import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.coordinator.test_monitor import heartbeat, monitor, record, settings, story
+from tests.made.monitors import entry_record, heartbeat, monitor, past_of, region_settings, story
 
 from diloco.control.history import MAX_BYTES, MAX_PLAIN_BYTES, Past, unpack
-from diloco.core.changes import Changes
 from diloco.core.fragments import TensorSpec, build_map
 from diloco.errors import FenceError, FormatError
 from diloco.settings.presets import run_settings
@@ -24,11 +23,6 @@ from diloco_coordinator.history import History
 from diloco_coordinator.monitor import Monitor
 from diloco_coordinator.thinning import evenly, fewer
 from diloco_report.page import parts
-
-
-def past_of(made: Monitor, now_s: float, term: int = 1, alerts: Alerts | None = None) -> Past:
-    seen = overview.picture(made, alerts or Alerts(), Changes(bytes(16)), now_s)
-    return Past(term, 1.7e9, seen, made.curves(now_s))
 
 
 def test_what_is_stored_goes_on_at_another_coordinator() -> None:
@@ -46,18 +40,18 @@ def test_what_is_stored_goes_on_at_another_coordinator() -> None:
         "ann: not heard", "bob: not heard", "region eu: nobody is heard"
     }  # fmt: skip
     # the log is read from its keyframe on: what was counted before is not counted again
-    second.entry(record(1, 2, "s-us", "ann"), 40.0)
-    second.entry(record(1, 3, "s-us", "ann"), 40.0)
+    second.entry(entry_record(1, 2, "s-us", "ann"), 40.0)
+    second.entry(entry_record(1, 3, "s-us", "ann"), 40.0)
     assert [merge["version"] for merge in second.merges.kept if merge["fragment"] == 1] == [1, 2, 3]
 
 
 def test_a_page_of_what_is_stored_is_drawn_as_the_leaders_own() -> None:
     first = story()
     found = unpack(history.pack(past_of(first, 33.0)))
-    drawn = parts(overview.report(found.picture, settings("us", "eu"), 4.0) | {"series": overview.series(found.curves)})
+    drawn = parts(overview.report(found.picture, region_settings("us", "eu"), 4.0) | {"series": overview.series(found.curves)})
     own = past_of(first, 33.0)
     series = overview.series(overview.thinned(own.curves))
-    leads = parts(overview.report(own.picture, settings("us", "eu"), None) | {"series": json.loads(json.dumps(series))})
+    leads = parts(overview.report(own.picture, region_settings("us", "eu"), None) | {"series": json.loads(json.dumps(series))})
     assert "stands by" in drawn["headline"]
     assert "stands by" not in leads["headline"]
     assert {name for name in drawn if drawn[name] != leads[name]} == {"headline"}
@@ -81,7 +75,7 @@ def large(learners: int, fragments: int, versions: int, points: int) -> Monitor:
     for version in range(1, versions + 1):
         for fragment in range(fragments):
             members = [name for name in names if chance.random() < 0.8]
-            made.entry(record(fragment, version, "syncer-0", *members), float(version))
+            made.entry(entry_record(fragment, version, "syncer-0", *members), float(version))
     return made
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from tests.coordinator.test_monitor import record
+from tests.made.monitors import entry_record
 
 from diloco_coordinator import merges
 from diloco_coordinator.merges import Merges
@@ -16,7 +16,7 @@ def test_of_many_merges_an_even_share_is_kept(monkeypatch: pytest.MonkeyPatch) -
     kept = Merges(2)
     for version in range(1, 1001):
         for fragment in (0, 1):
-            kept.note(record(fragment, version, "s", "ann"), float(version))
+            kept.note(entry_record(fragment, version, "s", "ann"), float(version))
     assert len(kept.kept) <= 100
     assert kept.every * len(kept.kept) == pytest.approx(2000, rel=0.05)
     times = [merge["wall_s"] for merge in kept.kept]
@@ -29,16 +29,16 @@ def test_a_successor_counts_no_version_twice_though_it_was_thinned_out(monkeypat
     monkeypatch.setattr(merges, "MAX_MERGES", 4)
     first = Merges(1)
     for version in range(1, 12):
-        first.note(record(0, version, "s", "ann"), float(version))
+        first.note(entry_record(0, version, "s", "ann"), float(version))
     second = Merges.load(1, first.dump())
     for version in range(1, 12):
-        second.note(record(0, version, "s", "ann"), 100.0)
+        second.note(entry_record(0, version, "s", "ann"), 100.0)
     assert second.kept == first.kept
 
 
 def test_series_of_an_older_version_name_their_newest_by_what_they_hold() -> None:
     first = Merges(2)
-    first.note(record(0, 1, "s", "ann"), 1.0)
+    first.note(entry_record(0, 1, "s", "ann"), 1.0)
     old = {"merges": first.kept}
     assert Merges.load(2, old).newest == [1, 0]
     with pytest.raises(ValueError, match="3 fragments, expected 2"):
@@ -47,11 +47,11 @@ def test_series_of_an_older_version_name_their_newest_by_what_they_hold() -> Non
 
 def test_versions_that_the_log_had_dropped_are_counted_and_told_of() -> None:
     kept = Merges(2)
-    kept.note(record(0, 11, "s", "ann"), 2.0)  # 1 to 10 were dropped before anybody read them
-    kept.note(record(0, 12, "s", "ann"), 3.0)
-    kept.note(record(1, 1, "s", "ann"), 3.5)
+    kept.note(entry_record(0, 11, "s", "ann"), 2.0)  # 1 to 10 were dropped before anybody read them
+    kept.note(entry_record(0, 12, "s", "ann"), 3.0)
+    kept.note(entry_record(1, 1, "s", "ann"), 3.5)
     assert (kept.missed, kept.missed_until_s) == (10, 2.0)
     later = Merges.load(2, kept.dump())
-    later.note(record(1, 5, "s", "ann"), 60.0)  # nobody was there for 2 to 4
+    later.note(entry_record(1, 5, "s", "ann"), 60.0)  # nobody was there for 2 to 4
     assert (later.missed, later.missed_until_s) == (13, 60.0)
     assert merges.thinned(later.dump(), 1)["merges_missed"] == 13

@@ -6,71 +6,11 @@ import json
 import re
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from msgspec.structs import replace
+from tests.made.monitors import entry_record, heartbeat, monitor, shard, story
 
-from diloco.core.fragments import TensorSpec, build_map
-from diloco.settings.presets import run_settings
-from diloco.settings.run import RunSettings
-from diloco.wire.control import Heartbeat, ShardHeartbeat
-from diloco.wire.entries import Record, RolledBack
-from diloco.wire.offers import Member
-from diloco_coordinator.monitor import Monitor
-
-
-def settings(*regions: str) -> RunSettings:
-    return run_settings("decoupled", {"learners": 2, "regions.names": list(regions), "regions.away_s": 6.0})
-
-
-def monitor(*regions: str) -> Monitor:
-    return Monitor("run", settings(*regions), build_map([TensorSpec("a", (8,)), TensorSpec("b", (8,))], 2, "balanced"), "")
-
-
-def heartbeat(learner: str, region: str, step: int) -> Heartbeat:
-    values: dict[str, Any] = dict.fromkeys(Heartbeat.__struct_fields__, 0)
-    values |= {name: [] for name in ("versions", "steps", "fragment_tokens", "lost_tokens", "trained")}
-    values |= {"learner": learner, "region": region, "role": "learner", "state": "stepping", "sending": False, "loss": None}
-    values |= {"software": "0.1.0", "failure": None}
-    return Heartbeat(**values | {"step": step, "incarnation": 1})
-
-
-def shard(syncer: str, region: str, *crossing: tuple[str, int, int], incarnation: int = 1) -> ShardHeartbeat:
-    values: dict[str, Any] = dict.fromkeys(ShardHeartbeat.__struct_fields__, 0)
-    values |= {
-        "fragments": [],
-        "closed": [],
-        "open": [],
-        "state": "owner",
-        "syncer": syncer,
-        "region": region,
-        "software": "0.1.0",
-    }
-    return ShardHeartbeat(**values | {"incarnation": incarnation, "crossing": list(crossing), "offer_bits": []})
-
-
-def record(fragment: int, version: int, syncer: str, *learners: str) -> Record:
-    members = [Member(name, 1, version, version, version - 1, 24, 240, 0, 1.0, []) for name in learners]
-    return Record(
-        fragment, "version", version, 1, syncer, bytes(32), members, [], 4, 0.3, 0.9, 0, 0, bytes(32), False,
-        0.0, 0.5, 1.0, None,
-    )  # fmt: skip
-
-
-def story() -> Monitor:
-    """Two regions; eu is silent from 2 s on, to 62 s, and us takes its fragment over. A syncer began again in between."""
-    made = monitor("us", "eu")
-    made.hear(heartbeat("ann", "us", 1), 1.0)
-    made.hear(heartbeat("bob", "eu", 1), 1.0)
-    made.hear_shard(shard("s-us", "us", ("eu", 1000, 50)), 2.0)
-    made.hear_shard(shard("s-eu", "eu", ("us", 300, 7)), 2.0)
-    made.entry(record(0, 1, "s-us", "ann", "bob"), 2.0)
-    made.entry(record(1, 1, "s-eu", "ann", "bob"), 2.0)
-    for at_s in range(3, 32):
-        made.hear_shard(shard("s-us", "us", ("eu", 1500, 60)), float(at_s))
-    made.hear_shard(shard("s-us", "us", ("eu", 20, 1), incarnation=2), 32.0)
-    made.entry(record(1, 2, "s-us", "ann"), 32.0)
-    return made
+from diloco.wire.entries import RolledBack
 
 
 def test_the_status_says_where_each_is_and_how_its_region_does() -> None:
@@ -103,9 +43,9 @@ def test_a_validation_has_the_tokens_of_its_model_also_while_a_new_coordinator_r
     made = monitor()
     said = replace(heartbeat("evaluator", "", 1), role="evaluator", loss=2.5, versions=[1, 1])
     made.hear_evaluator(said, 1.0)
-    made.entry(replace(record(0, 1, "s", "ann"), tokens_merged=300), 2.0)
+    made.entry(replace(entry_record(0, 1, "s", "ann"), tokens_merged=300), 2.0)
     made.hear_evaluator(said, 2.5)
-    made.entry(replace(record(1, 1, "s", "ann"), tokens_merged=100), 3.0)
+    made.entry(replace(entry_record(1, 1, "s", "ann"), tokens_merged=100), 3.0)
     assert made.validation == []
     made.hear_evaluator(said, 3.5)
     assert made.validation == [(3.5, 200, 2.5)]  # two fragments of one size
@@ -120,7 +60,7 @@ def test_a_fragment_is_without_owner_while_no_syncer_that_is_heard_says_that_it_
     assert made.unowned(2.0) == set()
     assert made.unowned(1.5 + made.gone_s) == {0}
     for fragment in (0, 1):  # the run is over, and its syncers leave
-        made.entry(replace(record(fragment, 1, "s", "ann"), closing=True), 3.0)
+        made.entry(replace(entry_record(fragment, 1, "s", "ann"), closing=True), 3.0)
     assert made.unowned(1000.0) == set()
 
 
@@ -146,7 +86,7 @@ def test_a_rollback_is_told_once_and_remembered() -> None:
     first, second = story(), monitor("us", "eu")
     for at_s, fragment, change in ((40.0, 0, 3), (40.5, 1, 3), (50.0, 0, 4)):
         version = first.versions[fragment] + 1
-        entry = record(fragment, version, "s-us")
+        entry = entry_record(fragment, version, "s-us")
         first.entry(replace(entry, entry="rollback", bits=32, rolled_back=RolledBack(change, 1, version)), at_s)
     assert first.versions == [3, 3]
     series = json.loads(json.dumps(first.series(60.0)))

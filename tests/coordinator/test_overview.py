@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from msgspec.structs import replace
-from tests.coordinator.test_monitor import heartbeat, monitor, record, settings, shard
+from tests.made.monitors import entry_record, heartbeat, monitor, region_settings, shard
 
 from diloco.core.changes import Changes, Effective
 from diloco.transport import Room
@@ -18,7 +18,7 @@ from diloco_report.page import parts
 
 def report_of(made: Monitor, now_s: float) -> dict[str, Any]:
     seen = overview.picture(made, Alerts(), Changes(bytes(16)), now_s)
-    return overview.report(seen, settings(*made.presence.regions), None)
+    return overview.report(seen, region_settings(*made.presence.regions), None)
 
 
 def in_two_regions() -> Monitor:
@@ -33,7 +33,7 @@ def in_two_regions() -> Monitor:
     made.hear_shard(replace(us, crossing=[("eu", 1400, 50)]), 15.0)
     for version in (1, 2, 3):
         for fragment in (0, 1):
-            made.entry(record(fragment, version, "s-us", "ann"), 10.0)
+            made.entry(entry_record(fragment, version, "s-us", "ann"), 10.0)
     return made
 
 
@@ -42,7 +42,7 @@ def test_a_picture_that_an_older_version_stored_is_read() -> None:
     made = in_two_regions()
     seen = overview.picture(made, Alerts(), Changes(bytes(16)), 15.0)
     del seen["facts"]["state_values"], seen["steady"]
-    assert overview.report(seen, settings(*made.presence.regions), 4.0)["state_values"] == 0
+    assert overview.report(seen, region_settings(*made.presence.regions), 4.0)["state_values"] == 0
 
 
 def test_links_have_their_rate_and_the_bits_that_their_owners_ask_for() -> None:
@@ -53,7 +53,7 @@ def test_links_have_their_rate_and_the_bits_that_their_owners_ask_for() -> None:
         "from": "us", "to": "eu", "bytes": 1400, "bytes_per_s": 80.0, "offer_bits": 2, "record_bits": 4, "pace": 2.0,
     }  # fmt: skip
     assert (back["from"], back["bytes"], back["bytes_per_s"], back["record_bits"]) == ("eu", 50, 0.0, 8)
-    assert back["offer_bits"] == settings("us", "eu").codec.offer_bits  # nobody asks for fewer
+    assert back["offer_bits"] == region_settings("us", "eu").codec.offer_bits  # nobody asks for fewer
     us = now["regions"]["us"]
     assert (us["sending"], us["open"], us["heard"], us["members"]) == (1, 1, 2, 2)
     assert us["of_bound"] is None  # the syncers themselves have told of no version
@@ -105,12 +105,12 @@ def test_storage_and_settings_that_were_changed() -> None:
     made.change(Effective(made.settings.model_copy(update={"tokens": 77})))
     drawn = parts(report_of(made, 1.0))
     assert "25 %" in drawn["storage"]
-    assert f"<del>{settings().tokens}</del> <ins>77</ins>" in drawn["settings"]
+    assert f"<del>{region_settings().tokens}</del> <ins>77</ins>" in drawn["settings"]
     assert drawn["settings"].count("<ins>") == 1
 
 
 def test_a_page_says_from_where_it_knows_a_run() -> None:
     made = monitor()
-    made.entry(record(0, 41, "s", "ann"), 5.0)
+    made.entry(entry_record(0, 41, "s", "ann"), 5.0)
     series = overview.series(overview.thinned(made.curves(6.0)))
     assert "40 older versions are not here" in parts(report_of(made, 6.0) | {"series": series})["merges"]

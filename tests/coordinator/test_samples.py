@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from tests.coordinator.test_history import past_of
-from tests.coordinator.test_monitor import monitor, record, settings
+from tests.made.monitors import entry_record, monitor, past_of, region_settings
 
 from diloco.control.history import MAX_BYTES, unpack
 from diloco.errors import FormatError
@@ -19,7 +18,7 @@ from diloco_report.page import parts
 
 def test_a_sample_has_the_time_the_tokens_and_the_lowest_version_of_its_model() -> None:
     made = monitor()
-    made.entry(record(0, 1, "s", "ann"), 5.0)
+    made.entry(entry_record(0, 1, "s", "ann"), 5.0)
     made.hear_sample(Sample("judge", [3, 2], "text"), 61.04)
     assert made.samples.dump() == [[61.0, made.tokens_merged(), 2, "text"]]
     made.hear_sample(Sample("judge", [3, 2], "text"), 70.0)  # nothing was committed since
@@ -53,7 +52,7 @@ def test_hostile_text_goes_through_the_history_to_the_page_as_text() -> None:
     again = monitor()
     again.resume(past.curves)
     assert again.samples.kept == made.samples.kept
-    drawn = parts(overview.report(past.picture, settings(), None) | {"series": overview.series(past.curves)})["sample"]
+    drawn = parts(overview.report(past.picture, region_settings(), None) | {"series": overview.series(past.curves)})["sample"]
     assert "&lt;/pre&gt;&lt;script&gt;" in drawn
     assert "<script" not in drawn
     assert "version 9, 0 tokens merged" in drawn

@@ -33,7 +33,6 @@ from blake3 import blake3
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
-from tests.coordinator.test_monitor import monitor, story
 from tests.made.hostile_values import (
     Bytes,
     frames_of_zstd,
@@ -47,6 +46,7 @@ from tests.made.hostile_values import (
 from tests.made.identity_texts import GOOD_IDENTITY
 from tests.made.learner_delta import Delta
 from tests.made.message_examples import EXAMPLES, MESSAGES
+from tests.made.monitors import monitor, story
 from tests.made.tapes import ANY_EVENT, HEADER, tape_of
 
 from diloco.control import admission, creation, tables

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.lab.test_trial import STEP_TOKENS, text
-from tests.lab.test_trial import play as played
+from tests.made.tiny_trials import STEP_TOKENS
+from tests.made.tiny_trials import play_tiny as played
 
 from diloco.core.lives import Life
 from diloco.core.tape import Start
@@ -19,8 +19,6 @@ from diloco_lab.paces import recorder, recording, stalls
 from diloco_lab.paces.recording import RecordedLearner, Recording
 from diloco_lab.paces.spec import PaceSpec
 from diloco_lab.paces.times import Pace, Paces
-
-__all__ = ["text"]  # the fixture
 
 GOOD = """
 about = "a run beside nothing"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.lab import test_trial
+from tests.made.tiny_trials import TINY_TRIAL
 from tests.made.up_command import some_text
 from typer.testing import CliRunner, Result
 
@@ -19,7 +19,7 @@ from diloco_learner.text import load_corpus
 from diloco_ops.report import reference
 
 TOKENS = 60 * 4 * 16 * 2  # 60 steps of two learners
-SMALL: dict[str, Any] = test_trial.SMALL | {"tokens": TOKENS}
+SMALL: dict[str, Any] = TINY_TRIAL | {"tokens": TOKENS}
 # AdamW compiles three times as fast as Muon
 SETTINGS = "[settings]\n'inner.optimizer' = 'adamw'\n" + "".join(f'"{name}" = {value}\n' for name, value in SMALL.items())
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.made.up_command import Running, some_text
+from tests.made.tiny_trials import STEP_TOKENS, TINY_TRIAL, play_tiny
+from tests.made.up_command import Running
 
 from diloco.settings.presets import run_settings
 from diloco.wire import framing
@@ -17,44 +18,20 @@ from diloco.wire.entries import Record
 from diloco_lab.experiment import runner
 from diloco_lab.paces import recorder
 from diloco_lab.paces.times import Paces, steady
-from diloco_lab.trial import Result, Trial
+from diloco_lab.trial import Trial
 from diloco_learner.task import load_task
 from diloco_ops.run_reader import opened
 
-SMALL: dict[str, Any] = {
-    "learners": 2,
-    "shards": 1,
-    "task.layers": 1,
-    "task.width": 16,
-    "task.heads": 2,
-    "task.context": 16,
-    "task.batch": 4,
-    "fragments.count": 2,
-    "round.steps": 4,
-}
-STEP_TOKENS = 4 * 16
 LOCKSTEP: dict[str, dict[str, Any]] = {
     "decoupled": {"round.learners_wait": True, "round.quorum": 2, "round.grace_factor": 0.0},
     "data-parallel": {"round.steps": 1, "round.quorum": 2},
 }
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("trial") / "text.txt"
-    path.write_text(some_text())
-    return str(path)
-
-
-def play(text: str, tokens: int, paces: Paces | None = None, preset: str = "decoupled", **changes: Any) -> Result:
-    settings = run_settings(preset, SMALL | {"tokens": tokens} | changes)
-    return Trial(settings, load_task(settings.task, text), paces or Paces([steady(0.1), steady(0.1)])).play()
-
-
 @pytest.mark.slow
 def test_an_interval_that_changes_in_the_middle_makes_other_numbers_of_versions(text: str) -> None:
     """128 steps of both. An interval is a step longer than asked for, and one that was announced before stays as it is."""
-    settings = run_settings("decoupled", SMALL | {"tokens": 256 * STEP_TOKENS})
+    settings = run_settings("decoupled", TINY_TRIAL | {"tokens": 256 * STEP_TOKENS})
     paces, task = Paces([steady(0.1), steady(0.1)]), load_task(settings.task, text)
     plain, changed = (Trial(settings, task, paces, changes).play().versions for changes in ((), [(0.5, {"round.steps": 14})]))
     assert all(abs(versions - 128 / 5) < 1.5 for versions in plain)
@@ -63,7 +40,7 @@ def test_an_interval_that_changes_in_the_middle_makes_other_numbers_of_versions(
 
 @pytest.mark.slow
 def test_a_trial_trains_accounts_for_its_tokens_and_is_the_same_each_time(text: str) -> None:
-    first, again = (play(text, 60 * STEP_TOKENS, Paces([steady(0.1), steady(0.3)])) for _ in range(2))
+    first, again = (play_tiny(text, 60 * STEP_TOKENS, Paces([steady(0.1), steady(0.3)])) for _ in range(2))
     assert first.state_hashes == again.state_hashes
     assert first.loss == again.loss < np.log(256) - 1  # it begins at ln 256
     # 60 steps of both together, and what a learner does before it hears that the budget is used up
@@ -79,7 +56,7 @@ def test_a_trial_trains_accounts_for_its_tokens_and_is_the_same_each_time(text: 
 @pytest.mark.parametrize("preset", LOCKSTEP)
 async def test_in_lockstep_a_trial_makes_the_versions_of_a_live_run_bit_for_bit(preset: str, text: str, tmp_path: Path) -> None:
     tokens, changes = 48 * STEP_TOKENS, LOCKSTEP[preset]
-    options = [f"{name}={value}".replace("True", "true") for name, value in (SMALL | changes).items()]
+    options = [f"{name}={value}".replace("True", "true") for name, value in (TINY_TRIAL | changes).items()]
     sets = [word for option in options for word in ("--set", option)]
     directory = tmp_path / "run"
     arguments = ["--plain", "--preset", preset, "--data", text, "--run-dir", str(directory), "--tokens", str(tokens)]
@@ -115,7 +92,7 @@ async def test_in_lockstep_a_trial_makes_the_versions_of_a_live_run_bit_for_bit(
     assert [(life["parameters"], life["wrong"], life["unchecked"]) for life in lives] == [(True, "", "")] * 2
     assert sum(life["offers"] for life in lives) >= 2 * sum(len(hashes) for hashes in live)
 
-    settings = run_settings(preset, SMALL | {"tokens": tokens} | changes)
+    settings = run_settings(preset, TINY_TRIAL | {"tokens": tokens} | changes)
     trial = Trial(settings, load_task(settings.task, text), Paces([steady(0.1), steady(0.1)]))
     with runner.pool(1) as pool:  # of one thread each, as `up` begins its learners: bits depend on it
         assert (await asyncio.to_thread(pool.submit(trial.play).result)).state_hashes == live

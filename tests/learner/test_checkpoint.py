@@ -15,7 +15,7 @@ import pytest
 from blake3 import blake3
 from numpy.typing import NDArray
 from structlog.testing import capture_logs
-from tests.learner.test_trainer import SETTINGS, Slope
+from tests.made.trainer_script import SETTINGS, Slope
 
 from diloco.core.learner import Dump
 from diloco.core.tape import Borrowed, Copied, Event, Restored

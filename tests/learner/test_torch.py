@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.learner import test_trainer
-from tests.learner.test_trainer import FINISHED, NOTHING, train
+from tests.made.trainer_script import FINISHED, NOTHING, TRAINER_RULES, train
 
 from diloco.core.delta import Apply
 from diloco.errors import RunError, SettingsError
@@ -221,15 +220,7 @@ def test_the_trainer_writes_a_version_between_the_steps_around_its_boundary() ->
     assert [done is not None for done in script.done] == [False, True, True, True, True]
 
 
-@pytest.mark.parametrize(
-    "rule",
-    [
-        test_trainer.test_every_step_is_booked_once_and_the_last_loss_is_told,
-        test_trainer.test_a_process_that_is_asked_to_end_books_the_step_in_flight,
-        test_trainer.test_it_ends_in_time_whatever_is_unmerged,
-        test_trainer.test_waiting_for_a_version_is_blocked_time_and_time_after_the_budget_is_not,
-    ],
-)
+@pytest.mark.parametrize("rule", TRAINER_RULES)
 def test_a_trainers_rules_hold_as_with_jax(rule: Callable[[Any], None]) -> None:
     rule(island())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,6 +32,7 @@ from diloco.wire.offers import Offer
 from diloco_syncer.context import Context
 from diloco_syncer.copies import Copies
 from diloco_syncer.owner import FragmentOwner
+from diloco_syncer.takeover import Takeover
 
 SIZE = 64  # parameters of a fragment
 SETTINGS: dict[str, Any] = {
@@ -178,3 +180,9 @@ async def send_offer(owner: FragmentOwner, held: Held) -> None:
     head = context.store.subjects.offer(held.offer.fragment, held.offer.learner)
     identifier = f"offer/{held.offer.learner}/1/{held.offer.fragment}/{held.offer.number}"
     await context.transport.append(head, frame, message_id=identifier, fence=None, timeout_s=10)
+
+
+async def take_fragment(begun: Begun, context: Context | None = None, *, wanted: bool = True) -> FragmentOwner | None:
+    takeover = Takeover(context or begun.context, begun.copies, lambda index: wanted)
+    async with asyncio.TaskGroup() as group:
+        return await takeover.take(0, group)

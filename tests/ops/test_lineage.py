@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tests.shared.test_chain import marker, member, record, two_versions
+from tests.made.chains import marker, member, record, two_versions
 
 from diloco.core.chain import Chain
 from diloco.wire.entries import Record

@@ -10,9 +10,9 @@ from typing import Any, cast
 import pytest
 from rich.cells import cell_len
 from rich.text import Text
-from tests.coordinator.test_monitor import record, shard
 from tests.made.heartbeats import learner_heartbeat
-from tests.ops.test_live import fake_status
+from tests.made.monitors import entry_record, shard
+from tests.made.statuses import fake_status
 
 from diloco.nats.transport import NatsTransport
 from diloco.service.rundir import RunDirectory
@@ -91,8 +91,8 @@ def test_without_answers_members_are_shown_as_they_are_heard() -> None:
 def test_entries_of_the_log_are_events_and_merges() -> None:
     made = watched()
     began_s = 1000.0 - fake_status()["wall_s"]
-    made.entry(record(3, 17, "syncer-1", "ann", "bob"), began_s + 80)
-    made.entry(record(3, 17, "syncer-1", "ann", "bob"), began_s + 81)  # once more: a region's log may have it twice
+    made.entry(entry_record(3, 17, "syncer-1", "ann", "bob"), began_s + 80)
+    made.entry(entry_record(3, 17, "syncer-1", "ann", "bob"), began_s + 81)  # once more: a region's log may have it twice
     fragment = made.fragments[3]
     assert (fragment.version, fragment.owner, fragment.epoch) == (17, "syncer-1", 1)
     assert [(round(at_s), version, members) for at_s, version, members in fragment.merges] == [(80, 17, ("ann", "bob"))]
@@ -115,7 +115,7 @@ def test_the_history_comes_before_all_that_was_heard_since() -> None:
     made.answer({"run": "run", "wall_s": 58.0, "state": "training"}, 1000.0)
     made.hear(learner_heartbeat("ann", 1), 1001.0)
     made.hear(learner_heartbeat("ann", 1), 1004.0)
-    made.entry(record(0, 10, "syncer-0", "ann"), 1003.0)
+    made.entry(entry_record(0, 10, "syncer-0", "ann"), 1003.0)
     merge = {"wall_s": 30.0, "fragment": 0, "version": 9, "members": [["ann", 1.0, 0, 6]]}
     picture, curves = history(merge, activity=[[0.0, 20.0, "stepping"], [20.0, 60.0, "waiting"]], events=[[5.0, "it leads"]])
     made.past(picture, curves, 0.5, 1004.5)
@@ -168,7 +168,7 @@ def test_tables_are_sorted_by_any_column() -> None:
 def test_80_by_24() -> None:
     made = watched()
     for fragment in range(24):
-        made.entry(record(fragment, 17, "syncer-1", "learner-0", "learner-1"), 999.0)
+        made.entry(entry_record(fragment, 17, "syncer-1", "learner-0", "learner-1"), 999.0)
     app = top(made)
     head, body, foot = app.picture(80, 24, 1000.0)
     assert plain(head)[-1] == " [1 learners] 2 fragments  3 syncers  4 events  5 logs  6 loss "
@@ -220,7 +220,7 @@ async def test_keys_and_a_terminal_that_is_made_too_small(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Feed, "listen", nothing)
     made = watched()
-    made.entry(record(0, 17, "syncer-1", "learner-0"), 999.0)
+    made.entry(entry_record(0, 17, "syncer-1", "learner-0"), 999.0)
     app = top(made, lambda: 1000.0)
     async with app.run_test(size=(80, 24)) as pilot:
         await pilot.press("j", "j", "k", "s", "r")

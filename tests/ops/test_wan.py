@@ -13,8 +13,7 @@ import subprocess
 import sys
 import threading
 import tomllib
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ import pytest
 from nats.aio.msg import Msg
 from tests.made.command_line import Command, commanding
 from tests.made.fixtures import Ended
+from tests.made.relays import RELAY_DEADLINE_S, Stream, close_streams, relay_world
 
 from diloco.errors import SettingsError, WanError
 from diloco.nats import opening
@@ -32,103 +32,17 @@ from diloco_ops.broker.server import Server
 from diloco_ops.wan import control, relay
 from diloco_ops.wan.command import wan as wan_command
 from diloco_ops.wan.config import checked
-from diloco_ops.wan.connection import address_of
-from diloco_ops.wan.control import Control, asked
-from diloco_ops.wan.relay import Relay
 
-DEADLINE_S = 20.0
 SILENCE_S = 0.05  # long enough for what is wrongly let through to be there, nearly always
 HEADER = {"format": "diloco-failures", "version": 1, "duration_s": 0.0}
 
-TRAFFIC = ("bulk", "control")
-
-Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-
-
-class Target:
-    """A server in a region, and the connections that it accepted."""
-
-    def __init__(self) -> None:
-        self.connections: asyncio.Queue[Stream] = asyncio.Queue()
-        self._server: asyncio.Server | None = None
-
-    async def start(self) -> None:
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
-        self.address = address_of(self._server)
-
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.connections.put_nowait((reader, writer))
-
-    async def close(self) -> None:
-        assert self._server is not None
-        self._server.close()
-
-
-@dataclass
-class World:
-    """A relay between us and eu, with a route for bulk and one for control that lead to ``target``, and a third region."""
-
-    relay: Relay
-    at: str
-    target: Target
-    streams: list[Stream] = field(default_factory=list)  # to be closed at the end
-
-    async def connect(self, traffic: str = "bulk") -> Stream:
-        return self._kept(await asyncio.open_connection(*self.relay.addresses[TRAFFIC.index(traffic)].split(":")))
-
-    async def accept(self) -> Stream:
-        return self._kept(await asyncio.wait_for(self.target.connections.get(), DEADLINE_S))
-
-    async def pair(self, traffic: str = "bulk") -> tuple[Stream, Stream]:
-        """A connection: the client's end and the target's."""
-        return await self.connect(traffic), await self.accept()
-
-    async def command(self) -> Stream:
-        return self._kept(await asyncio.open_connection(*self.at.split(":")))
-
-    def _kept(self, stream: Stream) -> Stream:
-        self.streams.append(stream)
-        return stream
-
-    def link(self, name: str) -> dict[str, Any]:
-        links: dict[str, dict[str, Any]] = self.relay.status(self.relay.lines.values())["links"]
-        return links[name]
-
-    async def ask(self, request: control.Request) -> list[dict[str, Any]]:
-        return await asyncio.to_thread(lambda: list(asked(self.at, request)))
-
-    async def until(self, name: str, key: str, value: object) -> None:
-        async with asyncio.timeout(DEADLINE_S):
-            while self.link(name)[key] != value:
-                await asyncio.sleep(0.005)
-
-
-@contextlib.asynccontextmanager
-async def world(address: str | None = None, **defaults: Any) -> AsyncIterator[World]:
-    target = Target()
-    await target.start()
-    ends = {"listen": "127.0.0.1:0", "target": address or target.address}
-    routes = [{"from": "us", "to": "eu", "traffic": traffic} | ends for traffic in TRAFFIC]
-    routes.append({"from": "us", "to": "ap", "traffic": "bulk"} | ends)
-    made = Relay(checked({"defaults": defaults, "routes": routes}, "test"), observe.get_logger())
-    commands = Control(made)
-    await made.start()
-    there = World(made, await commands.start("127.0.0.1:0"), target)
-    try:
-        yield there
-    finally:
-        close(*there.streams)
-        await commands.close()
-        await made.close()
-        await target.close()
-
 
 async def read(stream: Stream, count: int) -> bytes:
-    return await asyncio.wait_for(stream[0].readexactly(count), DEADLINE_S)
+    return await asyncio.wait_for(stream[0].readexactly(count), RELAY_DEADLINE_S)
 
 
 async def read_all(stream: Stream) -> bytes:
-    return await asyncio.wait_for(stream[0].read(), DEADLINE_S)
+    return await asyncio.wait_for(stream[0].read(), RELAY_DEADLINE_S)
 
 
 async def silent(stream: Stream) -> bool:
@@ -144,11 +58,6 @@ def send(stream: Stream, data: bytes) -> None:
     stream[1].write(data)
 
 
-def close(*streams: Stream) -> None:
-    for _, writer in streams:
-        writer.close()
-
-
 # ---- carrying
 
 
@@ -157,7 +66,7 @@ def close(*streams: Stream) -> None:
     [{}, {"rate_bits_per_s": 50e6, "delay_s": 0.01, "jitter_s": 0.005}, {"rate_bits_per_s": 200e6, "queue_bytes": 1448}],
 )
 async def test_bytes_arrive_as_they_were_sent_both_ways_and_are_counted(conditions: dict[str, Any]) -> None:
-    async with world(**conditions) as there:
+    async with relay_world(**conditions) as there:
         pairs = [await there.pair("control" if i == 0 else "bulk") for i in range(4)]
         up = [random.Random(i).randbytes(40_000 + 1000 * i) for i in range(4)]
         down = [random.Random(10 + i).randbytes(30_000 + 1000 * i) for i in range(4)]
@@ -169,7 +78,7 @@ async def test_bytes_arrive_as_they_were_sent_both_ways_and_are_counted(conditio
         for (client, server), sent, answered in zip(pairs, up, down, strict=True):
             assert await read_all(server) == sent
             assert await read_all(client) == answered
-            close(client, server)
+            close_streams(client, server)
         await there.until("us-eu", "connections", 0)
         assert (there.link("us-eu")["control_bytes"], there.link("us-eu")["bulk_bytes"]) == (40_000, 126_000)
         assert (there.link("eu-us")["control_bytes"], there.link("eu-us")["bulk_bytes"]) == (30_000, 96_000)
@@ -177,7 +86,7 @@ async def test_bytes_arrive_as_they_were_sent_both_ways_and_are_counted(conditio
 
 
 async def test_what_headers_add_is_estimated_from_packets_both_ways() -> None:
-    async with world() as there:
+    async with relay_world() as there:
         client, server = await there.pair()
         send(client, bytes(2 * 1448))
         await read(server, 2 * 1448)
@@ -189,7 +98,7 @@ async def test_what_headers_add_is_estimated_from_packets_both_ways() -> None:
 
 async def test_opening_and_asking_cost_a_round_trip_each() -> None:
     clock = asyncio.get_running_loop().time
-    async with world(delay_s=0.03) as there:
+    async with relay_world(delay_s=0.03) as there:
         began_s = clock()
         client = await there.connect()
         send(client, b"?")
@@ -204,7 +113,7 @@ async def test_opening_and_asking_cost_a_round_trip_each() -> None:
 
 async def test_a_link_carries_no_more_than_its_rate() -> None:
     clock = asyncio.get_running_loop().time
-    async with world(rate_bits_per_s=4e6) as there:
+    async with relay_world(rate_bits_per_s=4e6) as there:
         (client, server), (second, other) = await there.pair(), await there.pair()
         began_s = clock()
         send(client, bytes(60_000))
@@ -214,7 +123,7 @@ async def test_a_link_carries_no_more_than_its_rate() -> None:
 
 
 async def test_control_passes_a_queue_of_bulk() -> None:
-    async with world(rate_bits_per_s=2e5) as there:
+    async with relay_world(rate_bits_per_s=2e5) as there:
         bulk, sink = await there.pair()
         heartbeats, heard = await there.pair("control")
         send(bulk, bytes(300_000))  # 12 s
@@ -226,7 +135,7 @@ async def test_control_passes_a_queue_of_bulk() -> None:
 
 async def test_a_receiver_that_does_not_read_stops_its_sender_and_nobody_else() -> None:
     size = 64 << 20
-    async with world() as there:
+    async with relay_world() as there:
         (client, server), (second, other) = await there.pair(), await there.pair()
         server[0]._limit = 1 << 16  # type: ignore[attr-defined]  # asyncio stops reading for anyone who does not take it
         send(client, bytes(size))
@@ -238,11 +147,11 @@ async def test_a_receiver_that_does_not_read_stops_its_sender_and_nobody_else() 
         assert not sending.done()
         assert there.link("us-eu")["bulk_bytes"] < size // 2
         assert len(await read(server, size)) == size
-        await asyncio.wait_for(sending, DEADLINE_S)
+        await asyncio.wait_for(sending, RELAY_DEADLINE_S)
 
 
 async def test_a_reset_goes_to_the_other_end() -> None:
-    async with world() as there:
+    async with relay_world() as there:
         for from_client in (True, False):
             client, server = await there.pair()
             gone, other = (client, server) if from_client else (server, client)
@@ -254,19 +163,19 @@ async def test_a_reset_goes_to_the_other_end() -> None:
 
 
 async def test_a_target_that_refuses_ends_the_connection_and_is_counted() -> None:
-    async with world() as there:
+    async with relay_world() as there:
         await there.target.close()
         client = await there.connect()
         with contextlib.suppress(ConnectionResetError):
             assert await read_all(client) == b""
-        close(client)
+        close_streams(client)
         await there.until("us-eu", "connections", 0)
         assert there.relay.status([])["connections_refused"] == 1
 
 
 async def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relay, "MAX_CONNECTIONS", 1)
-    async with world() as there:
+    async with relay_world() as there:
         await there.pair()
         refused = await there.connect()
         with contextlib.suppress(ConnectionResetError):
@@ -278,7 +187,7 @@ async def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_nothing_passes_a_cut_and_everything_comes_after() -> None:
-    async with world() as there:
+    async with relay_world() as there:
         client, server = await there.pair()
         await there.ask(control.Cut(["eu"]))
         send(client, b"up")
@@ -292,7 +201,7 @@ async def test_nothing_passes_a_cut_and_everything_comes_after() -> None:
 
 
 async def test_one_direction_can_be_cut_alone() -> None:
-    async with world() as there:
+    async with relay_world() as there:
         client, server = await there.pair()
         await there.ask(control.Cut(["us-eu"]))
         send(client, b"up")
@@ -304,7 +213,7 @@ async def test_one_direction_can_be_cut_alone() -> None:
 
 
 async def test_a_connection_begun_in_a_cut_is_made_when_it_is_healed() -> None:
-    async with world() as there:
+    async with relay_world() as there:
         await there.ask(control.Cut(["us-eu"]))
         client = await there.connect()
         send(client, b"hello")
@@ -316,9 +225,9 @@ async def test_a_connection_begun_in_a_cut_is_made_when_it_is_healed() -> None:
 
 
 async def test_a_target_never_hears_of_who_gave_up_in_a_cut() -> None:
-    async with world() as there:
+    async with relay_world() as there:
         await there.ask(control.Cut(["us-eu"]))
-        close(*[await there.connect() for _ in range(5)])
+        close_streams(*[await there.connect() for _ in range(5)])
         await there.until("us-eu", "connections", 0)
         await there.ask(control.Heal())
         client, server = await there.pair()
@@ -328,7 +237,7 @@ async def test_a_target_never_hears_of_who_gave_up_in_a_cut() -> None:
 
 
 async def test_a_nats_client_goes_on_after_a_cut(nats_server: Server) -> None:
-    async with world(nats_server.url.removeprefix("nats://")) as there:
+    async with relay_world(nats_server.url.removeprefix("nats://")) as there:
         heard: asyncio.Queue[bytes] = asyncio.Queue()
 
         async def hear(message: Msg) -> None:
@@ -344,7 +253,7 @@ async def test_a_nats_client_goes_on_after_a_cut(nats_server: Server) -> None:
             await asyncio.sleep(SILENCE_S)
             assert heard.empty()
             await there.ask(control.Heal())
-            assert await asyncio.wait_for(heard.get(), DEADLINE_S) == b"in the cut"
+            assert await asyncio.wait_for(heard.get(), RELAY_DEADLINE_S) == b"in the cut"
             await near.flush()
         finally:
             await near.close()
@@ -356,7 +265,7 @@ async def test_a_link_is_not_given_up_while_what_it_was_asked_for_is_still_comin
 ) -> None:
     monkeypatch.setattr(opening, "PING_S", 0.2)  # silence is noticed after 0.6 s, and 1 MB takes 4 s
     pieces = [bytes([number]) * 50_000 for number in range(20)]
-    async with world(nats_server.url.removeprefix("nats://"), rate_bits_per_s=2e6) as there:
+    async with relay_world(nats_server.url.removeprefix("nats://"), rate_bits_per_s=2e6) as there:
         arrived: list[bytes] = []
 
         async def hear(message: Msg) -> None:
@@ -369,7 +278,7 @@ async def test_a_link_is_not_given_up_while_what_it_was_asked_for_is_still_comin
             for piece in pieces:
                 await far.publish("across", piece)
             await far.flush()
-            async with asyncio.timeout(DEADLINE_S):
+            async with asyncio.timeout(RELAY_DEADLINE_S):
                 while len(arrived) < len(pieces):
                     await asyncio.sleep(0.01)
             assert (arrived, near.bulk.stats["reconnects"]) == (pieces, 0)
@@ -382,7 +291,7 @@ async def test_a_link_is_not_given_up_while_what_it_was_asked_for_is_still_comin
 
 
 async def test_a_link_is_set_and_slowed_while_it_carries() -> None:
-    async with world(rate_bits_per_s=2e4) as there:
+    async with relay_world(rate_bits_per_s=2e4) as there:
         client, server = await there.pair()
         send(client, bytes(50_000))  # 20 s
         await there.ask(control.Set(["us-eu"], rate_bits_per_s=4e9, delay_s=0.01, slow=4.0))
@@ -394,7 +303,7 @@ async def test_a_link_is_set_and_slowed_while_it_carries() -> None:
 
 
 async def test_the_kernel_holds_little_in_front_of_a_thin_link() -> None:
-    async with world() as there:
+    async with relay_world() as there:
         await there.pair()
         sockets = there.relay.lines["us-eu"].sockets
         assert len(sockets) == 3  # two routes listen, one connection is read
@@ -419,7 +328,7 @@ async def test_the_kernel_holds_little_in_front_of_a_thin_link() -> None:
     ],
 )
 async def test_a_command_that_cannot_be_done_changes_nothing(request_: control.Request, says: str) -> None:
-    async with world() as there:
+    async with relay_world() as there:
         before = there.link("us-eu")
         with pytest.raises(SettingsError) as refused:
             await there.ask(request_)
@@ -441,10 +350,10 @@ async def test_a_command_that_cannot_be_done_changes_nothing(request_: control.R
     ],
 )
 async def test_what_is_no_request_is_answered_with_why(sent: bytes, says: str) -> None:
-    async with world() as there:
+    async with relay_world() as there:
         reader, writer = await there.command()
         writer.write(sent)
-        answer = json.loads(await asyncio.wait_for(reader.readline(), DEADLINE_S))
+        answer = json.loads(await asyncio.wait_for(reader.readline(), RELAY_DEADLINE_S))
         assert answer["exit_code"] == WanError.exit_code
         assert says in answer["error"]
 
@@ -458,7 +367,7 @@ def tape(*lines: dict[str, Any]) -> str:
 
 async def test_who_holds_connections_without_a_word_keeps_no_operator_from_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "MAX_COMMANDERS", 3)
-    async with world() as there:
+    async with relay_world() as there:
         playing = await there.command()  # the oldest of all, but no silent one
         text = tape({"at_s": 0, "kind": "link_cut", "target": "link/us-eu", "duration_s": 1000})
         send(playing, json.dumps({"do": "play", "tape": text, "source": "tape"}).encode() + b"\n")
@@ -478,7 +387,7 @@ async def test_a_schedule_is_played_and_nothing_of_it_lasts_but_settings_without
         {"at_s": 0.02, "kind": "link_slow", "target": "link/us-eu", "factor": 4, "duration_s": 0.02},
         {"at_s": 0.03, "kind": "link_cut", "target": "link/us-eu", "duration_s": 0.02},
     )
-    async with world() as there:
+    async with relay_world() as there:
         client, server = await there.pair()
         send(client, b"before or after")
         told = await there.ask(control.Play(text, "tape"))
@@ -500,7 +409,7 @@ async def test_a_schedule_is_played_and_nothing_of_it_lasts_but_settings_without
 
 async def test_a_schedule_ends_with_its_commander_and_there_is_one_at_a_time() -> None:
     text = tape({"at_s": 0, "kind": "link_cut", "target": "link/us-eu", "duration_s": 1000})
-    async with world() as there:
+    async with relay_world() as there:
         reader, writer = await there.command()
         writer.write(json.dumps({"do": "play", "tape": text, "source": "tape"}).encode() + b"\n")
         assert json.loads(await reader.readline())["kind"] == "link_cut"
@@ -513,7 +422,7 @@ async def test_a_schedule_ends_with_its_commander_and_there_is_one_at_a_time() -
 
 async def test_an_operator_heals_what_a_schedule_cut() -> None:
     text = tape({"at_s": 0, "kind": "link_cut", "target": "link/us-eu", "duration_s": 1000})
-    async with world() as there:
+    async with relay_world() as there:
         reader, writer = await there.command()
         writer.write(json.dumps({"do": "play", "tape": text, "source": "tape"}).encode() + b"\n")
         await reader.readline()
@@ -671,7 +580,7 @@ def test_a_relay_is_served_commanded_and_ended(wan: Command, tmp_path: Path) -> 
             "     0.0 s  link_cut for 0.01 s: us-eu\n     0.0 s  link_cut ends: us-eu\nplayed: 1 failures\n"
         )
         process.send_signal(signal.SIGTERM)
-        _, err = process.communicate(timeout=DEADLINE_S)
+        _, err = process.communicate(timeout=RELAY_DEADLINE_S)
         assert process.returncode == 0
         last = [json.loads(line) for line in err.splitlines()[-3:]]
         assert [(event["event"], event.get("link"), event.get("bulk_bytes")) for event in last] == [

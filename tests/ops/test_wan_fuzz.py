@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tests.made.hostile_values import JSON
-from tests.ops.test_wan import DEADLINE_S, world
+from tests.made.relays import RELAY_DEADLINE_S, relay_world
 
 from diloco_ops.wan import control
 
@@ -44,12 +44,12 @@ def requests(seed: int) -> Iterator[bytes]:
 async def test_no_request_ends_a_relay_or_is_left_without_an_answer() -> None:
     faults: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
-    async with world() as there:
+    async with relay_world() as there:
         for _, request in zip(range(REQUESTS), requests(1), strict=False):
             reader, writer = await there.command()
             writer.write(request.replace(b"\n", b" ") + b"\n")
             line = b""
-            async with asyncio.timeout(DEADLINE_S):
+            async with asyncio.timeout(RELAY_DEADLINE_S):
                 while not line.endswith(b"\n"):
                     line += await reader.readexactly(1)
             answer = json.loads(line)

@@ -16,7 +16,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, sync_playwright
 from tests.made.browser import CHROMIUM
-from tests.report.test_page import HOSTILE, fake_report, with_regions
+from tests.made.reports import HOSTILE, fake_report, report_with_regions
 
 from diloco_coordinator.page.server import HEADERS
 from diloco_report import actions, page
@@ -58,7 +58,7 @@ def hostile(number: int) -> dict[str, Any]:
 
 def lively() -> dict[str, Any]:
     """A report of a run in three regions that goes on, with all that its page can show."""
-    report = with_regions()
+    report = report_with_regions()
     learners = list(report["learners"])
     for number, learner in enumerate(report["learners"].values()):
         learner |= {
@@ -314,7 +314,7 @@ def test_axe_finds_nothing_in_a_live_page_with_actions(browser: Browser, scheme:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_nothing_in_a_report(browser: Browser, tmp_path: Path, scheme: Any) -> None:
     file = tmp_path / "report.html"
-    page.write_html(with_regions(), file)
+    page.write_html(report_with_regions(), file)
     with opened(browser, file.as_uri(), color_scheme=scheme) as shown:
         assert problems(shown) == []
         shown.emulate_media(media="print")

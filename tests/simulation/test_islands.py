@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.made.mutations import lost_tokens_forgotten
 from tests.simulation.blocks import in_blocks
 from tests.simulation.islands import INSIDE
 from tests.simulation.play import happens, play, play_all, survived, world
-from tests.simulation.test_mutations import lost_tokens_forgotten
 
 from diloco.core.chunks import Chunk
 from diloco.core.decisions import Decisions

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from tests.made.mutations import Patch, lost_tokens_forgotten
 from tests.simulation.invariants import Violation
 from tests.simulation.play import play
 
@@ -27,8 +28,6 @@ from diloco_syncer import keyframes
 from diloco_syncer.owner import FragmentOwner
 
 SCHEDULES = 500
-
-Patch = pytest.MonkeyPatch
 
 
 def no_fence(patch: Patch) -> None:
@@ -129,19 +128,6 @@ def own_parameters_trusted(patch: Patch) -> None:
         return Apply(theta, theta) if carried.reset and applied.reference is None else applied
 
     patch.setattr(DeltaValues, "apply", trusting)
-
-
-def lost_tokens_forgotten(patch: Patch) -> None:
-    """Tokens that a learner drops are not counted."""
-    drop = DeltaState._drop
-
-    def forgetful(self: DeltaState, **how: Any) -> Carried:
-        lost = self.lost_tokens
-        carried = drop(self, **how)
-        self.lost_tokens = lost
-        return carried
-
-    patch.setattr(DeltaState, "_drop", forgetful)
 
 
 def keyframe_without_cursors(patch: Patch) -> None:

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from msgspec import structs
 from structlog.testing import capture_logs
-from tests.made.syncer_parts import SIZE, Begun, begin, merge, offer
+from tests.made.syncer_parts import SIZE, Begun, begin, merge, offer, take_fragment
 from tests.services.adversary import Adversary
-from tests.syncer.test_takeover import take
 
 import diloco.log.stream
 from diloco.errors import AppendUncertainError, FenceError
@@ -183,7 +182,7 @@ async def test_a_takeover_behind_what_is_no_entry_ends_the_owner_s_turn(link: Na
     begun = await begin(link)
     old = await begun.taken_over()
     await store(begun)
-    new = await take(begun, begun.another("syncer-1"))
+    new = await take_fragment(begun, begun.another("syncer-1"))
     assert new is not None
     await store(begun)
     with pytest.raises(FenceError):
@@ -215,7 +214,7 @@ async def test_a_takeover_in_the_place_of_messages_that_a_server_lost_ends_the_t
     begun = await begin(link)
     old = await begun.taken_over()
     await commit(old)
-    new = await take(begun, begun.another("syncer-1"))
+    new = await take_fragment(begun, begun.another("syncer-1"))
     assert new is not None
     await commit(new)
     old.copy.fence = await store(begun)  # it stood there already, behind messages that are gone
@@ -235,7 +234,7 @@ async def test_a_takeover_needs_no_second_load_for_what_is_stored_meanwhile(link
 
     transport.appends, transport.before = 0, before
     with capture_logs() as logs:
-        new = await take(begun, begun.another("syncer-1"))
+        new = await take_fragment(begun, begun.another("syncer-1"))
     assert new is not None
     assert (new.chain.version, new.chain.epoch, transport.appends) == (1, 2, 3)
     assert "takeover_retried" not in [entry["event"] for entry in logs]

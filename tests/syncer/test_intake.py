@@ -89,7 +89,7 @@ async def test_parts_without_a_head_take_no_more_memory_than_an_offer(
     link: NatsTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = 4 * PART_BYTES  # parameters; an offer of four bits has three parts, one of 32 bits, which is none of this run's, 17
-    monkeypatch.setattr(parts, "SIZE", size)
+    monkeypatch.setattr(syncer_parts, "SIZE", size)
     begun = await begin(link, **{"codec.offer_bits": 4})
     owner, transport = await begun.taken_over(), begun.context.transport
     head = begun.context.store.subjects.offer(0, "eve")

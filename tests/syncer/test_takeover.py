@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 from structlog.testing import capture_logs
-from tests.made.syncer_parts import Begun, begin, merge, offer
+from tests.made.syncer_parts import begin, merge, offer, take_fragment
 
 from diloco.log.follower import Copy
 from diloco.nats.transport import NatsTransport
-from diloco_syncer.context import Context
-from diloco_syncer.owner import FragmentOwner
-from diloco_syncer.takeover import Takeover
-
-
-async def take(begun: Begun, context: Context | None = None, *, wanted: bool = True) -> FragmentOwner | None:
-    takeover = Takeover(context or begun.context, begun.copies, lambda index: wanted)
-    async with asyncio.TaskGroup() as group:
-        return await takeover.take(0, group)
 
 
 async def test_each_takeover_is_an_entry_of_a_higher_epoch(link: NatsTransport) -> None:
     begun = await begin(link)
-    old = await take(begun)
+    old = await take_fragment(begun)
     assert old is not None
     await old.commit(merge(old, offer(old, "ann", 1.0)), 32)
     with capture_logs() as logs:
-        new = await take(begun, begun.another("syncer-1"))
+        new = await take_fragment(begun, begun.another("syncer-1"))
     assert new is not None
     assert (new.chain.version, new.chain.epoch) == (1, 2)
     assert [entry["event"] for entry in logs] == ["residual_reset", "taken_over"]
@@ -36,16 +25,16 @@ async def test_each_takeover_is_an_entry_of_a_higher_epoch(link: NatsTransport) 
 
 async def test_a_fragment_that_is_no_longer_wanted_is_left_alone(link: NatsTransport) -> None:
     begun = await begin(link)
-    assert await take(begun, wanted=False) is None
+    assert await take_fragment(begun, wanted=False) is None
     assert (await begun.owner()).chain.epoch == 0
 
 
 async def test_a_log_that_is_closed_is_owned_without_a_word(link: NatsTransport) -> None:
     begun = await begin(link)
-    old = await take(begun)
+    old = await take_fragment(begun)
     assert old is not None
     await old.commit(merge(old, closing=True), 32)
-    new = await take(begun, begun.another("syncer-1"))
+    new = await take_fragment(begun, begun.another("syncer-1"))
     assert new is not None
     assert new.chain.closed
     assert new.has_keyframe, "none is stored of a closed log"
@@ -61,8 +50,8 @@ async def test_an_entry_that_nobody_could_read_takes_nothing_over(link: NatsTran
         return copy
 
     monkeypatch.setattr(begun.copies, "take", taken)
-    assert await take(begun) is None
-    assert await take(begun) is None
+    assert await take_fragment(begun) is None
+    assert await take_fragment(begun) is None
     monkeypatch.undo()
     assert (await begun.owner()).chain.epoch == 0
     assert begun.context.refused.counts() == {("syncer-0", "FormatError"): 2}
