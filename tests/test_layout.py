@@ -1,4 +1,7 @@
-"""The layout: `diloco` holds what services need at run time, and nothing else. `make lint` checks who imports whom."""
+"""The layout: `diloco` holds what services need at run time, and nothing else; test modules share `tests/made` alone.
+
+`make lint` checks who imports whom among the distributions.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,7 @@ ENTRY_POINTS = tuple(
     for name in ("replay", "check", "evaluate", "examine", "fit", "hugging_face", "joining", "kernels", "mix.describe")
 )
 PROGRAMS = ("__main__",)
+TESTS = ROOT / "tests"
 
 
 def modules() -> dict[str, Path]:
@@ -61,3 +65,12 @@ def test_commands_import_neither_the_kernels_nor_jax() -> None:
     program = "import sys, diloco_ops.api; print(*{'numba', 'jax', 'torch'} & sys.modules.keys())"
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert said.stdout.split() == []
+
+
+def test_no_module_imports_a_test_module_or_a_conftest() -> None:
+    """What test modules share is in `tests/made`: a test module can be moved, split or dropped by itself."""
+    paths = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in TESTS.rglob("*.py")}
+    alone = {name: path for name, path in paths.items() if path.name == "conftest.py" or path.name.startswith("test_")}
+    assert len(alone) > 200
+    found = {name: sorted(names) for name, path in paths.items() if (names := imported(path, alone))}
+    assert not found, "move what they share to tests/made"
