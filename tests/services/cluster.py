@@ -24,7 +24,7 @@ from blake3 import blake3
 from nats.js import JetStreamContext
 from numpy.typing import NDArray
 from tests.made.fragment_vectors import scatter
-from tests.pace import DEADLINE_S
+from tests.pace import DEADLINE_S, scaled_s
 from tests.services.forking import Forked, Nursery
 from tests.services.toy import HURRIED_STEP_S, SAMPLES, SLOW_STEP_S, STEP_S, Toy, allow_steps
 
@@ -55,6 +55,7 @@ from diloco_ops.chaos import refusals
 
 Vector = NDArray[np.float32]
 ANSWER_S = 10.0  # then a service is asked again
+NEVER_S = 3600.0  # the most that `liveness` takes: no member is taken for dead, however slow it is
 READY = ("stepping", "waiting", "closing")  # to step; one that goes on from a checkpoint may have no step to take
 
 # A run of some two seconds: three learners of about 60 steps of 16 tokens, a round every 6. All that a test relies on is here.
@@ -258,6 +259,11 @@ class Cluster:
     def learners(self, **behaviour: Any) -> list[Toy]:
         return [self.toy(share, **behaviour) for share in range(self.settings.learners)]
 
+    @property
+    def answers_held(self) -> dict[str, Any]:
+        """The behaviour of learners in threads that go on to apply versions, answer and save while the gate holds them."""
+        return {"before_step": lambda toy: None, "may_step": self.gate.allows}
+
     async def create(self) -> None:
         """Make the run, as a coordinator does."""
         link = await self.link()
@@ -302,6 +308,22 @@ class Cluster:
 
         await self.until(all_are_there, f"every learner has taken {step} steps")
 
+    async def step_to_version(self, version: int) -> None:
+        """Have learners in threads step until each has applied this version of every fragment; then hold them.
+
+        They take two sync intervals of steps at a time, so that few are taken however late versions come, and go on to answer
+        while they are held (:attr:`answers_held`).
+        """
+
+        def applied() -> int:
+            return min(min(self.heartbeats[toy.name][-1].versions) for toy in self.toys)
+
+        while (reached := applied()) < version:
+            taken = max(toy.member.step for toy in self.toys if toy.member is not None)
+            self.gate.open(taken + 2 * self.settings.round.steps)
+            await self.until(lambda reached=reached: applied() > reached, f"version {reached + 1} of every fragment")  # type: ignore[misc]
+        self.gate.close()
+
     def hurry(self) -> None:
         """Let the learners in threads use up the budget soon: what the test was to see has happened."""
         for toy in self.toys:
@@ -311,7 +333,7 @@ class Cluster:
     def slowly(self) -> Iterator[None]:
         """Have the learners in threads take few steps: where a command takes long, the run is not to end before it."""
         for toy in self.toys:
-            toy.step_s = SLOW_STEP_S
+            toy.step_s = scaled_s(SLOW_STEP_S)
         try:
             yield
         finally:
