@@ -66,41 +66,40 @@ def main(name: str, options: Sequence[str]) -> int:
     print(f"{_workers(count)}; pace {pace:.2f}: tests wait {pace:.2f} times as long as usual ({VARIABLE})", flush=True)
     folder = Path(tempfile.mkdtemp(prefix=f"diloco-{name}-"))
     checks = [_Check(check, folder) for check in target.checks]
+    code, found = _run_tests(name, target, [*_spread(count), *options], folder)
+    bad = [check for check in checks if not check.passed()]
+    print(*_said(code, found, bad), sep="\n")
+    passed = code == 0 and not bad
+    wall_s, own = time.monotonic() - began_s, resource.getrusage(resource.RUSAGE_CHILDREN)
+    tests = ", ".join(f"{number:,} {what}" for what, number in (found.counts if found else {}).items())
+    used = f"{_clock(wall_s)} at pace {pace:.2f}, {own.ru_utime + own.ru_stime:.0f} s of processor time"
+    print(f"make {name}: {'passed' if passed else 'FAILED'}: {tests or 'no test'}; {used}")
+    if passed:
+        shutil.rmtree(folder, ignore_errors=True)
+    return 0 if passed else 1
+
+
+def _run_tests(name: str, target: Target, options: Sequence[str], folder: Path) -> tuple[int, Outcomes | None]:
+    """Run pytest; its code, and what it tells of itself if it came to its end."""
     written = Path(os.environ.get(outcomes.VARIABLE) or folder / "outcomes.json")
-    command = [
-        *(sys.executable, "-m", "pytest"),
-        *("-m", target.marks),
-        f"--basetemp={folder / 'logs'}",
-        *_spread(count),
-        *target.options,
-    ]
+    command = [sys.executable, "-m", "pytest", "-m", target.marks, f"--basetemp={folder / 'logs'}", *target.options]
     if name == "test":
         command += [f"--ignore={module}" for module in without_promise()]
     command += [*target.tests, *options]
     code = subprocess.run(command, cwd=ROOT, env=os.environ | {outcomes.VARIABLE: str(written)}, check=False).returncode
-    bad = [check for check in checks if not check.passed()]
-    found = Outcomes.read(written)
-    for check in bad:
-        print(f"\n{check.name}:\n{check.said()}")
-    print()
-    for failure in found.failures if found is not None else ():
-        print(*failure.lines, sep="\n")
-    for check in bad:
-        print(f"FAILED {check.name}\n  again: {check.command}")
+    return code, Outcomes.read(written)
+
+
+def _said(code: int, found: Outcomes | None, bad: Sequence[_Check]) -> list[str]:
+    """Return what failed checks print, and then what to do about each failure."""
+    lines = [f"\n{check.name}:\n{check.said()}" for check in bad] + [""]
+    lines += [line for failure in (found.failures if found is not None else ()) for line in failure.lines]
+    lines += [f"FAILED {check.name}\n  again: {check.command}" for check in bad]
     if found is None:
-        print(f"FAILED pytest ended with code {code} before it was done: see above")
+        lines.append(f"FAILED pytest ended with code {code} before it was done: see above")
     elif code and not found.failures:
-        print(f"FAILED pytest ended with code {code}: see above")
-    passed = code == 0 and not bad
-    wall_s, own = time.monotonic() - began_s, resource.getrusage(resource.RUSAGE_CHILDREN)
-    tests = ", ".join(f"{number:,} {what}" for what, number in (found.counts if found else {}).items())
-    print(
-        f"make {name}: {'passed' if passed else 'FAILED'}: {tests or 'no test'}; {_clock(wall_s)} at pace {pace:.2f}, "
-        f"{own.ru_utime + own.ru_stime:.0f} s of processor time"
-    )
-    if passed:
-        shutil.rmtree(folder, ignore_errors=True)
-    return 0 if passed else 1
+        lines.append(f"FAILED pytest ended with code {code}: see above")
+    return lines
 
 
 def _workers(count: int) -> str:
