@@ -75,10 +75,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Spread:
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
         return
-    # before any module of tests is imported: tests.pace reads it
-    os.environ.setdefault("DILOCO_TEST_PACE", f"{measuring.measure(config.getoption('numprocesses', None) or 1):.2f}")
-    # compiled here, once, and not by every worker; in a process of its own, which gives its memory back
-    subprocess.run([sys.executable, "-c", "import diloco.core.kernels"], check=True)
+    processes = config.getoption("numprocesses", None) or 0
+    if "DILOCO_TEST_PACE" not in os.environ:  # before any module of tests is imported: tests.pace reads it
+        os.environ["DILOCO_TEST_PACE"] = f"{measuring.measure(max(1, processes)):.2f}"
+    if processes:  # compiled once, and not by every worker; in a process of its own, which gives its memory back
+        subprocess.run([sys.executable, "-c", "import diloco.core.kernels"], check=True)
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
