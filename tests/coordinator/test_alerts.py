@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from msgspec.structs import replace
-from tests.made.monitors import entry_record, heartbeat, monitor
+from tests.made.heartbeats import learner_heartbeat
+from tests.made.monitors import entry_record, monitor
 
 from diloco.transport import Room
 from diloco_coordinator.alerts import MAX_EVENTS, Alerts, conditions
@@ -12,7 +13,7 @@ from diloco_coordinator.monitor import MAX_FAILURES, Monitor
 
 def stepping(made: Monitor, until_s: int, loss: float = 2.0) -> None:
     for at_s in range(1, until_s):
-        made.hear(replace(heartbeat("ann", "", at_s), loss=loss), float(at_s))
+        made.hear(learner_heartbeat("ann", at_s, loss=loss), float(at_s))
 
 
 def test_nothing_is_wrong_with_a_run_that_goes_well() -> None:
@@ -33,7 +34,7 @@ def test_a_learner_that_is_not_heard_and_one_that_comes_back() -> None:
     alerts.note(made, gone_s)
     alerts.note(made, gone_s + 1)
     assert alerts.dump(gone_s + 1)["alerts"] == [{"text": "ann: not heard", "since_s": 1}]
-    made.hear(heartbeat("ann", "", 20), gone_s + 2)
+    made.hear(learner_heartbeat("ann", 20), gone_s + 2)
     alerts.note(made, gone_s + 2)
     assert [text for _, text in alerts.events] == ["ann: not heard", "over: ann: not heard"]
     assert alerts.holding == {}
@@ -52,7 +53,7 @@ def test_a_learner_that_is_in_no_merge() -> None:
 
 def test_an_evaluator_whose_task_fails_and_is_well_again() -> None:
     made = monitor()
-    said = replace(heartbeat("evaluator", "", 0), role="evaluator", failure="OSError: gone (mine.py, line 7)")
+    said = learner_heartbeat("evaluator", 0, role="evaluator", failure="OSError: gone (mine.py, line 7)")
     made.hear_evaluator(said, 1.0)
     assert made.status(1.0)["failures"] == {"evaluator": "OSError: gone (mine.py, line 7)"}
     assert list(conditions(made, 1.0)) == ["evaluator: OSError: gone (mine.py, line 7)"]
@@ -65,7 +66,7 @@ def test_an_evaluator_whose_task_fails_and_is_well_again() -> None:
 
 def test_a_learner_whose_steps_change_nothing() -> None:
     made = monitor()
-    said = replace(heartbeat("ann", "", 12), failure="no loss of its newest 10 steps is finite")
+    said = learner_heartbeat("ann", 12, failure="no loss of its newest 10 steps is finite")
     made.hear(said, 1.0)
     assert made.status(1.0)["failures"] == {"ann": "no loss of its newest 10 steps is finite"}
     assert list(conditions(made, 1.0)) == ["ann: no loss of its newest 10 steps is finite"]
@@ -80,7 +81,7 @@ def test_a_loss_that_jumps() -> None:
     stepping(made, 30)
     for at_s in (30, 31, 32):  # one step, or two, may be anything
         assert list(conditions(made, float(at_s))) == []
-        made.hear(replace(heartbeat("ann", "", at_s), loss=3.1), float(at_s))
+        made.hear(learner_heartbeat("ann", at_s, loss=3.1), float(at_s))
     assert list(conditions(made, 32.0)) == ["ann: its loss is far above what it was"]
 
 

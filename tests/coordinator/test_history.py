@@ -11,7 +11,8 @@ import pytest
 import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.made.monitors import entry_record, heartbeat, monitor, past_of, region_settings, story
+from tests.made.heartbeats import learner_heartbeat
+from tests.made.monitors import entry_record, monitor, past_of, region_settings, story
 
 from diloco.control.history import MAX_BYTES, MAX_PLAIN_BYTES, Past, unpack
 from diloco.core.fragments import TensorSpec, build_map
@@ -69,7 +70,7 @@ def large(learners: int, fragments: int, versions: int, points: int) -> Monitor:
     )
     names = [f"learner-{number}" for number in range(learners)]
     for name in names:
-        made.hear(heartbeat(name, "", 1), 0.0)
+        made.hear(learner_heartbeat(name, 1), 0.0)
         made.learners[name].points = [(t, t * 1000, t, chance.uniform(1, 5)) for t in range(points)]
         made.learners[name].activity = [(t, t + 1, chance.choice(("stepping", "sending"))) for t in range(points)]
     for version in range(1, versions + 1):

@@ -8,7 +8,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from msgspec.structs import replace
-from tests.made.monitors import entry_record, heartbeat, monitor, shard, story
+from tests.made.heartbeats import learner_heartbeat, shard_heartbeat
+from tests.made.monitors import entry_record, monitor, story
 
 from diloco.wire.entries import RolledBack
 
@@ -23,8 +24,8 @@ def test_the_status_says_where_each_is_and_how_its_region_does() -> None:
         "us": {"members": 2, "heard": 1, "away_s": None, "fragments": 2, "bytes_in": 361, "bytes_out": 1527},
         "eu": {"members": 2, "heard": 0, "away_s": 31.0, "fragments": 0, "bytes_in": 1527, "bytes_out": 361},
     }
-    made.hear(heartbeat("bob", "eu", 2), 62.0)
-    made.hear_shard(shard("s-eu", "eu", ("us", 400, 7)), 63.0)
+    made.hear(learner_heartbeat("bob", 2, region="eu"), 62.0)
+    made.hear_shard(shard_heartbeat("s-eu", region="eu", crossing=[("us", 400, 7)]), 63.0)
     assert made.status(63.0)["regions"]["eu"] | {"members": 2, "heard": 2, "away_s": None} == made.status(63.0)["regions"]["eu"]
 
 
@@ -41,7 +42,7 @@ def test_another_coordinator_goes_on_with_what_the_first_knew_of_regions() -> No
 
 def test_a_validation_has_the_tokens_of_its_model_also_while_a_new_coordinator_reads_the_log() -> None:
     made = monitor()
-    said = replace(heartbeat("evaluator", "", 1), role="evaluator", loss=2.5, versions=[1, 1])
+    said = learner_heartbeat("evaluator", 1, role="evaluator", loss=2.5, versions=[1, 1])
     made.hear_evaluator(said, 1.0)
     made.entry(replace(entry_record(0, 1, "s", "ann"), tokens_merged=300), 2.0)
     made.hear_evaluator(said, 2.5)
@@ -54,9 +55,9 @@ def test_a_validation_has_the_tokens_of_its_model_also_while_a_new_coordinator_r
 def test_a_fragment_is_without_owner_while_no_syncer_that_is_heard_says_that_it_owns_it() -> None:
     made = monitor()
     assert made.unowned(0.0) == {0, 1}
-    made.hear_shard(replace(shard("s", ""), fragments=[0]), 1.0)
+    made.hear_shard(shard_heartbeat("s", fragments=[0]), 1.0)
     assert made.unowned(1.0) == {1}
-    made.hear_shard(replace(shard("t", ""), fragments=[1]), 2.0)
+    made.hear_shard(shard_heartbeat("t", fragments=[1]), 2.0)
     assert made.unowned(2.0) == set()
     assert made.unowned(1.5 + made.gone_s) == {0}
     for fragment in (0, 1):  # the run is over, and its syncers leave
@@ -66,8 +67,8 @@ def test_a_fragment_is_without_owner_while_no_syncer_that_is_heard_says_that_it_
 
 def test_a_run_without_regions_has_none() -> None:
     made = monitor()
-    made.hear(heartbeat("ann", "", 1), 1.0)
-    made.hear_shard(shard("s", ""), 1.0)
+    made.hear(learner_heartbeat("ann", 1), 1.0)
+    made.hear_shard(shard_heartbeat("s"), 1.0)
     status = made.status(100.0)
     assert (status["regions"], status["learners"]["ann"]["region"], status["shards"]["s"]["region"]) == ({}, None, None)
     assert (made.series(100.0)["places"], made.series(100.0)["absences"]) == ({}, [])
@@ -104,8 +105,11 @@ def test_no_member_makes_it_keep_more_and_more() -> None:
     made = monitor("us", "eu")
     for number in range(1, 6000):
         state = ("stepping", "waiting")[number % 2]
-        made.hear(replace(heartbeat("a", "us", number), incarnation=number, state=state, trained=[(0, 2 * number, 1)]), number)
-        made.hear_shard(shard("s", "us", ("eu", 2, 1), incarnation=number), number)
+        made.hear(
+            learner_heartbeat("a", number, region="us", incarnation=number, state=state, trained=[(0, 2 * number, 1)]),
+            number,
+        )
+        made.hear_shard(shard_heartbeat("s", region="us", crossing=[("eu", 2, 1)], incarnation=number), number)
     assert len(made.crossing.processes) == 16
     assert made.crossing.borders() == {("us", "eu"): 2 * 5999, ("eu", "us"): 5999}
     assert len(made.ledger.trained) <= 4096
@@ -115,5 +119,5 @@ def test_no_member_makes_it_keep_more_and_more() -> None:
     assert (activity[0][0], activity[-1][1]) == (1, 5999)
     again = monitor("us", "eu")
     again.resume(json.loads(json.dumps(made.series(6000))))
-    again.hear(replace(heartbeat("a", "us", 6000), incarnation=6000, trained=[(1, 0, 1)]), 6000)
+    again.hear(learner_heartbeat("a", 6000, region="us", incarnation=6000, trained=[(1, 0, 1)]), 6000)
     assert len(again.ledger.trained) == len(made.ledger.trained)

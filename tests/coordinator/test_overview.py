@@ -6,7 +6,8 @@ import json
 from typing import Any
 
 from msgspec.structs import replace
-from tests.made.monitors import entry_record, heartbeat, monitor, region_settings, shard
+from tests.made.heartbeats import learner_heartbeat, shard_heartbeat
+from tests.made.monitors import entry_record, monitor, region_settings
 
 from diloco.core.changes import Changes, Effective
 from diloco.transport import Room
@@ -24,10 +25,12 @@ def report_of(made: Monitor, now_s: float) -> dict[str, Any]:
 def in_two_regions() -> Monitor:
     """Owners in both, of 16 parameters in 2 fragments; us has sent 1000 bytes by 10 s, and 400 more within the next 5 s."""
     made = monitor("us", "eu")
-    made.hear(replace(heartbeat("ann", "us", 3), sending=True), 14.0)
-    made.hear(heartbeat("bob", "eu", 3), 14.0)
-    us = replace(shard("s-us", "us", ("eu", 1000, 50)), state="owner", record_bits=4, pace=1.0, open=[(0, 1, 2, 0.5)])
-    eu = replace(shard("s-eu", "eu"), state="owner", record_bits=8, pace=2.0, offer_bits=[("us", 2)])
+    made.hear(learner_heartbeat("ann", 3, region="us", sending=True), 14.0)
+    made.hear(learner_heartbeat("bob", 3, region="eu"), 14.0)
+    us = shard_heartbeat(
+        "s-us", region="us", crossing=[("eu", 1000, 50)], state="owner", record_bits=4, pace=1.0, open=[(0, 1, 2, 0.5)]
+    )
+    eu = shard_heartbeat("s-eu", region="eu", state="owner", record_bits=8, pace=2.0, offer_bits=[("us", 2)])
     made.hear_shard(us, 10.0)
     made.hear_shard(eu, 10.0)
     made.hear_shard(replace(us, crossing=[("eu", 1400, 50)]), 15.0)
@@ -64,8 +67,8 @@ def test_bytes_are_compared_with_a_rings_from_the_end_of_the_first_cycle_on() ->
     made = monitor("us", "eu")
 
     def of_bound(us_versions: int, us_sent: int, eu_versions: int, eu_sent: int) -> list[float | None]:
-        made.hear_shard(replace(shard("s-us", "us", ("eu", us_sent, 0)), versions=us_versions), 1.0)
-        made.hear_shard(replace(shard("s-eu", "eu", ("us", eu_sent, 0)), versions=eu_versions), 1.0)
+        made.hear_shard(shard_heartbeat("s-us", region="us", crossing=[("eu", us_sent, 0)], versions=us_versions), 1.0)
+        made.hear_shard(shard_heartbeat("s-eu", region="eu", crossing=[("us", eu_sent, 0)], versions=eu_versions), 1.0)
         return [region["of_bound"] for region in report_of(made, 1.0)["now"]["regions"].values()]
 
     assert of_bound(0, 1000, 0, 5) == [None, None]  # the initial model, and offers of the first rounds
@@ -78,7 +81,7 @@ def test_bytes_are_compared_with_a_rings_from_the_end_of_the_first_cycle_on() ->
     made = monitor("us", "eu")
     made.resume(stored)
     assert of_bound(3, 1023, 3, 26) == [18 / 16, 16 / 16]
-    made.hear_shard(replace(shard("s-us", "us", ("eu", 7, 0), incarnation=2), versions=1), 2.0)
+    made.hear_shard(shard_heartbeat("s-us", region="us", crossing=[("eu", 7, 0)], incarnation=2, versions=1), 2.0)
     assert of_bound(3, 1023, 4, 33) == [25 / 24, 23 / 24]
 
 
@@ -89,7 +92,7 @@ def test_the_page_draws_them_and_marks_a_region_that_is_away() -> None:
     assert "80 B/s" in drawn
     assert 'class="island cut"' not in drawn
     for at_s in range(16, 62, 2):
-        made.hear(heartbeat("ann", "us", 4), float(at_s))
+        made.hear(learner_heartbeat("ann", 4, region="us"), float(at_s))
     drawn = parts(report_of(made, 60.0))["islands"]
     assert drawn.count('class="island cut"') == 1
     assert drawn.count('class="link cut"') == 2

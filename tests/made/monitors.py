@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from tests.made.heartbeats import learner_heartbeat, shard_heartbeat
 
 from diloco.control.history import Past
 from diloco.core.changes import Changes
 from diloco.core.fragments import TensorSpec, build_map
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
-from diloco.wire.control import Heartbeat, ShardHeartbeat
 from diloco.wire.entries import Record
 from diloco.wire.offers import Member
 from diloco_coordinator import overview
@@ -27,28 +26,6 @@ def monitor(*regions: str) -> Monitor:
     )
 
 
-def heartbeat(learner: str, region: str, step: int) -> Heartbeat:
-    values: dict[str, Any] = dict.fromkeys(Heartbeat.__struct_fields__, 0)
-    values |= {name: [] for name in ("versions", "steps", "fragment_tokens", "lost_tokens", "trained")}
-    values |= {"learner": learner, "region": region, "role": "learner", "state": "stepping", "sending": False, "loss": None}
-    values |= {"software": "0.1.0", "failure": None}
-    return Heartbeat(**values | {"step": step, "incarnation": 1})
-
-
-def shard(syncer: str, region: str, *crossing: tuple[str, int, int], incarnation: int = 1) -> ShardHeartbeat:
-    values: dict[str, Any] = dict.fromkeys(ShardHeartbeat.__struct_fields__, 0)
-    values |= {
-        "fragments": [],
-        "closed": [],
-        "open": [],
-        "state": "owner",
-        "syncer": syncer,
-        "region": region,
-        "software": "0.1.0",
-    }
-    return ShardHeartbeat(**values | {"incarnation": incarnation, "crossing": list(crossing), "offer_bits": []})
-
-
 def entry_record(fragment: int, version: int, syncer: str, *learners: str) -> Record:
     members = [Member(name, 1, version, version, version - 1, 24, 240, 0, 1.0, []) for name in learners]
     return Record(
@@ -60,15 +37,15 @@ def entry_record(fragment: int, version: int, syncer: str, *learners: str) -> Re
 def story() -> Monitor:
     """Two regions; eu is silent from 2 s on, to 62 s, and us takes its fragment over. A syncer began again in between."""
     made = monitor("us", "eu")
-    made.hear(heartbeat("ann", "us", 1), 1.0)
-    made.hear(heartbeat("bob", "eu", 1), 1.0)
-    made.hear_shard(shard("s-us", "us", ("eu", 1000, 50)), 2.0)
-    made.hear_shard(shard("s-eu", "eu", ("us", 300, 7)), 2.0)
+    made.hear(learner_heartbeat("ann", 1, region="us"), 1.0)
+    made.hear(learner_heartbeat("bob", 1, region="eu"), 1.0)
+    made.hear_shard(shard_heartbeat("s-us", region="us", crossing=[("eu", 1000, 50)]), 2.0)
+    made.hear_shard(shard_heartbeat("s-eu", region="eu", crossing=[("us", 300, 7)]), 2.0)
     made.entry(entry_record(0, 1, "s-us", "ann", "bob"), 2.0)
     made.entry(entry_record(1, 1, "s-eu", "ann", "bob"), 2.0)
     for at_s in range(3, 32):
-        made.hear_shard(shard("s-us", "us", ("eu", 1500, 60)), float(at_s))
-    made.hear_shard(shard("s-us", "us", ("eu", 20, 1), incarnation=2), 32.0)
+        made.hear_shard(shard_heartbeat("s-us", region="us", crossing=[("eu", 1500, 60)]), float(at_s))
+    made.hear_shard(shard_heartbeat("s-us", region="us", crossing=[("eu", 20, 1)], incarnation=2), 32.0)
     made.entry(entry_record(1, 2, "s-us", "ann"), 32.0)
     return made
 

@@ -40,11 +40,6 @@ def settings_of(**changes: Any) -> RunSettings:
     return run_settings("decoupled", defaults | changes)
 
 
-def heartbeat(learner: str, step: int = 0, version: int = 0, **changes: Any) -> Heartbeat:
-    values: dict[str, Any] = {"step": step, "versions": [version], "steps": [step]}
-    return learner_heartbeat(learner, 1, **(values | changes))
-
-
 def offer(learner: str, number: int = 1, version: int = 1, **changes: Any) -> Offer:
     """An offer of version - 1 as its base, in answer to the round of ``version``."""
     base = changes.get("base_version", version - 1)
@@ -74,7 +69,7 @@ def round_of(*learners: str, **changes: Any) -> Round:
         changes = {"learners": max(1, len(learners))} | changes  # as many as the run has
     roster = Roster(settings_of(**changes))
     for learner in learners:
-        roster.hear(heartbeat(learner, step), now_s)
+        roster.hear(learner_heartbeat(learner, step), now_s)
     return Round(roster, Chain(0, 0, 0, bytes(32), 0, hash_of(0)), 1)
 
 
@@ -168,7 +163,7 @@ class Learner:
 
     def heartbeat(self) -> Heartbeat:
         values = {"incarnation": self.incarnation, "steps": [self.steps]}
-        return heartbeat(self.name, self.step, self.version, **values)
+        return learner_heartbeat(self.name, self.step, self.version, **values)
 
     def take_step(self) -> None:
         self.step += 1

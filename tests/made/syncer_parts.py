@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 from tests.made.fragment_vectors import each
-from tests.made.heartbeats import learner_heartbeat
 
 from diloco.control import creation
 from diloco.control.creation import Run
@@ -26,7 +25,6 @@ from diloco.settings.presets import run_settings
 from diloco.settings.service import SyncerSettings
 from diloco.wire import framing
 from diloco.wire.body import describe_body
-from diloco.wire.control import Heartbeat, ShardHeartbeat
 from diloco.wire.entries import Genesis
 from diloco.wire.offers import Offer
 from diloco_syncer.context import Context
@@ -129,44 +127,6 @@ def offer(owner: FragmentOwner, learner: str, value: float, number: int = 1, **c
 def merge(owner: FragmentOwner, *held: Held, closing: bool = False) -> Merge:
     """Return the merge of these offers into the next version."""
     return Merge(owner.chain.version + 1, held, closing, 0.1, 0.2)
-
-
-def heartbeat(learner: str, step: int, versions: tuple[int, int] = (0, 0), **changes: Any) -> Heartbeat:
-    """Return a learner's heartbeat."""
-    values: dict[str, Any] = {
-        "step": step,
-        "tokens": 10 * step,
-        "step_s": 0.1,
-        "versions": list(versions),
-        "steps": [step, step],
-    }
-    return learner_heartbeat(learner, 2, **(values | changes))
-
-
-def shard_heartbeat(syncer: str, number: int, **changes: Any) -> ShardHeartbeat:
-    """Return a syncer's heartbeat."""
-    values: dict[str, Any] = {
-        "syncer": syncer,
-        "region": "",
-        "incarnation": 1,
-        "number": number,
-        "state": "owner",
-        "revision": 0,
-        "fragments": [],
-        "closed": [],
-        "rounds": 0,
-        "versions": 0,
-        "open": [],
-        "refused": 0,
-        "bytes_up": 0,
-        "bytes_down": 0,
-        "crossing": [],
-        "record_bits": 4,
-        "pace": 1.0,
-        "offer_bits": [],
-        "software": "",
-    }
-    return ShardHeartbeat(**(values | changes))
 
 
 async def send_offer(owner: FragmentOwner, held: Held) -> None:

@@ -15,12 +15,13 @@ from typing import Any
 import psutil
 import pytest
 from blake3 import blake3
+from tests.made.heartbeats import learner_heartbeat, shard_heartbeat
 
 from diloco.core.chain import Chain
 from diloco.errors import RunError
 from diloco.process.logs import Entry
 from diloco.wire.body import Body
-from diloco.wire.control import Heartbeat, ShardHeartbeat
+from diloco.wire.control import Heartbeat
 from diloco.wire.entries import Record
 from diloco.wire.offers import Member
 from diloco_ops import failures
@@ -72,20 +73,8 @@ class Story:
 
 def heartbeat(step: int = 1, *, learner: str = "ann", versions: tuple[int, int] = (0, 0), **values: Any) -> Heartbeat:
     """Of a learner that holds all that it processed, 10 tokens a step, unless it says otherwise."""
-    usual: dict[str, Any] = {
-        "region": "",
-        "incarnation": 1,
-        "role": "learner",
-        "state": "stepping",
-        "sending": False,
-        "loss": 1.0,
-    }
-    usual |= {"tokens": 10 * step, "steps": [step] * 2, "fragment_tokens": [10 * step] * 2, "lost_tokens": [0, 0]}
-    usual |= {"region": "", "trained": [], "batch_tokens": 10}
-    usual |= dict.fromkeys(("step_s", "busy_s", "blocked_s"), 0.0)
-    usual |= dict.fromkeys(("bytes_up", "bytes_down", "refused"), 0)
-    usual["software"] = ""
-    return Heartbeat(learner=learner, step=step, versions=list(versions), **usual | values)
+    usual = {"tokens": 10 * step, "fragment_tokens": [10 * step] * 2, "loss": 1.0, "batch_tokens": 10, "step_s": 0.0}
+    return learner_heartbeat(learner, step, *versions, **usual | values)
 
 
 def test_a_log_that_goes_on_as_it_was_is_found_whole() -> None:
@@ -184,22 +173,7 @@ def test_recoveries_end_when_what_broke_does_its_work_again() -> None:
     story = Story()
     witness = story.witness
     story.version()
-    nothing: dict[str, Any] = dict.fromkeys(("rounds", "versions", "refused", "bytes_up", "bytes_down"), 0)
-    place: dict[str, Any] = {"region": "", "incarnation": 1, "number": 1, "state": "owner", "revision": 1}
-    witness.shard(
-        ShardHeartbeat(
-            syncer="syncer-0",
-            fragments=[0],
-            closed=[],
-            open=[],
-            crossing=[],
-            record_bits=4,
-            pace=1.0,
-            offer_bits=[],
-            software="",
-            **place | nothing,
-        )
-    )
+    witness.shard(shard_heartbeat("syncer-0", fragments=[0], revision=1))
     assert witness.owned("syncer-0") == {0}
     assert witness.owned("syncer-7") == set()
     witness.expect(Recovery("kill", "learner-1", 10.0, learner="ann"))

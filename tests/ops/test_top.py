@@ -10,8 +10,8 @@ from typing import Any, cast
 import pytest
 from rich.cells import cell_len
 from rich.text import Text
-from tests.made.heartbeats import learner_heartbeat
-from tests.made.monitors import entry_record, shard
+from tests.made.heartbeats import learner_heartbeat, shard_heartbeat
+from tests.made.monitors import entry_record
 from tests.made.statuses import fake_status
 
 from diloco.nats.transport import NatsTransport
@@ -64,8 +64,8 @@ def test_heartbeats_make_lanes_and_a_silent_learner_leaves_a_gap() -> None:
     made = Watched("run", 5.0)
     made.answer({"run": "run", "wall_s": 0.0, "state": "training"}, 100.0)
     for at_s, state, sending in ((101.0, "stepping", False), (103.0, "stepping", True), (104.0, "waiting", False)):
-        made.hear(learner_heartbeat("ann", 1, state=state, sending=sending), at_s)
-    made.hear(learner_heartbeat("ann", 1), 110.0)
+        made.hear(learner_heartbeat("ann", state=state, sending=sending), at_s)
+    made.hear(learner_heartbeat("ann"), 110.0)
     assert made.lane("ann") == [
         (1.0, 1.0, "stepping"), (1.0, 3.0, "sending"), (3.0, 4.0, "waiting"), (10.0, 10.0, "stepping")
     ]  # fmt: skip
@@ -73,8 +73,8 @@ def test_heartbeats_make_lanes_and_a_silent_learner_leaves_a_gap() -> None:
 
 def test_without_answers_members_are_shown_as_they_are_heard() -> None:
     made = watched()
-    made.hear(learner_heartbeat("learner-0", 1, step=500, tokens=7, loss=1.25), 1001.0)
-    made.hear_shard(shard("syncer-9", ""), 1001.0)
+    made.hear(learner_heartbeat("learner-0", 500, tokens=7, loss=1.25), 1001.0)
+    made.hear_shard(shard_heartbeat("syncer-9"), 1001.0)
     assert made.status(1002.0)["learners"]["learner-0"]["step"] == 461  # by its answer
     made.answer(None, 1003.5)
     status = made.status(1003.5)
@@ -113,8 +113,8 @@ def history(*merges: dict[str, Any], activity: list[Any], events: list[Any]) -> 
 def test_the_history_comes_before_all_that_was_heard_since() -> None:
     made = Watched("run", 5.0)
     made.answer({"run": "run", "wall_s": 58.0, "state": "training"}, 1000.0)
-    made.hear(learner_heartbeat("ann", 1), 1001.0)
-    made.hear(learner_heartbeat("ann", 1), 1004.0)
+    made.hear(learner_heartbeat("ann"), 1001.0)
+    made.hear(learner_heartbeat("ann"), 1004.0)
     made.entry(entry_record(0, 10, "syncer-0", "ann"), 1003.0)
     merge = {"wall_s": 30.0, "fragment": 0, "version": 9, "members": [["ann", 1.0, 0, 6]]}
     picture, curves = history(merge, activity=[[0.0, 20.0, "stepping"], [20.0, 60.0, "waiting"]], events=[[5.0, "it leads"]])

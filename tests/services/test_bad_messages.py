@@ -12,6 +12,7 @@ import zstandard
 from blake3 import blake3
 from numpy.typing import NDArray
 from tests.made.fixtures import Launch
+from tests.made.heartbeats import learner_heartbeat
 from tests.services.cluster import Cluster, check_accounts, check_all_merged, small
 from tests.services.toy import SAMPLES, Toy
 
@@ -203,10 +204,7 @@ async def test_bad_messages_are_refused_counted_logged_once_and_never_merged(lau
 
 
 def _heartbeat_of_two_fragments(forger: Forger) -> Heartbeat:
-    return Heartbeat(
-        MALLORY, "", forger.incarnation, "learner", "stepping", False, 1, 16, 0.1, 1.0, [0, 0], [0, 0], [0, 0], [0, 0],
-        [], 0, 0.0, 0.0, 0, 0, 0, "",
-    )  # fmt: skip
+    return learner_heartbeat(MALLORY, 1, 0, 0, incarnation=forger.incarnation, tokens=16, step_s=0.1, loss=1.0, steps=[0, 0])
 
 
 def _foreign_record() -> Record:

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import pytest
 from tests.made.fixtures import MakeServer
-from tests.made.heartbeats import learner_heartbeat
+from tests.made.heartbeats import learner_heartbeat, shard_heartbeat
 from tests.services.secured import make_keys, put
 
 from diloco.control import creation
@@ -35,7 +35,6 @@ from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
 from diloco.settings.service import ProcessesSettings
 from diloco.wire import framing
-from diloco.wire.control import ShardHeartbeat
 from diloco.wire.subjects import Subjects
 from diloco_ops import cli
 from diloco_ops.broker.server import Server, find_binary, free_port
@@ -87,12 +86,10 @@ async def alive(transport: NatsTransport, run: Run, **steps_s: float) -> AsyncIt
         while True:
             for learner, step_s in steps_s.items():
                 said: dict[str, Any] = {"incarnation": 0, "loss": 1.0, "software": "0.2.0", "step_s": step_s, "busy_s": 1.0}
-                frame = framing.pack(learner_heartbeat(learner, 0, **said), run.identity)
+                frame = framing.pack(learner_heartbeat(learner, **said), run.identity)
                 await transport.publish(subjects.heartbeat(learner), frame)
-            shard: dict[str, Any] = dict.fromkeys(ShardHeartbeat.__struct_fields__, 0)
-            shard |= {"syncer": "syncer-0", "region": "", "state": "owner", "record_bits": 4, "pace": 1.0, "software": "0.1.0"}
-            shard |= {each: [] for each in ("fragments", "closed", "open", "crossing", "offer_bits")}
-            await transport.publish(subjects.shard("syncer-0"), framing.pack(ShardHeartbeat(**shard), run.identity))
+            shard = shard_heartbeat("syncer-0", software="0.1.0")
+            await transport.publish(subjects.shard("syncer-0"), framing.pack(shard, run.identity))
             await asyncio.sleep(0.05)
 
     task = asyncio.create_task(heartbeat())

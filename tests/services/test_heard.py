@@ -49,10 +49,10 @@ LARGEST = 2**62
 def heartbeat(learner: str, incarnation: int, **changes: Any) -> Heartbeat:
     """A heartbeat in full swing, but for what a test changes."""
     values: dict[str, Any] = {
-        "incarnation": incarnation, "step": 5, "tokens": 5 * SAMPLES, "step_s": 0.02, "loss": 1.0, "steps": [5] * FRAGMENTS,
+        "incarnation": incarnation, "tokens": 5 * SAMPLES, "step_s": 0.02, "loss": 1.0,
         "fragment_tokens": [80] * FRAGMENTS, "batch_tokens": SAMPLES, "busy_s": 1.0,
     }  # fmt: skip
-    return learner_heartbeat(learner, FRAGMENTS, **(values | changes))
+    return learner_heartbeat(learner, 5, *[0] * FRAGMENTS, **(values | changes))
 
 
 class Liar:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.made.rounds import heartbeat
+from tests.made.heartbeats import learner_heartbeat
 
 from diloco.core.gate import AGAIN_S, MAX_HELD, MAX_STRANGERS, READS, Gate, Verdict
 from diloco.errors import FormatError
@@ -16,7 +16,7 @@ BUDGET = 10**6
 
 def hear(gate: Gate, name: str, now_s: float = 0.0, **changes: Any) -> Verdict:
     """Have a heartbeat come on a name's subject."""
-    return gate.glance(name, now_s) or gate.hear(heartbeat(name, **changes), BUDGET, now_s)
+    return gate.glance(name, now_s) or gate.hear(learner_heartbeat(name, **changes), BUDGET, now_s)
 
 
 def admitted(*names: str) -> Gate:

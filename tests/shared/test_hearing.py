@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.made.rounds import heartbeat
-from tests.made.syncer_parts import shard_heartbeat
+from tests.made.heartbeats import learner_heartbeat, shard_heartbeat
 
 from diloco.control.hearing import check_subject
 from diloco.errors import FormatError
@@ -18,7 +17,7 @@ NAMES = Subjects("run")
 @pytest.mark.parametrize(
     ("message", "own", "others"),
     [
-        (heartbeat("ann"), NAMES.heartbeat("ann"), NAMES.heartbeat("eve")),
+        (learner_heartbeat("ann"), NAMES.heartbeat("ann"), NAMES.heartbeat("eve")),
         (shard_heartbeat("syncer-0", 1), NAMES.shard("syncer-0"), NAMES.shard("syncer-1")),
         (MarkerAnswer("ann", 1, 1, [1], 1, bytes(32)), NAMES.marker_answer("ann"), NAMES.marker_answer("eve")),
         (Announcement(1, 1, 1, "syncer-0", 0.0, False, 0, 4, []), NAMES.round(1), NAMES.round("01")),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.made.heartbeats import shard_heartbeat
 
 from diloco.core.ownership import FIRST_TABLE_S, UNEVEN, Ownership, OwnersTable, plan
 from diloco.wire.control import ShardHeartbeat
@@ -171,28 +172,12 @@ class Watch:
 
     def heartbeat(self, name: str, **changes: Any) -> ShardHeartbeat:
         self.numbers[name] = self.numbers.get(name, 0) + 1
-        values: dict[str, Any] = {
-            "syncer": name,
+        usual: dict[str, Any] = {
             "region": self.regions.get(name, ""),
-            "incarnation": 1,
-            "number": self.numbers[name],
-            "state": "owner",
             "revision": self.revisions.get(name, 0),
             "fragments": self.lists.get(name, []),
-            "closed": [],
-            "rounds": 0,
-            "versions": 0,
-            "open": [],
-            "refused": 0,
-            "bytes_up": 0,
-            "bytes_down": 0,
-            "record_bits": 4,
-            "pace": 1.0,
-            "offer_bits": [],
-            "crossing": [],
-            "software": "",
         }
-        return ShardHeartbeat(**(values | changes))
+        return shard_heartbeat(name, self.numbers[name], **(usual | changes))
 
     def tick(self) -> None:
         for name in sorted(self.talking):

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from numpy.typing import NDArray
-from tests.made.rounds import Learner, commit, hash_of, heartbeat, members_of, offer, settings_of
+from tests.made.heartbeats import learner_heartbeat
+from tests.made.rounds import Learner, commit, hash_of, members_of, offer, settings_of
 
 from diloco.core import quantise, regional_round
 from diloco.core.chain import Chain
@@ -42,7 +43,7 @@ def combining_of(*learners: str, **changes: Any) -> RegionalRound:
     settings = settings_of(**base | {"merge.weights": "tokens"} | changes)
     roster = Roster(settings)
     for learner in learners:
-        roster.hear(heartbeat(learner, 4), 0.0)
+        roster.hear(learner_heartbeat(learner, 4), 0.0)
     combining = RegionalRound(roster, FRAGMENT)
     combining.follow(chain_of(), None, ME)
     return combining
@@ -88,9 +89,9 @@ def test_under_quorum_all_a_region_waits_for_six_of_a_learners_own_intervals() -
     hold(combining, offer("ann"))
     for second in range(20):
         for learner in ("ann", "eve"):
-            combining.roster.hear(heartbeat(learner, 4 + second), float(second))
+            combining.roster.hear(learner_heartbeat(learner, 4 + second), float(second))
         assert combining.poll(float(second)) == (), second
-    combining.roster.hear(heartbeat("eve", 24), 20.0)
+    combining.roster.hear(learner_heartbeat("eve", 24), 20.0)
     assert combining.poll(23.9) == ()
     assert names(combining.poll(24.0)) == [("ann", 1)]  # six times the four steps of 1 s between two rounds
 
@@ -111,7 +112,7 @@ def test_who_is_late_is_waited_for_no_longer_than_the_grace_window_and_comes_wit
     hold(combining, offer("bob"))
     assert combining.poll(2.1) == ()  # nothing that answers this round
     hold(combining, offer("ann", 2, version=2, after=(1, 1)))
-    combining.roster.hear(heartbeat("bob", 4, state="closing", steps=[0]), 2.2)
+    combining.roster.hear(learner_heartbeat("bob", 4, state="closing", steps=[0]), 2.2)
     assert names(combining.poll(2.2)) == [("ann", 2), ("bob", 1)]
 
 
@@ -183,7 +184,7 @@ def test_where_the_owner_waits_for_all_so_does_the_region_and_not_for_the_dead()
     combining = combining_of("ann", "bob", **{"round.quorum": "all", "round.grace_factor": 0.0})
     combining.hear(announced(), 0.0)
     hold(combining, offer("ann"))
-    combining.roster.hear(heartbeat("ann", 5), 4.0)
+    combining.roster.hear(learner_heartbeat("ann", 5), 4.0)
     assert combining.poll(4.9) == ()
     assert combining.remaining_s(4.9) is None
     assert names(combining.poll(5.0)) == [("ann", 1)]  # bob was not heard for 5 s
@@ -193,9 +194,9 @@ def test_one_that_has_stopped_with_nothing_to_answer_is_not_waited_for() -> None
     combining = combining_of("ann", "bob", **{"round.quorum": "all"})
     combining.hear(announced(), 0.0)
     hold(combining, offer("ann"))
-    combining.roster.hear(heartbeat("bob", 5, state="closing", steps=[3]), 0.1)
+    combining.roster.hear(learner_heartbeat("bob", 5, state="closing", steps=[3]), 0.1)
     assert combining.poll(0.1) == ()
-    combining.roster.hear(heartbeat("bob", 5, state="closing", steps=[0]), 0.2)
+    combining.roster.hear(learner_heartbeat("bob", 5, state="closing", steps=[0]), 0.2)
     assert names(combining.poll(0.2)) == [("ann", 1)]
 
 
@@ -203,7 +204,7 @@ def test_in_the_closing_round_those_are_waited_for_that_hold_more_than_they_answ
     combining = combining_of("ann", **{"round.quorum": "all"})
     combining.hear(announced(), 0.0)
     hold(combining, offer("ann", steps=4))
-    combining.roster.hear(heartbeat("ann", 6, state="closing", steps=[6]), 0.1)
+    combining.roster.hear(learner_heartbeat("ann", 6, state="closing", steps=[6]), 0.1)
     assert names(combining.poll(0.1)) == [("ann", 1)]  # it answers a round once
     combining.hear(announced(closing=True), 0.2)
     assert combining.poll(0.2) == ()

@@ -5,19 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.made.rounds import (
-    STEPS,
-    commit,
-    hash_of,
-    heartbeat,
-    hold,
-    log_of,
-    names,
-    offer,
-    open_at,
-    round_of,
-    settings_of,
-)
+from tests.made.heartbeats import learner_heartbeat
+from tests.made.rounds import STEPS, commit, hash_of, hold, log_of, names, offer, open_at, round_of, settings_of
 
 from diloco.core.chain import Chain
 from diloco.core.roster import Roster
@@ -28,9 +17,9 @@ from diloco.wire.control import Heartbeat
 def test_a_round_is_due_when_the_quorum_took_h_steps() -> None:
     round_ = round_of("ann", "bob", "cat", step=STEPS - 1, **{"round.quorum": 2})
     assert not round_.due(0, STEPS)
-    round_.roster.hear(heartbeat("ann", STEPS), 0)
+    round_.roster.hear(learner_heartbeat("ann", STEPS), 0)
     assert not round_.due(0, STEPS)
-    round_.roster.hear(heartbeat("bob", STEPS), 0)
+    round_.roster.hear(learner_heartbeat("bob", STEPS), 0)
     assert round_.due(0, STEPS)
     round_.open(0)
     assert not round_.due(0, STEPS)
@@ -39,10 +28,10 @@ def test_a_round_is_due_when_the_quorum_took_h_steps() -> None:
 def test_a_round_is_due_too_when_nobody_takes_a_step_any_more() -> None:
     """Learners that wait for versions, ann for this fragment's and bob for another one's: neither would come."""
     round_ = round_of("ann", "bob", step=STEPS - 1, **{"round.quorum": "all", "liveness.heartbeat_s": 0.5})
-    round_.roster.hear(heartbeat("ann", STEPS, state="waiting"), 1.0)
+    round_.roster.hear(learner_heartbeat("ann", STEPS, state="waiting"), 1.0)
     assert not round_.due(3.5, STEPS), "bob steps on"
     for learner, step in (("ann", STEPS), ("bob", STEPS - 1)):
-        round_.roster.hear(heartbeat(learner, step, state="waiting"), 4.0)
+        round_.roster.hear(learner_heartbeat(learner, step, state="waiting"), 4.0)
     assert not round_.due(4.0, STEPS)
     assert not round_.due(5.9, STEPS)
     assert round_.due(6.0, STEPS)
@@ -55,8 +44,8 @@ def test_a_round_is_due_too_when_nobody_takes_a_step_any_more() -> None:
 
 def test_all_means_all_that_are_alive() -> None:
     round_ = round_of("ann", "bob", "cat", step=STEPS - 1, **{"round.quorum": "all"})
-    round_.roster.hear(heartbeat("ann", STEPS), 4)
-    round_.roster.hear(heartbeat("bob", STEPS), 4)
+    round_.roster.hear(learner_heartbeat("ann", STEPS), 4)
+    round_.roster.hear(learner_heartbeat("bob", STEPS), 4)
     assert not round_.due(4, STEPS)
     assert round_.due(5, STEPS)  # cat has not been heard for 5 s
 
@@ -70,13 +59,13 @@ def test_nobody_alive_no_round() -> None:
 @pytest.mark.parametrize("changes", [{"state": "starting"}, {"state": "recovering"}, {"state": "left"}, {"state": "finished"}])
 def test_who_takes_no_part_makes_no_round_due(changes: dict[str, Any]) -> None:
     round_ = round_of()
-    round_.roster.hear(heartbeat("ann", STEPS, **changes), 0)
+    round_.roster.hear(learner_heartbeat("ann", STEPS, **changes), 0)
     assert not round_.due(0, STEPS)
     assert round_.roster.live(0) == []
 
 
 def leaving(learner: str, unmerged: int, version: int = 0) -> Heartbeat:
-    return heartbeat(learner, 2 * STEPS, version, state="leaving", steps=[unmerged])
+    return learner_heartbeat(learner, 2 * STEPS, version, state="leaving", steps=[unmerged])
 
 
 def test_a_learner_that_leaves_makes_a_round_due_while_it_holds_something() -> None:
@@ -98,7 +87,7 @@ def test_what_a_leaving_learner_holds_of_an_older_version_waits_until_it_knows_t
     commit(round_, merge, 0)
     round_.roster.hear(leaving("bob", 2, version=0), 0)
     assert not round_.due(0, STEPS)
-    round_.roster.hear(leaving("bob", 2, version=1), 0)
+    round_.roster.hear(leaving("bob", 2, 1), 0)
     assert round_.due(0, STEPS)
 
 
@@ -125,15 +114,15 @@ def test_h_counts_from_the_step_at_which_the_version_was_applied() -> None:
     merge = round_.poll(0)
     assert merge is not None
     commit(round_, merge, 0)
-    round_.roster.hear(heartbeat("ann", 9, 0), 0)  # 9 steps, but none of them since version 1
+    round_.roster.hear(learner_heartbeat("ann", 9, 0), 0)  # 9 steps, but none of them since version 1
     assert not round_.due(0, STEPS)
-    round_.roster.hear(heartbeat("ann", 10, 1), 0)
-    round_.roster.hear(heartbeat("ann", 13, 1), 0)
+    round_.roster.hear(learner_heartbeat("ann", 10, 1), 0)
+    round_.roster.hear(learner_heartbeat("ann", 13, 1), 0)
     assert not round_.due(0, STEPS)
-    round_.roster.hear(heartbeat("ann", 14, 1), 0)
+    round_.roster.hear(learner_heartbeat("ann", 14, 1), 0)
     assert round_.due(0, STEPS)
     assert not round_.due(0, 2 * STEPS)  # where a link is slow more steps lie between two rounds
-    round_.roster.hear(heartbeat("ann", 18, 1), 0)
+    round_.roster.hear(learner_heartbeat("ann", 18, 1), 0)
     assert round_.due(0, 2 * STEPS)
 
 
@@ -141,9 +130,9 @@ def test_h_counts_from_the_step_at_which_the_version_was_applied() -> None:
 def test_first_rounds_are_staggered(fragment: int, due_at: int) -> None:
     roster = Roster(settings_of(**{"fragments.count": 4}))
     round_ = Round(roster, Chain(fragment, 0, 0, bytes(32), 0, hash_of(0)), 4)
-    roster.hear(heartbeat("ann", due_at - 1, versions=[0] * 4), 0)
+    roster.hear(learner_heartbeat("ann", due_at - 1, versions=[0] * 4), 0)
     assert not round_.due(0, STEPS)
-    roster.hear(heartbeat("ann", due_at, versions=[0] * 4), 0)
+    roster.hear(learner_heartbeat("ann", due_at, versions=[0] * 4), 0)
     assert round_.due(0, STEPS)
 
 
@@ -156,31 +145,31 @@ def test_a_newcomer_alone_cannot_make_a_version_before_it_has_applied() -> None:
     commit(round_, merge, 0)
     # ann is gone; zoe has stepped for long, on version 0
     now_s = 100.0
-    round_.roster.hear(heartbeat("zoe", 50, 0), now_s)
+    round_.roster.hear(learner_heartbeat("zoe", 50, 0), now_s)
     assert not round_.due(now_s, STEPS)
-    round_.roster.hear(heartbeat("zoe", 60, 1), now_s)  # applied: its H steps begin now
+    round_.roster.hear(learner_heartbeat("zoe", 60, 1), now_s)  # applied: its H steps begin now
     assert not round_.due(now_s, STEPS)
-    round_.roster.hear(heartbeat("zoe", 60 + STEPS, 1), now_s)
+    round_.roster.hear(learner_heartbeat("zoe", 60 + STEPS, 1), now_s)
     assert round_.due(now_s, STEPS)
 
 
 def test_heartbeats_out_of_order_are_ignored() -> None:
     roster = Roster(settings_of())
-    assert roster.hear(heartbeat("ann", 5), 0)
-    assert not roster.hear(heartbeat("ann", 4), 1)
-    assert roster.hear(heartbeat("ann", 5), 2)
-    assert roster.hear(heartbeat("ann", 1, incarnation=2), 3)  # restarted
-    assert not roster.hear(heartbeat("ann", 99), 4)
+    assert roster.hear(learner_heartbeat("ann", 5), 0)
+    assert not roster.hear(learner_heartbeat("ann", 4), 1)
+    assert roster.hear(learner_heartbeat("ann", 5), 2)
+    assert roster.hear(learner_heartbeat("ann", 1, incarnation=2), 3)  # restarted
+    assert not roster.hear(learner_heartbeat("ann", 99), 4)
     assert [(seen.heartbeat.step, seen.at_s) for seen in roster.live(4)] == [(1, 3)]
 
 
 def test_a_restart_counts_its_steps_from_zero() -> None:
     round_ = round_of()
     round_.chain.version = 1
-    round_.roster.hear(heartbeat("ann", 10, 1), 0)
-    round_.roster.hear(heartbeat("ann", 14, 1, incarnation=2), 0)
+    round_.roster.hear(learner_heartbeat("ann", 10, 1), 0)
+    round_.roster.hear(learner_heartbeat("ann", 14, 1, incarnation=2), 0)
     assert not round_.due(0, STEPS)
-    round_.roster.hear(heartbeat("ann", 18, 1, incarnation=2), 0)
+    round_.roster.hear(learner_heartbeat("ann", 18, 1, incarnation=2), 0)
     assert round_.due(0, STEPS)
 
 
@@ -188,9 +177,9 @@ def test_the_step_time_is_the_median_of_the_living() -> None:
     roster = Roster(settings_of())
     assert roster.step_s(0) == 1
     for learner, step_s in {"ann": 0.1, "bob": 0.3, "cat": 9.0, "new": 0.0}.items():
-        roster.hear(heartbeat(learner, step_s=step_s), 0)
+        roster.hear(learner_heartbeat(learner, step_s=step_s), 0)
     assert roster.step_s(0) == 0.3
-    roster.hear(heartbeat("ann", step_s=0.1), 4)
+    roster.hear(learner_heartbeat("ann", step_s=0.1), 4)
     assert roster.step_s(6) == 0.1
 
 
@@ -202,9 +191,9 @@ def test_the_grace_window_has_room_for_long_steps_and_not_for_one_pause() -> Non
         for learner in now_s:
             paused = learner == "bob" and step == 20
             now_s[learner] += 60.0 if paused else 0.5 if step % 4 == 0 else 0.1
-            round_.roster.hear(heartbeat(learner, step, step_s=0.2), now_s[learner])
+            round_.roster.hear(learner_heartbeat(learner, step, step_s=0.2), now_s[learner])
     at_s = now_s["bob"]
-    round_.roster.hear(heartbeat("ann", 40, step_s=0.2), at_s)
+    round_.roster.hear(learner_heartbeat("ann", 40, step_s=0.2), at_s)
     assert round_.roster.long_step_s(at_s) == pytest.approx(0.5)
     open_at(round_, at_s)
     hold(round_, offer("ann", steps=3))
@@ -216,15 +205,15 @@ def test_a_quorum_of_all_waits_at_first_for_learners_that_may_be_about_to_take_p
     round_ = round_of("ann", **{"round.quorum": "all", "learners": 2})  # of a run that has merged nothing yet
     assert (round_.due(0.0, STEPS), round_.quorum(0.0)) == (False, 2)
     dead_s = round_.settings.liveness.dead_s
-    round_.roster.hear(heartbeat("ann", STEPS), dead_s - 0.1)
+    round_.roster.hear(learner_heartbeat("ann", STEPS), dead_s - 0.1)
     assert not round_.due(dead_s - 0.1, STEPS)
     assert (round_.due(dead_s, STEPS), round_.quorum(dead_s)) == (True, 1)
 
     later = Round(Roster(settings_of(**{"round.quorum": "all", "learners": 3})), log_of(8, ann=(1, 4), bob=(1, 4)), 1)
-    later.roster.hear(heartbeat("ann", STEPS), 7.0)  # an owner that took over, of a log that knows bob
+    later.roster.hear(learner_heartbeat("ann", STEPS), 7.0)  # an owner that took over, of a log that knows bob
     assert later.quorum(7.0) == 2
-    later.roster.hear(heartbeat("bob", STEPS, state="recovering"), 7.1)
-    later.roster.hear(heartbeat("cat", STEPS), 7.1)
+    later.roster.hear(learner_heartbeat("bob", STEPS, state="recovering"), 7.1)
+    later.roster.hear(learner_heartbeat("cat", STEPS), 7.1)
     assert later.quorum(7.1) == 3
     later.roster.change(later.settings, frozenset({"bob"}))
     assert later.quorum(7.1) == 2
@@ -235,13 +224,13 @@ def test_a_round_is_due_for_learners_that_wait_whatever_an_owner_has_heard_of_th
     settings = settings_of(**{"round.quorum": 2})
     round_ = Round(Roster(settings), Chain(0, 3, 0, bytes(32), 9, hash_of(3)), 1)
     for learner in ("ann", "bob"):
-        round_.roster.hear(heartbeat(learner, 20, version=3, steps=[STEPS], state="stepping"), 0)
+        round_.roster.hear(learner_heartbeat(learner, 20, 3, steps=[STEPS], state="stepping"), 0)
     assert not round_.due(0, STEPS)
     for learner in ("ann", "bob"):
-        round_.roster.hear(heartbeat(learner, 20, version=3, steps=[STEPS - 1], state="waiting"), 1)
+        round_.roster.hear(learner_heartbeat(learner, 20, 3, steps=[STEPS - 1], state="waiting"), 1)
     assert not round_.due(1, STEPS)  # it is another fragment that they wait for
     for learner in ("ann", "bob"):
-        round_.roster.hear(heartbeat(learner, 20, version=3, steps=[STEPS], state="waiting"), 2)
+        round_.roster.hear(learner_heartbeat(learner, 20, 3, steps=[STEPS], state="waiting"), 2)
     assert round_.due(2, STEPS)
 
 
@@ -250,7 +239,7 @@ def test_in_lockstep_a_round_is_open_before_the_step_that_it_is_for() -> None:
     round_ = round_of(**lockstep)
     assert not round_.due(0, STEPS)  # nobody lives
     for learner in ("ann", "bob"):
-        round_.roster.hear(heartbeat(learner, 0), 0)
+        round_.roster.hear(learner_heartbeat(learner, 0), 0)
     open_at(round_, 0)
     assert hold(round_, offer("ann", steps=1)) is None
     assert round_.poll(1) is None
@@ -262,7 +251,7 @@ def test_in_lockstep_a_round_is_open_before_the_step_that_it_is_for() -> None:
     # bob does not come to the next step, and is left out when it has been silent for long
     open_at(round_, 2)
     assert hold(round_, offer("ann", 2, 2, steps=1, after=(1, 1))) is None
-    round_.roster.hear(heartbeat("ann", 2, version=1), 4.9)
+    round_.roster.hear(learner_heartbeat("ann", 2, 1), 4.9)
     assert round_.poll(4.9) is None
     assert names(round_.poll(5)) == [("ann", 2)]
 
@@ -270,7 +259,7 @@ def test_in_lockstep_a_round_is_open_before_the_step_that_it_is_for() -> None:
 def test_a_learner_that_is_out_of_step_is_not_waited_for() -> None:
     lockstep = {"round.steps": 1, "round.learners_wait": True, "round.quorum": "all", "round.grace_factor": 0}
     round_ = round_of("ann", **lockstep)
-    round_.roster.hear(heartbeat("bob", 5, state="recovering"), 0)
+    round_.roster.hear(learner_heartbeat("bob", 5, state="recovering"), 0)
     open_at(round_, 0)
     assert hold(round_, offer("ann", steps=1)) is None
     assert names(round_.poll(1)) == [("ann", 1)]
@@ -310,8 +299,8 @@ def test_the_grace_window_by_hand() -> None:
     assert round_.remaining_s(102.11) == 0
     # second round, quorum after 0.5 again: 0.9 * (2 - 0.5 - 0.25) = 1.125
     for learner in ("ann", "bob", "cat"):
-        round_.roster.hear(heartbeat(learner, 10, 1), 110)
-        round_.roster.hear(heartbeat(learner, 14, 1), 110)
+        round_.roster.hear(learner_heartbeat(learner, 10, 1), 110)
+        round_.roster.hear(learner_heartbeat(learner, 14, 1), 110)
     open_at(round_, 110)
     hold(round_, offer("ann", 2, 2, after=(1, 1)))
     assert round_.poll(110.5) is None
@@ -332,7 +321,7 @@ def test_a_learner_that_dies_does_not_block() -> None:
     round_ = round_of("ann", "bob", **{"round.quorum": "all", "round.grace_factor": 0})
     open_at(round_, 0)
     hold(round_, offer("ann"))
-    round_.roster.hear(heartbeat("ann", 5), 4)
+    round_.roster.hear(learner_heartbeat("ann", 5), 4)
     assert round_.poll(4.9) is None
     assert names(round_.poll(5)) == [("ann", 1)]
 
@@ -341,7 +330,7 @@ def test_the_offer_of_a_learner_that_died_since_is_merged() -> None:
     round_ = round_of("ann", "bob")
     open_at(round_, 0)
     hold(round_, offer("bob"))
-    round_.roster.hear(heartbeat("ann", 5), 8)
+    round_.roster.hear(learner_heartbeat("ann", 5), 8)
     hold(round_, offer("ann"))
     assert names(round_.poll(8)) == [("ann", 1), ("bob", 1)]
 
@@ -351,7 +340,7 @@ def test_offers_without_steps_make_no_version() -> None:
     open_at(round_, 0)
     hold(round_, offer("ann", steps=0, tokens=0, data=[]))
     assert round_.poll(50) is None
-    round_.roster.hear(heartbeat("ann", 5), 50)
+    round_.roster.hear(learner_heartbeat("ann", 5), 50)
     hold(round_, offer("ann", 2))
     assert names(round_.poll(50)) == [("ann", 2)]
 
@@ -366,7 +355,7 @@ def test_an_answer_to_an_earlier_round_is_merged_but_is_no_quorum() -> None:
     commit(round_, merge, 1)
     round_.open(2)
     assert round_.poll(3) is None
-    round_.roster.hear(heartbeat("ann", 9, 1), 3)
+    round_.roster.hear(learner_heartbeat("ann", 9, 1), 3)
     assert hold(round_, offer("ann", 2, 2, after=(1, 1))) is None
     merge = round_.poll(3)
     assert names(merge) == [("ann", 2), ("bob", 1)]

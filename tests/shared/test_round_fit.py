@@ -3,18 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from tests.made.rounds import (
-    STEPS,
-    hash_of,
-    heartbeat,
-    hold,
-    hold_combined,
-    names,
-    offer,
-    open_at,
-    round_of,
-    settings_of,
-)
+from tests.made.heartbeats import learner_heartbeat
+from tests.made.rounds import STEPS, hash_of, hold, hold_combined, names, offer, open_at, round_of, settings_of
 
 from diloco.core.round import Round
 from diloco.errors import ClaimError
@@ -83,7 +73,7 @@ def test_a_commit_drops_what_it_made_unfit() -> None:
 
 def test_a_closed_run_takes_no_offers_and_opens_no_round() -> None:
     round_ = round_of("ann", tokens=1)
-    round_.roster.hear(heartbeat("ann", 5, tokens=1), 0)
+    round_.roster.hear(learner_heartbeat("ann", 5, tokens=1), 0)
     assert round_.due(0, STEPS)
     round_.chain.closed = True
     assert not round_.due(0, STEPS)
@@ -109,7 +99,7 @@ def test_settings_that_change_count_at_once() -> None:
     open_at(round_, 0.0)
     hold(round_, offer("ann"))
     assert round_.poll(9.0) is None
-    round_.roster.hear(heartbeat("ann", 5), 9.0)
+    round_.roster.hear(learner_heartbeat("ann", 5), 9.0)
     round_.roster.change(settings_of(**{"round.quorum": 1}), frozenset())
     assert names(round_.poll(9.0)) == [("ann", 1)]
 

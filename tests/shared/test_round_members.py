@@ -7,19 +7,8 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.made.rounds import (
-    STEPS,
-    Learner,
-    commit,
-    heartbeat,
-    hold,
-    hold_combined,
-    members_of,
-    names,
-    offer,
-    open_at,
-    round_of,
-)
+from tests.made.heartbeats import learner_heartbeat
+from tests.made.rounds import STEPS, Learner, commit, hold, hold_combined, members_of, names, offer, open_at, round_of
 
 from diloco.core.round import Merge
 from diloco.wire.body import PART_BYTES, Body
@@ -198,7 +187,7 @@ def test_what_had_no_room_comes_first_in_the_next_round_and_closing_waits_for_al
     round_ = round_of(*learners, learners=400, tokens=BUDGET)
     round_.chain.tokens_merged = BUDGET
     for learner in learners:
-        round_.roster.hear(heartbeat(learner, STEPS, tokens=BUDGET, state="closing"), 0.0)
+        round_.roster.hear(learner_heartbeat(learner, STEPS, tokens=BUDGET, state="closing"), 0.0)
         assert hold(round_, small_but_many(learner)) is None
     round_.open(0.0)
     assert round_.closing
@@ -210,7 +199,9 @@ def test_what_had_no_room_comes_first_in_the_next_round_and_closing_waits_for_al
     commit(round_, merge, 0.0)
     for learner in learners:  # all answer again: those whose offer was merged with nothing
         merged = learner in first
-        round_.roster.hear(heartbeat(learner, STEPS + 1, 1, tokens=BUDGET, state="closing", steps=[0 if merged else 4]), 1.0)
+        round_.roster.hear(
+            learner_heartbeat(learner, STEPS + 1, 1, tokens=BUDGET, state="closing", steps=[0 if merged else 4]), 1.0
+        )
         if not merged:
             assert hold(round_, small_but_many(learner, version=2, number=2)) is None
     round_.open(1.0)

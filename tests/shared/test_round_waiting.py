@@ -8,26 +8,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.made.rounds import (
-    STEPS,
-    commit,
-    heartbeat,
-    hold,
-    is_used_up,
-    log_of,
-    names,
-    offer,
-    open_at,
-    round_of,
-    settings_of,
-)
+from tests.made.heartbeats import learner_heartbeat
+from tests.made.rounds import STEPS, commit, hold, is_used_up, log_of, names, offer, open_at, round_of, settings_of
 
 from diloco.core.roster import Roster
 from diloco.core.round import Round
 
 
 def step_on(round_: Round, learner: str, step: int, now_s: float, **changes: Any) -> None:
-    round_.roster.hear(heartbeat(learner, step, round_.chain.version, **changes), now_s)
+    round_.roster.hear(learner_heartbeat(learner, step, round_.chain.version, **changes), now_s)
 
 
 def in_full_swing(*learners: str, step_s: float = 1.0, **changes: Any) -> tuple[Round, float]:
@@ -61,7 +50,7 @@ def test_a_learner_five_times_slower_than_before_and_than_others_stays_in() -> N
     for learner, step_s in (("ann", 1.0), ("bob", 5.0)):
         for step in range(1, int(100 / step_s)):
             at_s = now_s + step * step_s
-            round_.roster.hear(heartbeat(learner, 3 + step, 0), at_s)
+            round_.roster.hear(learner_heartbeat(learner, 3 + step, 0), at_s)
             assert not round_.roster.stands_still(round_.roster.learners[learner], at_s + 4.9)
 
 
@@ -77,10 +66,10 @@ def test_one_long_pause_does_not_make_the_next_one_usual() -> None:
 
 def test_a_first_step_may_take_a_minute_from_when_others_step() -> None:
     roster = Roster(settings_of())
-    roster.hear(heartbeat("ann"), 0)
-    roster.hear(heartbeat("bob"), 0)
+    roster.hear(learner_heartbeat("ann"), 0)
+    roster.hear(learner_heartbeat("bob"), 0)
     assert not roster.stands_still(roster.learners["bob"], 1000), "nobody steps yet: models are being compiled"
-    roster.hear(heartbeat("ann", 1), 1000)
+    roster.hear(learner_heartbeat("ann", 1), 1000)
     assert not roster.stands_still(roster.learners["bob"], 1059.9)
     assert roster.stands_still(roster.learners["bob"], 1060)
 
@@ -165,10 +154,10 @@ def test_a_learner_that_never_applies_the_newest_version_holds_up_no_round() -> 
     for step in range(4, 28):
         now_s = float(step)
         step_on(round_, "ann", step, now_s)
-        round_.roster.hear(heartbeat("eve", step, version=step), now_s)  # another one each time: its steps begin again
+        round_.roster.hear(learner_heartbeat("eve", step, step), now_s)  # another one each time: its steps begin again
         assert not round_.due(now_s, STEPS), step
     step_on(round_, "ann", 28, 28.0)
-    round_.roster.hear(heartbeat("eve", 28, version=28), 28.0)
+    round_.roster.hear(learner_heartbeat("eve", 28, 28), 28.0)
     assert round_.due(28.0, STEPS)  # 24 s after ann was ready
 
 
@@ -218,20 +207,20 @@ def test_an_excluded_learner_is_not_waited_for_and_what_is_held_of_it_is_not_mer
     round_.drop_unfit()
     assert names(round_.poll(0.2)) == [("ann", 1)]
     assert hold(round_, offer("bob")) == "bob is ejected or quarantined"
-    assert not round_.roster.hear(heartbeat("bob", 99, tokens=99), 0.3)
+    assert not round_.roster.hear(learner_heartbeat("bob", 99, tokens=99), 0.3)
     round_.roster.change(round_.settings, frozenset({"cat"}))
     round_.without(())
-    assert round_.roster.hear(heartbeat("bob", 5), 0.4)
+    assert round_.roster.hear(learner_heartbeat("bob", 5), 0.4)
     assert hold(round_, offer("bob")) is None
     assert names(round_.poll(0.5)) == [("ann", 1), ("bob", 1)]
 
 
 def test_what_is_merged_of_an_excluded_learner_stays_counted() -> None:
     roster, chain = Roster(settings_of(tokens=100)), log_of(60, bob=(1, 30), ann=(1, 30))
-    roster.hear(heartbeat("bob", tokens=90), 0)
+    roster.hear(learner_heartbeat("bob", tokens=90), 0)
     assert is_used_up(roster, chain, 0)
     roster.change(roster.settings, frozenset({"bob"}))
-    assert not roster.hear(heartbeat("bob", step=9, tokens=99), 1)
+    assert not roster.hear(learner_heartbeat("bob", step=9, tokens=99), 1)
     assert roster.processed(chain, 1) == 60
 
 
@@ -260,8 +249,8 @@ def test_a_round_does_not_wait_for_a_learner_whose_answer_no_merge_can_have_unti
     assert merge is not None
     commit(round_, merge, 0.2)
     for learner in ("ann", "bob"):
-        round_.roster.hear(heartbeat(learner, STEPS, 1), 0.3)
-        round_.roster.hear(heartbeat(learner, 2 * STEPS, 1), 0.4)
+        round_.roster.hear(learner_heartbeat(learner, STEPS, 1), 0.3)
+        round_.roster.hear(learner_heartbeat(learner, 2 * STEPS, 1), 0.4)
     open_at(round_, 0.4)
     hold(round_, offer("ann", 2, 2, after=(1, 1)))
     assert round_.poll(0.5) is None  # in the next round it is waited for
@@ -273,7 +262,7 @@ def test_a_log_is_closed_without_the_steps_of_a_learner_whose_answer_no_merge_ca
     round_ = round_of("ann", "bob", tokens=10)
     round_.chain.tokens_merged = 10
     for learner in ("ann", "bob"):
-        round_.roster.hear(heartbeat(learner, STEPS, tokens=40, state="closing"), 0.0)
+        round_.roster.hear(learner_heartbeat(learner, STEPS, tokens=40, state="closing"), 0.0)
         assert hold(round_, offer(learner)) is None
     round_.open(0.0)
     assert names(round_.poll(0.1)) == [("ann", 1), ("bob", 1)]

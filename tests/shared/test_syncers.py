@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.made.syncer_parts import shard_heartbeat
+from tests.made.heartbeats import shard_heartbeat
 
 from diloco.core.syncers import Heard, Presence, Syncers
 from diloco.wire.fields import MAX_SYNCERS

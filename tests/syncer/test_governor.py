@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
-from tests.made.syncer_parts import Begun, begin, merge, offer, shard_heartbeat
+from tests.made.heartbeats import shard_heartbeat
+from tests.made.syncer_parts import Begun, begin, merge, offer
 
 from diloco.control import tables
 from diloco.core.ownership import Ownership, OwnersTable

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from structlog.testing import capture_logs
-from tests.made.syncer_parts import change, heartbeat
+from tests.made.heartbeats import learner_heartbeat
+from tests.made.syncer_parts import change
 
 from diloco.control.creation import Run
 from diloco.core.bandwidth import Appends, Moved
@@ -107,7 +108,9 @@ class Watch:
                     before = self.eu.transport.incoming
                     self.eu.transport.incoming = Moved(before.bytes + int(bytes_a_s), before.busy_s + 1)
                 for learner in ("eva", "ann"):
-                    self.roster.hear(heartbeat(learner, int(self.now_s), step_s=0.1), self.now_s)
+                    self.roster.hear(
+                        learner_heartbeat(learner, int(self.now_s), 0, 0, tokens=10 * int(self.now_s), step_s=0.1), self.now_s
+                    )
                 self.links.look(cast(Regions, self.regions), self.now_s)
         return [dict(entry) for entry in logs]
 

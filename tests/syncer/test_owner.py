@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from msgspec import structs
 from structlog.testing import capture_logs
-from tests.made.syncer_parts import SIZE, begin, change, heartbeat, merge, offer
+from tests.made.heartbeats import learner_heartbeat
+from tests.made.syncer_parts import SIZE, begin, change, merge, offer
 
 from diloco.core.changes import Changes, Repair, Rollback
 from diloco.errors import FenceError, FormatError, UnmergeableError
@@ -65,11 +66,11 @@ async def test_the_only_learner_that_lives_moves_as_far_as_it_likes_but_not_befo
     begun = await begin(link, **{"liveness.dead_s": 0.3})
     owner = await begun.taken_over()
     far = merge(owner, offer(owner, "ann", 1000.0))  # of norm 8000, where 0.8 times 100 may be
-    begun.context.roster.hear(heartbeat("ann", 4), clock_s())
+    begun.context.roster.hear(learner_heartbeat("ann", 4, 0, 0, tokens=40, step_s=0.1), clock_s())
     with pytest.raises(UnmergeableError, match=r"with offers of ann, .* is longer than 80"):
         await owner.commit(far, 32)
     await asyncio.sleep(0.3)
-    begun.context.roster.hear(heartbeat("ann", 5), clock_s())
+    begun.context.roster.hear(learner_heartbeat("ann", 5, 0, 0, tokens=50, step_s=0.1), clock_s())
     await owner.commit(far, 32)
     assert owner.chain.version == 1
 

@@ -10,7 +10,8 @@ from typing import Any, cast
 
 import numpy as np
 from structlog.testing import capture_logs
-from tests.made.syncer_parts import SIZE, Begun, begin, change, heartbeat, offer
+from tests.made.heartbeats import learner_heartbeat
+from tests.made.syncer_parts import SIZE, Begun, begin, change, offer
 
 from diloco.control.changes import ChangesFollower
 from diloco.core.bandwidth import Bandwidth
@@ -68,8 +69,8 @@ class Running:
     def hear(self, step: int, *learners: str, **changes: Any) -> None:
         """Learners of the newest version have taken so many steps."""
         for learner in learners:
-            versions = (self.owner.chain.version, 0)
-            self.begun.context.roster.hear(heartbeat(learner, step, versions, **changes), clock_s())
+            values = {"tokens": 10 * step, "step_s": 0.1} | changes
+            self.begun.context.roster.hear(learner_heartbeat(learner, step, self.owner.chain.version, 0, **values), clock_s())
         self.news.set()
 
     async def until(self, *, version: int) -> None:

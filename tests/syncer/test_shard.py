@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from structlog.testing import capture_logs
-from tests.made.syncer_parts import Begun, begin, heartbeat, shard_heartbeat
+from tests.made.heartbeats import learner_heartbeat, shard_heartbeat
+from tests.made.syncer_parts import Begun, begin
 
 from diloco.nats.transport import NatsTransport
 from diloco.process.observe import get_logger
@@ -48,7 +49,7 @@ async def test_messages_that_do_not_fit_are_counted_by_sender_and_kind(link: Nat
         with capture_logs() as logs:
             for subject, message in (
                 (subjects.shard("eve"), shard_heartbeat("eve", 1, fragments=[2])),
-                (subjects.heartbeat("ann"), heartbeat("ann", 1, steps=[1])),
+                (subjects.heartbeat("ann"), learner_heartbeat("ann", 1, 0, 0, tokens=10, step_s=0.1, steps=[1])),
                 (subjects.marker, SnapshotMarker(1, [0, 0, 0])),
             ):
                 await link.publish(subject, framing.pack(message, run))

@@ -7,7 +7,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 from structlog.testing import capture_logs
-from tests.made.syncer_parts import shard_heartbeat
+from tests.made.heartbeats import shard_heartbeat
 
 from diloco.control.creation import Run
 from diloco.core.ownership import Ownership, OwnersTable
