@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.made.fixtures import Launch
-from tests.services.cluster import Cluster, Folded, check_accounts, small, some_versions
+from tests.services.cluster import NEVER_S, Cluster, Folded, check_accounts, small
 from tests.services.toy import SAMPLES, Toy
 
 from diloco.wire.control import Heartbeat
@@ -48,6 +48,13 @@ def silent_at_first(toy: Toy) -> bool:
     return member is not None and member.step >= SILENT_STEPS and min(member.versions()) >= 2
 
 
+def keeps_pace(toy: Toy) -> bool:
+    """Whether a learner may go on: by two sync intervals a version, however late versions come."""
+    member = toy.member
+    assert member is not None
+    return member.step < 2 * member.run.created.round.steps * (min(member.versions()) + 2)
+
+
 def first_answers(folded: list[Folded], name: str) -> list[Any]:
     """By fragment, what of a learner was merged first."""
     return [next(m for record in log.versions for m in record.members if m.learner == name) for log in folded]
@@ -66,11 +73,12 @@ async def stored_offers(cluster: Cluster) -> list[Offer]:
     return offers
 
 
+@pytest.mark.promise("a run ends at its budget: all learners hold the same bits, and the log holds every token once")
 async def test_run_ends_at_its_budget_and_merges_everybodys_work_once(launch: Launch) -> None:
-    cluster = launch(small(round__quorum="all"))
-    await cluster.begin()
-    await some_versions(cluster, 1)
-    cluster.gate.close()
+    cluster = launch(small(round__quorum="all", liveness__dead_s=NEVER_S))
+    cluster.learners(**cluster.answers_held)
+    await cluster.begin(until_step=0)
+    await cluster.step_to_version(1)
     while not (status := await cluster.status())["tokens_merged"]:  # it hears of versions as learners do, and not before them
         cluster.check_alive()
     cluster.gate.open()
@@ -88,8 +96,9 @@ async def test_run_ends_at_its_budget_and_merges_everybodys_work_once(launch: La
 
 
 @pytest.mark.parametrize(("preset", "bits"), [("decoupled", 4), ("published", 16)])
+@pytest.mark.promise("no learner waits for another: late work is dropped and counted")
 async def test_late_work_is_overwritten(launch: Launch, preset: str, bits: int) -> None:
-    cluster = launch(small(preset, shards=1))
+    cluster = launch(small(preset, shards=1, liveness__dead_s=NEVER_S))
     await start_with_a_late_learner(cluster)
 
     heartbeats, folded = await end(cluster)
@@ -102,16 +111,18 @@ async def test_late_work_is_overwritten(launch: Launch, preset: str, bits: int) 
 
 
 async def start_with_a_late_learner(cluster: Cluster) -> None:
+    """Have two learners make two versions of every fragment without the third one, whose work comes late."""
     for share in range(2):
-        cluster.toy(share)
-    late = cluster.toy(2, hands_over=silent_at_first)
-    with cluster.slowly():
-        await cluster.begin(coordinator=False)
-        await cluster.until(lambda: min(cluster.heartbeats[late.name][-1].versions) >= 2, "versions without it")
+        cluster.toy(share, **cluster.answers_held)
+    cluster.toy(2, hands_over=silent_at_first, **cluster.answers_held)
+    await cluster.begin(coordinator=False, until_step=0)
+    await cluster.step_to_version(2)
+    cluster.gate.open()
 
 
 async def test_streaming_waits_for_every_learner_and_overlaps(launch: Launch) -> None:
-    cluster = launch(small("streaming", shards=1, tokens=3 * 120 * SAMPLES))
+    cluster = launch(small("streaming", shards=1, tokens=3 * 120 * SAMPLES, liveness__dead_s=NEVER_S))
+    cluster.learners(may_step=keeps_pace)
     await cluster.begin(coordinator=False)
 
     heartbeats, folded = await end(cluster)
@@ -130,7 +141,7 @@ async def test_streaming_waits_for_every_learner_and_overlaps(launch: Launch) ->
 
 async def test_diloco_synchronises_the_whole_model_and_learners_wait(launch: Launch) -> None:
     # a model of more than a megabyte: its only fragment travels in parts
-    cluster = launch(small("diloco", task__context=75_000))
+    cluster = launch(small("diloco", task__context=75_000, liveness__dead_s=NEVER_S))
     await cluster.begin(coordinator=False)
 
     await cluster.ended()
