@@ -15,12 +15,12 @@ from diloco.settings.run import RunSettings
 from diloco_learner.inner import optimizer
 
 
-def settings_of(**inner: float | str) -> RunSettings:
+def inner_settings(**inner: float | str) -> RunSettings:
     """A budget of 10 000 tokens."""
     return run_settings(overrides={"tokens": 10_000} | {f"inner.{name}": value for name, value in inner.items()})
 
 
-SETTINGS = settings_of(learning_rate=0.01, final_fraction=0.1, warmup_fraction=0.05)
+SETTINGS = inner_settings(learning_rate=0.01, final_fraction=0.1, warmup_fraction=0.05)
 
 
 def at(tokens: int, warming_steps: int | None = None) -> Moment:
@@ -43,7 +43,7 @@ def test_learning_rate(tokens: int, expected: float) -> None:
 
 
 def test_no_warm_up() -> None:
-    assert learning_rate(settings_of(learning_rate=0.01, warmup_fraction=0), at(0)) == pytest.approx(0.01)
+    assert learning_rate(inner_settings(learning_rate=0.01, warmup_fraction=0), at(0)) == pytest.approx(0.01)
 
 
 @given(st.integers(500, 11_000), st.integers(500, 11_000))
@@ -53,16 +53,16 @@ def test_falls_after_the_warm_up(one: int, other: int) -> None:
 
 
 def test_a_fresh_optimizer_in_mid_run_warms_up_by_steps() -> None:
-    warming = settings_of(learning_rate=0.01, restart_warmup_steps=4)
+    warming = inner_settings(learning_rate=0.01, restart_warmup_steps=4)
     rates = [learning_rate(warming, at(5250, steps)) for steps in range(6)]
     assert rates == pytest.approx([0.0055 * share for share in (0.2, 0.4, 0.6, 0.8, 1.0, 1.0)])
     assert learning_rate(warming, at(5250)) == pytest.approx(0.0055)
-    assert learning_rate(settings_of(learning_rate=0.01, restart_warmup_steps=0), at(5250, 0)) == pytest.approx(0.0055)
+    assert learning_rate(inner_settings(learning_rate=0.01, restart_warmup_steps=0), at(5250, 0)) == pytest.approx(0.0055)
 
 
 def test_first_update_by_hand() -> None:
     # after bias correction the first Adam update is g / (|g| + eps), whatever g's scale; the matrix decays, the vector not
-    inner = optimizer(settings_of(optimizer="adamw", weight_decay=0.5, clip_norm=1e-3), [(), ()])
+    inner = optimizer(inner_settings(optimizer="adamw", weight_decay=0.5, clip_norm=1e-3), [(), ()])
     params = {"matrix": jnp.full((2, 2), 4.0), "vector": jnp.full(2, 4.0)}
     gradients = {"matrix": jnp.array([[30.0, -30.0], [30.0, 30.0]]), "vector": jnp.array([30.0, -30.0])}
     updates, _ = inner.update(gradients, inner.init(params), params)
@@ -95,7 +95,7 @@ def orthogonalised(singular: list[float]) -> list[float]:
 
 def test_muon_treats_each_fused_matrix_by_itself_and_leaves_the_rest_to_adamw() -> None:
     # two diagonal 2 x 2 matrices in one tensor: singular values 3, 4 and 1, 1; an update's entries are 0.2 sqrt(2) times theirs
-    inner = optimizer(settings_of(optimizer="muon", weight_decay=0.5, clip_norm=1e6), [(2, 2), (), ()])
+    inner = optimizer(inner_settings(optimizer="muon", weight_decay=0.5, clip_norm=1e6), [(2, 2), (), ()])
     params = [jnp.full((4, 2), 4.0), jnp.full((2, 2), 4.0), jnp.full(2, 4.0)]
     gradients = [
         jnp.array([[3.0, 0.0], [0.0, 4.0], [1.0, 0.0], [0.0, -1.0]]),

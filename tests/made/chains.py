@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from tests.made.log_entries import record_of
+
 from diloco.core.chain import Chain
 from diloco.wire.body import Body
 from diloco.wire.entries import Genesis, Record
@@ -30,26 +32,14 @@ def record(chain: Chain, *members: Member, **changes: Any) -> Record:
     """The version that follows ``chain``; totals are worked out by the test, in ``changes``."""
     values: dict[str, Any] = {
         "fragment": chain.fragment,
-        "entry": "version",
-        "version": chain.version + 1,
         "epoch": chain.epoch,
-        "syncer": "syncer-0",
         "previous": chain.head,
-        "members": list(members),
-        "regional_offers": [],
-        "bits": 4,
-        "learning_rate": 0.5,
-        "momentum": 0.0,
         "tokens_merged": chain.tokens_merged,
         "tokens_lost": chain.tokens_lost,
         "state_hash": b"t" * 32,
-        "closing": False,
-        "committed_at_s": 0.0,
-        "quorum_s": 0.0,
-        "round_s": 0.0,
         "body": BODY,
     }
-    return Record(**(values | changes))
+    return record_of(chain.version + 1, *members, **(values | changes))
 
 
 def marker(chain: Chain, entry: str, **changes: Any) -> Record:

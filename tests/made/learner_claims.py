@@ -10,16 +10,11 @@ from tests.made.rounds import hash_of, offer
 from diloco.core import claims
 from diloco.core.chain import Chain
 from diloco.errors import ClaimError
-from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
 from diloco.wire.entries import Cursor
 from diloco.wire.grants import Grant
 
 BATCH = 16 * 128  # tokens of the built-in task
-
-
-def claim_settings(**changes: Any) -> RunSettings:
-    return run_settings("decoupled", {"learners": 3, "tokens": 1_000_000} | changes)
 
 
 def chain_with(*cursors: Cursor) -> Chain:

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from tests.made.log_entries import record_of
+from tests.made.run_settings import WORLD
 
 from diloco.core.accounts import StepDone
 from diloco.core.boundary import Applied, Decision, apply, decide
@@ -15,21 +17,14 @@ from diloco.core.chain import Chain
 from diloco.core.delta import PendingDelta
 from diloco.core.fragment_state import Answer, Version
 from diloco.core.learner import Learner
-from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
-from diloco.wire.body import Body
 from diloco.wire.control import Announcement
 from diloco.wire.entries import Record, RolledBack
 from diloco.wire.offers import Member
 
-FRAGMENTS, TOKENS, SIZE = 2, 10, 4
-BODY = Body(0, bytes(32), 0, bytes(8))
-SMALL = {"tokens": 10**9, "round.steps": 4, "fragments.count": FRAGMENTS, "learners": 2, "codec.offer_bits": 8}
+FRAGMENTS: int = WORLD["fragments.count"]
+TOKENS, SIZE = 10, 4
 Vector = NDArray[np.float32]
-
-
-def world_settings(preset: str = "decoupled", **overrides: Any) -> RunSettings:
-    return run_settings(preset, SMALL | {name.replace("__", "."): value for name, value in overrides.items()})
 
 
 class FragmentLog:
@@ -50,26 +45,17 @@ class FragmentLog:
         if offer is not None:
             members.insert(0, Member.of(offer.stated, 1.0))
         merged, lost = chain.totals_with((m.learner, m.tokens, m.lost_tokens) for m in members)
-        record = Record(
+        record = record_of(
+            version,
+            *members,
             fragment=chain.fragment,
             entry="rollback" if rolled_back else "version",
-            version=version,
-            epoch=0,
-            syncer="syncer-0",
             previous=chain.head,
-            members=members,
-            regional_offers=[],
             bits=32,
-            learning_rate=0.5,
-            momentum=0.0,
             tokens_merged=merged,
             tokens_lost=lost,
             state_hash=version.to_bytes(32, "big"),
             closing=closing,
-            committed_at_s=0.0,
-            quorum_s=0.0,
-            round_s=0.0,
-            body=BODY,
             rolled_back=RolledBack(version, 0, version) if rolled_back else None,
         )
         chain.check(record)

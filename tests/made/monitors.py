@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tests.made.heartbeats import learner_heartbeat, shard_heartbeat
+from tests.made.log_entries import record_of
 
 from diloco.control.history import Past
 from diloco.core.changes import Changes
@@ -28,10 +31,8 @@ def monitor(*regions: str) -> Monitor:
 
 def entry_record(fragment: int, version: int, syncer: str, *learners: str) -> Record:
     members = [Member(name, 1, version, version, version - 1, 24, 240, 0, 1.0, []) for name in learners]
-    return Record(
-        fragment, "version", version, 1, syncer, bytes(32), members, [], 4, 0.3, 0.9, 0, 0, bytes(32), False,
-        0.0, 0.5, 1.0, None,
-    )  # fmt: skip
+    values: dict[str, Any] = {"learning_rate": 0.3, "momentum": 0.9, "quorum_s": 0.5, "round_s": 1.0, "body": None}
+    return record_of(version, *members, fragment=fragment, epoch=1, syncer=syncer, **values)
 
 
 def story() -> Monitor:

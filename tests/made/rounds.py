@@ -7,59 +7,35 @@ from typing import Any
 
 import numpy as np
 from tests.made.heartbeats import learner_heartbeat
+from tests.made.log_entries import BODY, offer_of, record_of
+from tests.made.run_settings import ROUNDS, settings_of
 
 from diloco.core.chain import Chain
 from diloco.core.roster import Roster
 from diloco.core.round import Held, Merge, Round
-from diloco.settings.presets import run_settings
-from diloco.settings.run import RunSettings
-from diloco.wire.body import Body
 from diloco.wire.control import Heartbeat
-from diloco.wire.entries import Cursor, Record
+from diloco.wire.entries import Cursor
 from diloco.wire.offers import Answer, Member, Offer, RegionalOffer
 
-BODY = Body(size_bytes=0, content_hash=b"c" * 32, parts=0, attempt=b"attempt.")
 RAW = np.zeros(0, np.uint8)
-STEPS = 4  # H of these tests
+STEPS: int = ROUNDS["round.steps"]  # H of these tests
 
 
 def hash_of(version: int) -> bytes:
     return version.to_bytes(32, "big")
 
 
-def settings_of(**changes: Any) -> RunSettings:
-    """Three learners, one fragment, H = 4; liveness ends after 5 s."""
-    defaults = {
-        "learners": 3,
-        "shards": 1,
-        "fragments.count": 1,
-        "round.steps": STEPS,
-        "tokens": 1000,
-        "task.name": "tests:round",
-    }
-    return run_settings("decoupled", defaults | changes)
-
-
 def offer(learner: str, number: int = 1, version: int = 1, **changes: Any) -> Offer:
     """An offer of version - 1 as its base, in answer to the round of ``version``."""
     base = changes.get("base_version", version - 1)
     values: dict[str, Any] = {
-        "fragment": 0,
-        "learner": learner,
-        "incarnation": 1,
         "number": number,
-        "after": (0, 0),
         "round": version,
         "base_version": base,
         "base_hash": hash_of(base),
-        "bits": 4,
-        "steps": 4,
-        "tokens": 40,
-        "lost_tokens": 0,
         "data": [(0, 4 * (version - 1), changes.get("steps", 4))],
-        "body": BODY,
     }
-    return Offer(**(values | changes))
+    return offer_of(learner, **(values | changes))
 
 
 def round_of(*learners: str, **changes: Any) -> Round:
@@ -67,7 +43,7 @@ def round_of(*learners: str, **changes: Any) -> Round:
     now_s, step = changes.pop("now_s", 0.0), changes.pop("step", STEPS)
     if "round.quorum" not in changes or changes["round.quorum"] == "all":
         changes = {"learners": max(1, len(learners))} | changes  # as many as the run has
-    roster = Roster(settings_of(**changes))
+    roster = Roster(settings_of(ROUNDS, **changes))
     for learner in learners:
         roster.hear(learner_heartbeat(learner, step), now_s)
     return Round(roster, Chain(0, 0, 0, bytes(32), 0, hash_of(0)), 1)
@@ -95,25 +71,16 @@ def commit(round_: Round, merge: Merge, now_s: float) -> None:
     ]
     lost = {name: cursor.lost_tokens for name, cursor in chain.cursors.items()}
     lost |= {o.learner: o.lost_tokens for o in offers}
-    record = Record(
-        fragment=0,
+    record = record_of(
+        merge.version if members else chain.version,
+        *members,
         entry="version" if members else "close",
-        version=merge.version if members else chain.version,
-        epoch=0,
-        syncer="syncer-0",
         previous=chain.head,
-        members=members,
-        regional_offers=[],
-        bits=4,
-        learning_rate=0.5,
-        momentum=0.0,
         tokens_merged=chain.tokens_merged + sum(o.tokens for o in offers),
         tokens_lost=sum(lost.values()),
         state_hash=hash_of(merge.version) if members else chain.state_hash,
         closing=merge.closing,
         committed_at_s=now_s,
-        quorum_s=0.0,
-        round_s=0.0,
         body=BODY if members else None,
     )
     chain.check(record)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from tests.made.fragment_vectors import each
+from tests.made.log_entries import offer_of
 
 from diloco.control import creation
 from diloco.control.creation import Run
@@ -107,21 +108,16 @@ def offer(owner: FragmentOwner, learner: str, value: float, number: int = 1, **c
     body, _, _ = describe_body(codec.pack(raw, 1), codec.content_hash(raw), b"attempt.")
     values: dict[str, Any] = {
         "fragment": chain.fragment,
-        "learner": learner,
-        "incarnation": 1,
         "number": number,
         "after": chain.cursor(learner),
         "round": chain.version + 1,
         "base_version": chain.version,
         "base_hash": chain.state_hash,
         "bits": 32,
-        "steps": 4,
-        "tokens": 40,
-        "lost_tokens": 0,
         "data": [(0, 4 * chain.version, 4)],
         "body": body,
     }
-    return Held(Offer(**(values | changes)), raw)
+    return Held(offer_of(learner, **(values | changes)), raw)
 
 
 def merge(owner: FragmentOwner, *held: Held, closing: bool = False) -> Merge:

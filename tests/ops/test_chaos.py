@@ -16,6 +16,7 @@ import psutil
 import pytest
 from blake3 import blake3
 from tests.made.heartbeats import learner_heartbeat, shard_heartbeat
+from tests.made.log_entries import record_of
 
 from diloco.core.chain import Chain
 from diloco.errors import RunError
@@ -55,10 +56,9 @@ class Story:
         self.add("takeover", self.records[-1].version if self.records else 0, [], None, at_s)
 
     def add(self, entry: str, version: int, members: list[Member], body: Body | None, at_s: float) -> None:
-        record = Record(
-            0, entry, version, self.epoch, "syncer-0", self.head, members, [], 4, 0.7, 0.5, self.tokens, 0, bytes(32), False,  # type: ignore[arg-type]
-            0.0, 0.0, 0.0, body,
-        )  # fmt: skip
+        values: dict[str, Any] = {"entry": entry, "epoch": self.epoch, "previous": self.head, "body": body}
+        values |= {"learning_rate": 0.7, "momentum": 0.5, "tokens_merged": self.tokens}
+        record = record_of(version, *members, **values)
         self.records.append(record)
         self.head = self.check(record)
         self.witness.entry(record, self.head, len(self.records), at_s)

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.made.log_entries import record_of
 
 from diloco.core.chain import NO_ENTRY
 from diloco.errors import RunError
 from diloco.nats.pull import Message
 from diloco.wire import framing
 from diloco.wire.body import Body
-from diloco.wire.entries import Claim, CommitNotice, Keyframe, Record
+from diloco.wire.entries import Claim, CommitNotice, Keyframe
 from diloco.wire.offers import Member
 from diloco.wire.subjects import Subjects
 from diloco_ops.shorten import FragmentMessages
@@ -44,10 +45,8 @@ class Stream:
         """Store an entry with its part; one that is dead is followed by none, and committed by none."""
         version = 1 + len(self.committed)
         member = Member("ann", 1, self.sequence + 1, 1, 0, 1, 10, 0, 1.0, [])
-        record = Record(
-            0, "version", version, self.epoch, "syncer", self.head, [member], [], 4, 0.7, 0.5, 10 * version, 0, bytes(32),
-            False, 0.0, 0.0, 0.0, BODY,
-        )  # fmt: skip
+        values: dict[str, Any] = {"epoch": self.epoch, "previous": self.head, "tokens_merged": 10 * version, "body": BODY}
+        record = record_of(version, member, syncer="syncer", learning_rate=0.7, momentum=0.5, **values)
         self.store(f"diloco.run.fragment.0.part.{self.sequence:016x}.0", b"part")
         sequence = self.store(NAMES.record(0), framing.pack(record, RUN))
         if not dead:

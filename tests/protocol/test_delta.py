@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from tests.made.learner_delta import Delta, written
+from tests.made.log_entries import record_of
 from tests.protocol import make_delta
 
 from diloco.core.accounts import Accounts
 from diloco.core.chain import Chain
 from diloco.core.delta import Apply
-from diloco.wire.body import Body
 from diloco.wire.entries import Cursor, Record, RolledBack
 from diloco.wire.offers import Member
 
@@ -34,33 +34,21 @@ def vector(values: list[float]) -> Vector:
     return np.array(values, np.float32)
 
 
-def record_of(event: dict[str, Any]) -> Record:
+def entry_of(event: dict[str, Any]) -> Record:
     """The entry that makes an event's version."""
     to_version = event.get("to_version")
     back = None if to_version is None else RolledBack(1, to_version, event["version"])
     members = [
         Member(m["learner"], m["incarnation"], m["number"], m["round"], 0, 1, 1, 0, 1.0, []) for m in event.get("members", [])
     ]
-    return Record(
+    return record_of(
+        event["version"],
+        *members,
         fragment=FRAGMENT,
         entry="version" if back is None else "rollback",
-        version=event["version"],
         epoch=1,
-        syncer="syncer-0",
-        previous=bytes(32),
-        members=members,
-        regional_offers=[],
         bits=32,
-        learning_rate=0.5,
-        momentum=0.0,
-        tokens_merged=0,
-        tokens_lost=0,
         state_hash=hash_of(event["version"]),
-        closing=False,
-        committed_at_s=0.0,
-        quorum_s=0.0,
-        round_s=0.0,
-        body=Body(0, bytes(32), 0, bytes(8)),
         rolled_back=back,
     )
 
@@ -100,7 +88,7 @@ class Player:
         assert offer.stated.base_hash == hash_of(offer.stated.base_version)
 
     def version(self, event: dict[str, Any]) -> None:
-        self._write(self.delta.apply(record_of(event), vector(event["theta"])))
+        self._write(self.delta.apply(entry_of(event), vector(event["theta"])))
 
     rollback = version
 

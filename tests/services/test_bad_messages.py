@@ -13,6 +13,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 from tests.made.fixtures import Launch
 from tests.made.heartbeats import learner_heartbeat
+from tests.made.log_entries import record_of
 from tests.services.cluster import Cluster, check_accounts, check_all_merged, small
 from tests.services.toy import SAMPLES, Toy
 
@@ -209,9 +210,7 @@ def _heartbeat_of_two_fragments(forger: Forger) -> Heartbeat:
 
 def _foreign_record() -> Record:
     """An entry by somebody who does not know what stands before it."""
-    return Record(
-        0, "takeover", 0, 1, MALLORY, bytes(32), [], [], 4, 0.3, 0.9, 0, 0, bytes(32), False, 0.0, 0.0, 0.0, None
-    )  # fmt: skip
+    return record_of(0, entry="takeover", epoch=1, syncer=MALLORY, body=None)
 
 
 async def test_learner_that_diverges_sends_nothing_of_it_and_goes_on_from_the_global_model(launch: Launch) -> None:

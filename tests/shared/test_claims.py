@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.made.learner_claims import ann, chain_with, claim_settings, impossible
+from tests.made.learner_claims import ann, chain_with, impossible
 from tests.made.rounds import offer
+from tests.made.run_settings import CLAIMS, settings_of
 
 from diloco.core import claims
 from diloco.core.chain import Chain
@@ -18,7 +19,7 @@ from diloco.wire.offers import Answer
 
 def test_an_island_of_eight_batches_is_honest_and_one_token_more_is_not() -> None:
     # the built-in task has 2,048 tokens a batch, so 24 steps of an island eight times as large have 393,216
-    settings = claim_settings()
+    settings = settings_of(CLAIMS)
     assert impossible(settings) == ""
     assert impossible(settings, tokens=393_216) == ""
     assert "tokens in its steps: 393217, at most 393216" in impossible(settings, tokens=393_217)
@@ -29,7 +30,7 @@ def test_an_island_of_eight_batches_is_honest_and_one_token_more_is_not() -> Non
 
 def test_batches_are_counted_from_where_their_share_begins() -> None:
     before = {"run": "old", "identity": "00" * 8, "tokens": 9, "batches": [10**6, 0]}
-    settings, none = claim_settings(continues=before), claim_settings()
+    settings, none = settings_of(CLAIMS, continues=before), settings_of(CLAIMS)
     # 2,016,384 tokens of batches of 256 at least: 7,876 of them behind the first one
     assert impossible(settings, data=[(0, 10**6 + 7852, 24)]) == ""
     assert "the end of its batches: 1007877, at most 1007876" in impossible(settings, data=[(0, 10**6 + 7853, 24)])
@@ -39,14 +40,14 @@ def test_batches_are_counted_from_where_their_share_begins() -> None:
 
 
 def test_of_a_task_of_ones_own_the_settings_say_nothing() -> None:
-    settings = claim_settings(**{"task.name": "mine:task", "tokens": 10**9})
+    settings = settings_of(CLAIMS, **{"task.name": "mine:task", "tokens": 10**9})
     assert impossible(settings, steps=1, tokens=2**27, data=[]) == ""
     assert "at most 134217728" in impossible(settings, steps=1, tokens=2**27 + 1, data=[])
 
 
 def test_a_learner_processes_the_budget_twice_and_a_step_at_most() -> None:
     # 2,000,000 and a step's 16,384; 600,000 are merged, and 49,152 held
-    settings, chain = claim_settings(), chain_with(ann(600_000, 1000))
+    settings, chain = settings_of(CLAIMS), chain_with(ann(600_000, 1000))
     assert impossible(settings, chain, lost_tokens=1_367_232) == ""
     assert "tokens merged, lost and held: 2016385, at most 2016384" in impossible(settings, chain, lost_tokens=1_367_233)
     assert "at most 2016384" in impossible(settings, chain, lost_tokens=2**62)
@@ -54,7 +55,7 @@ def test_a_learner_processes_the_budget_twice_and_a_step_at_most() -> None:
 
 
 def test_totals_of_all_learners_fit_into_their_field() -> None:
-    settings = claim_settings(tokens=10**18, **{"task.name": "mine:task"})
+    settings = settings_of(CLAIMS, tokens=10**18, **{"task.name": "mine:task"})
     others = [Cursor(f"bob-{i}", 1, 1, 1, 10**18, 10**18, 1) for i in range(2)]
     assert impossible(settings, chain_with(*others)) == ""
     reason = impossible(settings, chain_with(*others), lost_tokens=4 * 10**17)
@@ -63,7 +64,7 @@ def test_totals_of_all_learners_fit_into_their_field() -> None:
 
 def test_batches_are_no_more_than_steps_and_end_where_a_run_of_small_batches_does() -> None:
     # 2,016,384 tokens in batches of 256, an eighth of the task's, are 7,876 batches
-    settings = claim_settings()
+    settings = settings_of(CLAIMS)
     assert impossible(settings, data=[(0, 7875, 1)]) == ""
     assert "the end of its batches: 7877, at most 7876" in impossible(settings, data=[(0, 7876, 1)])
     for data in ([(0, 10**9, 1)], [(2, 0, 1), (3, 2**62, 2**62)]):
@@ -74,7 +75,7 @@ def test_batches_are_no_more_than_steps_and_end_where_a_run_of_small_batches_doe
 
 def test_shares_are_those_that_learners_can_have() -> None:
     # three of the run, and one for each learner that a record has room for
-    settings = claim_settings()
+    settings = settings_of(CLAIMS)
     assert impossible(settings, data=[(4098, 0, 1)]) == ""
     assert "a share of the data: 4099, at most 4098" in impossible(settings, data=[(4099, 0, 1)])
 
@@ -88,7 +89,7 @@ def test_a_successor_judges_by_the_log_as_the_owner_before_it(
     steps: int, tokens: int, lost: int, merged: int, merged_lost: int, batches: list[int]
 ) -> None:
     """The owner has folded the log; the successor has a keyframe; the claim came alone, or with others of its region."""
-    settings, owner = claim_settings(), chain_with(ann(merged, merged_lost), Cursor("bob", 1, 1, 1, 500, 5, 5))
+    settings, owner = settings_of(CLAIMS), chain_with(ann(merged, merged_lost), Cursor("bob", 1, 1, 1, 500, 5, 5))
     keyframe = Keyframe(
         0, owner.version, owner.epoch, owner.head, 9, owner.tokens_merged, owner.tokens_lost, owner.keyframe_cursors(),
         owner.keyframe_ends(), owner.state_hash, False, Body(0, bytes(32), 0, bytes(8)),
@@ -108,7 +109,7 @@ def test_a_successor_judges_by_the_log_as_the_owner_before_it(
 
 @given(st.integers(1, 10**18), st.lists(st.tuples(COUNTS, COUNTS), max_size=12))
 def test_no_claims_that_can_be_make_totals_that_a_record_cannot_hold(budget: int, stated: list[tuple[int, int]]) -> None:
-    settings, chain = claim_settings(tokens=budget, **{"task.name": "mine:task"}), chain_with()
+    settings, chain = settings_of(CLAIMS, tokens=budget, **{"task.name": "mine:task"}), chain_with()
     for number, (tokens, lost) in enumerate(stated):
         claim = offer(f"learner-{number}", steps=tokens, tokens=tokens, lost_tokens=lost, data=[])
         try:
@@ -122,4 +123,4 @@ def test_no_claims_that_can_be_make_totals_that_a_record_cannot_hold(budget: int
 
 def test_an_unknown_learner_has_merged_nothing() -> None:
     with pytest.raises(ClaimError, match="offer 1 of eve states what cannot be"):
-        claims.judge(offer("eve", tokens=10**7, steps=4), chain_with(ann(1, 1)), claim_settings())
+        claims.judge(offer("eve", tokens=10**7, steps=4), chain_with(ann(1, 1)), settings_of(CLAIMS))

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.made.learner_island import GENERATION, ISLAND_ACTS, PROCESSES, RUN, DecidedIsland, go_on
-from tests.made.learner_world import FRAGMENTS, TOKENS, act, world_settings
+from tests.made.learner_world import FRAGMENTS, TOKENS, act
+from tests.made.run_settings import WORLD, settings_of
 
 from diloco.core.decisions import BOUNDARIES_APART_MAX, Course
 from diloco.errors import IslandError
@@ -19,7 +20,7 @@ from diloco.wire.island import Decided, PartSaved
 
 @given(st.lists(ISLAND_ACTS, max_size=80))
 def test_all_processes_apply_the_same_in_the_same_order(schedule: list[Any]) -> None:
-    island = DecidedIsland(world_settings(), PROCESSES)
+    island = DecidedIsland(settings_of(WORLD), PROCESSES)
     for name, *values in schedule:
         act(island, name, *values)
     go_on(island, 8)
@@ -38,7 +39,7 @@ def test_all_processes_apply_the_same_in_the_same_order(schedule: list[Any]) -> 
 
 @given(st.lists(ISLAND_ACTS, max_size=80))
 def test_all_save_the_arrays_of_the_offers_in_the_saved_accounts(schedule: list[Any]) -> None:
-    island = DecidedIsland(world_settings(), PROCESSES)
+    island = DecidedIsland(settings_of(WORLD), PROCESSES)
     for name, *values in schedule:
         act(island, name, *values)
     island.want()
@@ -49,7 +50,7 @@ def test_all_save_the_arrays_of_the_offers_in_the_saved_accounts(schedule: list[
 
 
 def test_no_state_is_saved_while_another_is_or_an_offer_is_half_made() -> None:
-    island = DecidedIsland(world_settings(), PROCESSES)
+    island = DecidedIsland(settings_of(WORLD), PROCESSES)
     go_on(island, 2)
     decisions = island.decisions
     island.announce(0)
@@ -75,7 +76,7 @@ def test_no_state_is_saved_while_another_is_or_an_offer_is_half_made() -> None:
 
 
 def test_a_part_may_be_saved_before_the_leader_is_at_that_boundary() -> None:
-    island = DecidedIsland(world_settings(), PROCESSES)
+    island = DecidedIsland(settings_of(WORLD), PROCESSES)
     go_on(island, 2)
     decisions, saves = island.decisions, island.decisions.saves
     island.want()
@@ -92,7 +93,7 @@ def test_a_part_may_be_saved_before_the_leader_is_at_that_boundary() -> None:
 
 
 def test_a_leader_that_waits_knows_whether_all_are_where_it_is() -> None:
-    island = DecidedIsland(world_settings(), PROCESSES)
+    island = DecidedIsland(settings_of(WORLD), PROCESSES)
     go_on(island, 2)
     followed = [island.decisions.is_followed]
     island.look_ahead()
@@ -103,7 +104,7 @@ def test_a_leader_that_waits_knows_whether_all_are_where_it_is() -> None:
 
 
 def test_a_marker_is_answered_at_a_boundary_with_its_versions_before_any_other_state() -> None:
-    island = DecidedIsland(world_settings(), PROCESSES)
+    island = DecidedIsland(settings_of(WORLD), PROCESSES)
     go_on(island, 2)
     markers, decisions = island.learner.markers, island.decisions
     versions = [1] + [0] * (FRAGMENTS - 1)
@@ -132,7 +133,7 @@ def test_a_marker_is_answered_at_a_boundary_with_its_versions_before_any_other_s
 
 @given(st.lists(ISLAND_ACTS, max_size=60))
 def test_steps_of_all_processes_are_the_steps_that_are_booked(schedule: list[Any]) -> None:
-    island = DecidedIsland(world_settings(), PROCESSES)
+    island = DecidedIsland(settings_of(WORLD), PROCESSES)
     for name, *values in schedule:
         act(island, name, *values)
     go_on(island, 3)
@@ -149,7 +150,7 @@ def decided(island: DecidedIsland) -> Decided:
 
 
 def test_a_version_is_not_decided_before_its_rows_are_everywhere() -> None:
-    island = DecidedIsland(world_settings(), 2)
+    island = DecidedIsland(settings_of(WORLD), 2)
     island.deliver(0)
     island.hear(0)
     first = decided(island)
@@ -161,7 +162,7 @@ def test_a_version_is_not_decided_before_its_rows_are_everywhere() -> None:
 
 
 def test_a_process_that_took_another_course_is_named_with_step_and_hashes() -> None:
-    island = DecidedIsland(world_settings(), 2)
+    island = DecidedIsland(settings_of(WORLD), 2)
     made = decided(island)
     island.end_step()
     other = Course(RUN, GENERATION).take(msgspec.structs.replace(made, batch=(3, 5)))
@@ -171,7 +172,7 @@ def test_a_process_that_took_another_course_is_named_with_step_and_hashes() -> N
 
 
 def test_a_process_refuses_a_decision_that_is_not_the_next_one() -> None:
-    island = DecidedIsland(world_settings(), 2)
+    island = DecidedIsland(settings_of(WORLD), 2)
     first = decided(island)
     course = Course(RUN, GENERATION)
     course.take(first)
@@ -182,7 +183,7 @@ def test_a_process_refuses_a_decision_that_is_not_the_next_one() -> None:
 
 
 def test_a_process_that_does_not_pass_boundaries_is_named() -> None:
-    island = DecidedIsland(world_settings(), 2)
+    island = DecidedIsland(settings_of(WORLD), 2)
     island.settle()
     for _ in range(BOUNDARIES_APART_MAX):
         decided(island)

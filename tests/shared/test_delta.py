@@ -14,20 +14,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from tests.made.learner_delta import Delta, written
+from tests.made.log_entries import record_of
 from tests.made.quantised_reference import any_vectors, quantised_reference
 
 from diloco.core import quantise, ranges
 from diloco.core.chain import Chain
 from diloco.core.delta import ERROR_BITS, PLAIN_BITS, Apply, PendingDelta
 from diloco.errors import NonFiniteError
-from diloco.wire.body import Body
 from diloco.wire.entries import Cursor, Record, RolledBack
 from diloco.wire.fields import Bits, Range
 from diloco.wire.offers import Member
 
 Vector = NDArray[np.float32]
 Wide = NDArray[np.float64]
-BODY = Body(size_bytes=0, content_hash=b"c" * 32, parts=0, attempt=b"attempt.")
 
 
 def hash_of(version: int) -> bytes:
@@ -39,27 +38,7 @@ def vector(*values: float) -> Vector:
 
 
 def version_record(version: int, *members: Member) -> Record:
-    return Record(
-        fragment=0,
-        entry="version",
-        version=version,
-        epoch=0,
-        syncer="syncer-0",
-        previous=bytes(32),
-        members=list(members),
-        regional_offers=[],
-        bits=32,
-        learning_rate=0.5,
-        momentum=0.0,
-        tokens_merged=0,
-        tokens_lost=0,
-        state_hash=hash_of(version),
-        closing=False,
-        committed_at_s=0.0,
-        quorum_s=0.0,
-        round_s=0.0,
-        body=BODY,
-    )
+    return record_of(version, *members, bits=32, state_hash=hash_of(version))
 
 
 def rollback_record(version: int, to_version: int) -> Record:

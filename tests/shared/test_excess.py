@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from tests.made.held_offers import fragment_of, held, merge_settings, replica_of, vector
+from tests.made.held_offers import fragment_of, held, replica_of, vector
+from tests.made.run_settings import MERGES, settings_of
 
 from diloco.core import excess
 from diloco.core.fold import Replica
@@ -35,7 +36,7 @@ def merged(settings: RunSettings, replica: Replica, *offers: Held, live: tuple[s
 
 
 def factor(value: float = 10.0, **changes: Any) -> RunSettings:
-    return merge_settings(**{"merge.method": "average", "quarantine.merge_factor": value, "round.steps": 4} | changes)
+    return settings_of(MERGES, **{"merge.method": "average", "quarantine.merge_factor": value, "round.steps": 4} | changes)
 
 
 def test_the_usual_is_what_the_momentum_remembers() -> None:
@@ -133,7 +134,7 @@ def test_the_same_offers_are_left_out_by_every_owner() -> None:
 
 
 def test_offers_whose_claims_nobody_could_read_in_an_entry_are_named() -> None:
-    settings, chain = merge_settings(), replica_of(vector(1)).chain
+    settings, chain = settings_of(MERGES), replica_of(vector(1)).chain
     ann, bob, cat = (
         held(name, vector(1), tokens=10, lost_tokens=lost) for name, lost in (("ann", 5), ("bob", 2**61), ("cat", 2**61))
     )

@@ -10,13 +10,13 @@ import pytest
 from blake3 import blake3
 from msgspec.structs import replace
 from numpy.typing import NDArray
+from tests.made.log_entries import BODY, record_of
 
 from diloco.core import outer, quantise
 from diloco.core.chain import Chain
 from diloco.core.fold import Replica, keyframe_body, keyframe_bytes, load_keyframe
 from diloco.core.outer import AdamW
 from diloco.errors import ChainError, HashError, NonFiniteError, WrongEntryError
-from diloco.wire.body import Body
 from diloco.wire.entries import Keyframe, Record, RolledBack
 from diloco.wire.fields import Bits
 from diloco.wire.offers import Member
@@ -25,7 +25,6 @@ Vector = NDArray[np.float32]
 Raw = NDArray[np.uint8]
 Entry = tuple[Record, bytes, int, Raw | None]
 RATE, MU = np.float32(0.5), np.float32(0.25)
-BODY = Body(size_bytes=0, content_hash=b"c" * 32, parts=0, attempt=b"attempt.")
 
 
 def hash_of(theta: Vector, momentum: Vector) -> bytes:
@@ -41,25 +40,16 @@ def fresh(theta: Vector) -> Replica:
 
 def version_entry(chain: Chain, number: int, state_hash: bytes, bits: Bits, *, takeover: bool = False) -> Record:
     members = [] if takeover else [Member("ann", 1, number, number, number - 1, 1, 10, 0, 1.0, [(0, number - 1, 1)])]
-    return Record(
-        fragment=0,
+    return record_of(
+        chain.version + (not takeover),
+        *members,
         entry="takeover" if takeover else "version",
-        version=chain.version + (not takeover),
         epoch=chain.epoch + takeover,
-        syncer="syncer-0",
         previous=chain.head,
-        members=members,
-        regional_offers=[],
         bits=bits,
-        learning_rate=0.5,
         momentum=0.25,
         tokens_merged=chain.tokens_merged + (0 if takeover else 10),
-        tokens_lost=0,
         state_hash=state_hash,
-        closing=False,
-        committed_at_s=0.0,
-        quorum_s=0.0,
-        round_s=0.0,
         body=None if takeover else BODY,
     )
 

@@ -6,7 +6,8 @@ from typing import Any, cast
 
 import msgspec
 import pytest
-from tests.made.learner_claims import BATCH, ann, chain_with, claim_settings, impossible
+from tests.made.learner_claims import BATCH, ann, chain_with, impossible
+from tests.made.run_settings import CLAIMS, settings_of
 
 from diloco.control import admission
 from diloco.control.creation import Run
@@ -67,7 +68,7 @@ class Bucket:
 
 
 async def test_a_learner_shows_its_grant_and_is_not_admitted_without_one() -> None:
-    settings = claim_settings()
+    settings = settings_of(CLAIMS)
     run = Run("run", settings, cast(Any, Bucket()), AUTHORITY.public_key)
     for shown, grant in ((None, None), (grants.sign(ANN, OTHER), None), (SIGNED, ANN)):
         await admission.join(run, "ann", 7, MAP, settings.digest(), grant=shown)
@@ -89,7 +90,7 @@ class Link:
 
 
 def client(authority: str | None, grant: SignedGrant | None) -> AdmissionClient:
-    run = Run("run", claim_settings(), cast(Any, Bucket()), authority)
+    run = Run("run", settings_of(CLAIMS), cast(Any, Bucket()), authority)
     return AdmissionClient(cast(Any, Link(authority, grant)), run, "ann", MAP, cast(Any, None))
 
 
@@ -108,18 +109,20 @@ def test_a_learner_with_a_larger_batch_than_was_granted_is_told_at_its_start() -
 
 def test_a_step_has_the_tokens_that_were_granted_in_any_task() -> None:
     """Row 15: twenty million tokens in one step, which a task of one's own would have let in."""
-    own = claim_settings(**{"task.name": "mine:task", "tokens": 10**9})
+    own = settings_of(CLAIMS, **{"task.name": "mine:task", "tokens": 10**9})
     assert impossible(own, steps=1, tokens=2 * 10**7, data=[]) == ""
     assert "tokens in its steps: 20000000, at most 4096" in impossible(own, grant=ANN, steps=1, tokens=2 * 10**7, data=[])
     assert "at most 98304" in impossible(own, grant=ANN, tokens=24 * 2 * BATCH + 1)
     assert impossible(own, grant=ANN, tokens=24 * 2 * BATCH) == ""
     large = msgspec.structs.replace(ANN, batch_tokens=64 * BATCH)
-    assert impossible(claim_settings(tokens=10**7), grant=large, tokens=24 * 64 * BATCH) == ""  # and a larger island is let in
+    assert (
+        impossible(settings_of(CLAIMS, tokens=10**7), grant=large, tokens=24 * 64 * BATCH) == ""
+    )  # and a larger island is let in
 
 
 def test_all_steps_of_a_learner_fit_into_the_time_since_genesis() -> None:
     """100 s, and 60 s by which clocks may differ, have 3,200 steps of 50 ms; 3,000 of them are merged already."""
-    settings, chain = claim_settings(tokens=10**9), chain_with(ann(10**6, 0, steps=3000))
+    settings, chain = settings_of(CLAIMS, tokens=10**9), chain_with(ann(10**6, 0, steps=3000))
     assert impossible(settings, chain, grant=ANN, elapsed_s=100.0, steps=200, tokens=200 * BATCH) == ""
     reason = impossible(settings, chain, grant=ANN, elapsed_s=100.0, steps=201, tokens=201 * BATCH)
     assert "steps since genesis, merged ones included: 3201, at most 3200" in reason

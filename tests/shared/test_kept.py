@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tests.made.learner_world import FRAGMENTS, SCHEDULES, TOKENS, LearnerWorld, act, world_settings
+from tests.made.learner_world import FRAGMENTS, SCHEDULES, TOKENS, LearnerWorld, act
+from tests.made.run_settings import WORLD, settings_of
 
 from diloco.core.accounts import StepDone
 from diloco.core.learner import ACCOUNTS, Dump
@@ -52,7 +53,7 @@ def values_hold(world: LearnerWorld) -> None:
 def test_accounts_and_values_hold_whatever_was_carried_by_the_lost_process(
     before: list[Any], meanwhile: list[Any], after: list[Any], in_flight: bool, bare: set[int]
 ) -> None:
-    world = LearnerWorld(world_settings())
+    world = LearnerWorld(settings_of(WORLD))
     for name, *acted in before:
         act(world, name, *acted)
     while world.answers:
@@ -75,7 +76,7 @@ def test_accounts_and_values_hold_whatever_was_carried_by_the_lost_process(
 
 
 def trained(steps: int) -> LearnerWorld:
-    world = LearnerWorld(world_settings())
+    world = LearnerWorld(settings_of(WORLD))
     world.boundary()
     world.step(steps)
     world.boundary()

@@ -15,15 +15,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.made.learner_world import (
-    FRAGMENTS,
-    SCHEDULES,
-    SIZE,
-    TOKENS,
-    LearnerWorld,
-    act,
-    world_settings,
-)
+from tests.made.learner_world import FRAGMENTS, SCHEDULES, SIZE, TOKENS, LearnerWorld, act
+from tests.made.run_settings import WORLD, settings_of
 
 from diloco.core import ranges
 from diloco.core.accounts import StepDone
@@ -61,7 +54,7 @@ def test_every_pair_of_a_phase_and_an_event_is_in_the_table() -> None:
 
 @pytest.mark.parametrize(("phase", "event"), list(product(Phase, Event)), ids=lambda value: value.name)
 def test_what_cannot_happen_is_refused_and_changes_nothing(phase: Phase, event: Event) -> None:
-    state, after = LearnerWorld(world_settings()).learner.fragments[0], TRANSITIONS[phase, event]
+    state, after = LearnerWorld(settings_of(WORLD)).learner.fragments[0], TRANSITIONS[phase, event]
     state.phase = phase
     if after is None:
         with pytest.raises(ValueError, match=f"fragment 0: {event.value} while {phase.value}"):
@@ -83,7 +76,7 @@ def test_every_phase_is_reached_from_joining() -> None:
 
 
 def test_state_is_offered_as_it_is_and_a_version_replaces_it_and_its_counts_are_those_of_a_parameter() -> None:
-    world = LearnerWorld(world_settings())
+    world = LearnerWorld(settings_of(WORLD))
     world.learner = learner = Learner("ann", "learner", "", 2, world.run)
     for log, state in zip(world.logs, (False, True), strict=True):
         learner.seat(log.head(None, arrays=True), state=state)
@@ -113,7 +106,7 @@ def test_state_is_offered_as_it_is_and_a_version_replaces_it_and_its_counts_are_
 
 @given(SCHEDULES, st.booleans())
 def test_every_token_is_merged_or_lost_or_held(schedule: list[Any], overlap: bool) -> None:
-    world = LearnerWorld(world_settings(carry__overlap=overlap))
+    world = LearnerWorld(settings_of(WORLD, carry__overlap=overlap))
     for name, *values in schedule:
         act(world, name, *values)
         if name == "boundary":
@@ -125,7 +118,7 @@ def test_every_token_is_merged_or_lost_or_held(schedule: list[Any], overlap: boo
 
 @given(SCHEDULES, st.booleans())
 def test_deciding_changes_nothing_and_a_decision_can_be_carried_out_elsewhere(schedule: list[Any], overlap: bool) -> None:
-    world = LearnerWorld(world_settings(carry__overlap=overlap))
+    world = LearnerWorld(settings_of(WORLD, carry__overlap=overlap))
     for name, *values in schedule:
         act(world, name, *values)
         elsewhere = copy.deepcopy(world.learner)
@@ -145,8 +138,8 @@ def test_deciding_changes_nothing_and_a_decision_can_be_carried_out_elsewhere(sc
 @given(SCHEDULES, st.booleans())
 def test_without_arrays_it_counts_the_same(schedule: list[Any], overlap: bool) -> None:
     worlds = [
-        LearnerWorld(world_settings(carry__overlap=overlap)),
-        LearnerWorld(world_settings(carry__overlap=overlap), arrays=False),
+        LearnerWorld(settings_of(WORLD, carry__overlap=overlap)),
+        LearnerWorld(settings_of(WORLD, carry__overlap=overlap), arrays=False),
     ]
     for name, *values in schedule:
         for world in worlds:
@@ -160,7 +153,7 @@ def test_without_arrays_it_counts_the_same(schedule: list[Any], overlap: bool) -
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9), st.booleans()), max_size=100))
 def test_steps_booked_together_count_as_steps_one_by_one(booked: list[tuple[int, int, bool]]) -> None:
-    together, single = LearnerWorld(world_settings()).learner, LearnerWorld(world_settings()).learner
+    together, single = LearnerWorld(settings_of(WORLD)).learner, LearnerWorld(settings_of(WORLD)).learner
     batches = [0] * 4
     for share, steps, settles in booked:
         together.book(StepDone(TOKENS, share, batches[share], None, 0.0, 0.0, steps))
@@ -178,7 +171,7 @@ def test_steps_booked_together_count_as_steps_one_by_one(booked: list[tuple[int,
 @given(st.sampled_from(["decoupled", "diloco", "data-parallel"]), SCHEDULES)
 def test_until_it_has_to_decide_a_boundary_decides_nothing(preset: str, schedule: list[Any]) -> None:
     overrides = {"round__steps": 4} if preset != "data-parallel" else {"round__steps": 1}
-    world = LearnerWorld(world_settings(preset, tokens=3000, **overrides))
+    world = LearnerWorld(settings_of(WORLD, preset, tokens=3000, **overrides))
     for name, *values in schedule:
         act(world, name, *values)
     first, steps = world.boundary(), next_decision(world.learner, TOKENS).steps
@@ -192,7 +185,7 @@ def test_until_it_has_to_decide_a_boundary_decides_nothing(preset: str, schedule
 
 
 def joined(**overrides: Any) -> LearnerWorld:
-    world = LearnerWorld(world_settings(**overrides))
+    world = LearnerWorld(settings_of(WORLD, **overrides))
     world.boundary()
     return world
 
@@ -275,7 +268,7 @@ def test_a_round_is_answered_again_where_the_answer_is_gone() -> None:
 
 def near_the_end(budget: int) -> LearnerWorld:
     """A learner of whose steps each has one token, and of whose fragment 0 the log has one offer, zoe's, of 5 tokens."""
-    world = LearnerWorld(world_settings(tokens=budget), tokens=1)
+    world = LearnerWorld(settings_of(WORLD, tokens=budget), tokens=1)
     world.boundary()
     world.merge(0, own=False)
     world.boundary()
@@ -336,7 +329,7 @@ def test_a_round_is_heard_from_an_owner_that_knows_of_another_interval(announced
 def test_a_change_of_the_budget_counts_from_the_next_boundary() -> None:
     world = joined()
     world.step(4)
-    world.learner.change(Effective(world_settings(tokens=4 * TOKENS), 1))
+    world.learner.change(Effective(settings_of(WORLD, tokens=4 * TOKENS), 1))
     assert world.learner.budget == 10**9
     decision = world.boundary()
     assert (decision.changes, decision.budget, decision.stop) == (1, 4 * TOKENS, True)
@@ -345,7 +338,7 @@ def test_a_change_of_the_budget_counts_from_the_next_boundary() -> None:
 
 @given(SCHEDULES, SCHEDULES)
 def test_a_learner_goes_on_from_what_it_dumped(before: list[Any], after: list[Any]) -> None:
-    world = LearnerWorld(world_settings())
+    world = LearnerWorld(settings_of(WORLD))
     for name, *values in before:
         act(world, name, *values)
     while world.answers:

@@ -9,15 +9,14 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.made.log_entries import record_of
 
 from diloco.core import ranges
 from diloco.core.ledger import Ledger, Line, Process, ShareSummary
-from diloco.wire.body import Body
 from diloco.wire.entries import Record
 from diloco.wire.fields import Range
 from diloco.wire.offers import Member
 
-BODY = Body(size_bytes=0, content_hash=b"c" * 32, parts=0, attempt=b"attempt.")
 ANN, ANN_AGAIN, BOB = ("ann", 1), ("ann", 2), ("bob", 1)
 
 
@@ -27,12 +26,7 @@ def version(fragment: int, number: int, **data: Sequence[Range]) -> Record:
     for process, held in sorted(data.items()):
         learner, incarnation = process.split("_")
         members.append(Member(learner, int(incarnation), number, number, 0, 1, 1, 0, 1.0, list(held)))
-    return Record(
-        fragment=fragment, entry="version", version=number, epoch=0, syncer="s", previous=bytes(32), members=members,
-        regional_offers=[], bits=4,
-        learning_rate=0.5, momentum=0.0, tokens_merged=0, tokens_lost=0, state_hash=bytes(32), closing=False,
-        committed_at_s=0.0, quorum_s=0.0, round_s=0.0, body=BODY,
-    )  # fmt: skip
+    return record_of(number, *members, fragment=fragment, syncer="s")
 
 
 def example() -> Ledger:

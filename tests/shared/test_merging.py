@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from tests.made.held_offers import BODY, Vector, fragment_of, held, merge_settings, replica_of, vector
+from tests.made.held_offers import Vector, fragment_of, held, replica_of, vector
+from tests.made.log_entries import BODY
+from tests.made.run_settings import MERGES, settings_of
 
 from diloco.core import codec, outer, quantise
 from diloco.core.chain import Chain
@@ -40,21 +42,21 @@ def two() -> tuple[Held, Held]:
 
 
 def test_the_weighted_average_by_hand() -> None:
-    settings = merge_settings(**{"merge.method": "average"})
+    settings = settings_of(MERGES, **{"merge.method": "average"})
     assert merged(fragment_of(2, 2), settings, *two()) == pytest.approx([0.75, 4.75, 1.5, 0.5])
 
 
 def test_radial_directional_averaging_by_row_by_hand() -> None:
     # equal weights. Row 1: norms 5 and 5; mean direction (0.3, 0.9) of length sqrt(0.9); times 5
     # row 2: norms 2 and 2; mean direction (0.5, 0.5), made a unit vector, times 2
-    settings = merge_settings(**{"merge.granularity": "row", "merge.weights": "equal"})
+    settings = settings_of(MERGES, **{"merge.granularity": "row", "merge.weights": "equal"})
     expected = [1.5 / 0.9**0.5, 4.5 / 0.9**0.5, 2**0.5, 2**0.5]
     assert merged(fragment_of(2, 2), settings, *two()) == pytest.approx(expected, rel=1e-6)
 
 
 def test_radial_directional_averaging_by_tensor_by_hand() -> None:
     # weights 1 : 3; norms 29 ** 0.5 both, so the direction is that of the weighted sum and the length is theirs
-    settings = merge_settings(**{"merge.granularity": "tensor"})
+    settings = settings_of(MERGES, **{"merge.granularity": "tensor"})
     total = np.array([3, 4 + 15, 6, 2])
     expected = total / np.linalg.norm(total) * 29**0.5
     assert merged(fragment_of(2, 2), settings, *two()) == pytest.approx(expected.tolist(), rel=1e-6)
@@ -63,7 +65,7 @@ def test_radial_directional_averaging_by_tensor_by_hand() -> None:
 def test_embeddings_are_averaged_whatever_the_method() -> None:
     fragment = fragment_of(2, 2, embedding=True)
     assert fragment.embedding
-    assert merged(fragment, merge_settings(**{"merge.method": "rda"}), *two()) == pytest.approx([0.75, 4.75, 1.5, 0.5])
+    assert merged(fragment, settings_of(MERGES, **{"merge.method": "rda"}), *two()) == pytest.approx([0.75, 4.75, 1.5, 0.5])
 
 
 @pytest.mark.parametrize("granularity", ["row", "tensor"])
@@ -72,7 +74,9 @@ def test_embeddings_are_averaged_in_a_fragment_with_others_too(granularity: str)
     assert not fragment.embedding
     # the weight's rows are (0, 2) and (2, 0): radius 2, direction (3, 1) / sqrt(10)
     expected = [0.75, 4.75, 6 / 10**0.5, 2 / 10**0.5]
-    assert merged(fragment, merge_settings(**{"merge.granularity": granularity}), *two()) == pytest.approx(expected, rel=1e-6)
+    assert merged(fragment, settings_of(MERGES, **{"merge.granularity": granularity}), *two()) == pytest.approx(
+        expected, rel=1e-6
+    )
 
 
 @pytest.mark.parametrize(
@@ -86,7 +90,7 @@ def test_embeddings_are_averaged_in_a_fragment_with_others_too(granularity: str)
     ],
 )
 def test_weights(rule: str, steps: tuple[int, int], expected: float) -> None:
-    settings = merge_settings(**{"merge.method": "average", "merge.weights": rule})
+    settings = settings_of(MERGES, **{"merge.method": "average", "merge.weights": rule})
     ann, bob = (
         held("ann", vector(0), tokens=100, steps=steps[0]),
         held("bob", vector(12), tokens=100, steps=steps[1]),
@@ -96,7 +100,7 @@ def test_weights(rule: str, steps: tuple[int, int], expected: float) -> None:
 
 def test_against_the_current_value_an_old_base_counts_as_moved() -> None:
     # the learner is at its base (7, 21) minus its outer gradient (1, 1), at (6, 20); the newest version is (10, 20)
-    settings = merge_settings(**{"merge.method": "average", "merge.against": "current"})
+    settings = settings_of(MERGES, **{"merge.method": "average", "merge.against": "current"})
     item = held("ann", vector(1, 1), tokens=1)
     bases = {3: vector(7, 21)}
     merge = accumulate(fragment_of(2), settings, [item], bases.get, vector(10, 20))
@@ -104,7 +108,7 @@ def test_against_the_current_value_an_old_base_counts_as_moved() -> None:
     # bases that nobody keeps any more are taken as they are
     merge = accumulate(fragment_of(2), settings, [item], lambda _: None, vector(10, 20))
     assert merge.result().tolist() == [1, 1]
-    against_base = merge_settings(**{"merge.method": "average", "merge.against": "base"})
+    against_base = settings_of(MERGES, **{"merge.method": "average", "merge.against": "base"})
     merge = accumulate(fragment_of(2), against_base, [item], bases.get, vector(10, 20))
     assert merge.result().tolist() == [1, 1]
 
@@ -116,7 +120,7 @@ def combined(*items: Held, values: Vector) -> Held:
 
 
 def test_offers_averaged_in_their_region_first_weigh_as_much_as_each_by_itself() -> None:
-    settings = merge_settings(**{"merge.method": "average"})
+    settings = settings_of(MERGES, **{"merge.method": "average"})
     ann, bob = two()
     cat = held("cat", vector(8, 0, 0, 8), tokens=40)
     together = combined(ann, bob, values=vector(0.75, 4.75, 1.5, 0.5))  # 10 and 30 tokens
@@ -127,7 +131,7 @@ def test_offers_averaged_in_their_region_first_weigh_as_much_as_each_by_itself()
 
 def test_directions_that_a_region_has_merged_count_fully_however_much_its_learners_differed() -> None:
     # all three at right angles, of norm 2. Of ann and bob their region makes sqrt(2) each way, of norm 2 again
-    settings = merge_settings(**{"merge.method": "rda", "merge.granularity": "tensor", "merge.weights": "equal"})
+    settings = settings_of(MERGES, **{"merge.method": "rda", "merge.granularity": "tensor", "merge.weights": "equal"})
     ann, bob, cat = (held(name, vector(*values), tokens=1) for name, values in AT_RIGHT_ANGLES.items())
     flat = merged(fragment_of(3), settings, ann, bob, cat)
     assert flat == pytest.approx([2 / 3**0.5] * 3)  # each direction a third
@@ -146,7 +150,7 @@ def test_offers_of_any_width_merge_alike(bits: Bits) -> None:
     # of codes alone, which are exact; so are small integers in 16 and 32 bits
     values = {2: vector(7, 2, -7), 4: vector(7, 0, -7)}.get(bits, vector(127, 0, -127))
     items = [held(name, values, tokens=5, bits=bits) for name in ("ann", "bob")]
-    assert merged(fragment_of(3), merge_settings(), *items) == pytest.approx(values.tolist(), rel=1e-6)
+    assert merged(fragment_of(3), settings_of(MERGES), *items) == pytest.approx(values.tolist(), rel=1e-6)
 
 
 def version(
@@ -171,7 +175,7 @@ def body_of(record: Record, inline: bytes, parts: list[bytes], n: int) -> NDArra
 
 
 def test_what_a_version_states() -> None:
-    settings = merge_settings(**{"merge.method": "average", "merge.weights": "quality"})
+    settings = settings_of(MERGES, **{"merge.method": "average", "merge.weights": "quality"})
     replica = replica_of(vector(10, 20))
     ann = held("ann", vector(2, 4), tokens=10, steps=2, lost_tokens=3)
     bob = held("bob", vector(6, 8), tokens=30, steps=6, lost_tokens=4, base_version=2, round=3, incarnation=9, number=1)
@@ -199,7 +203,7 @@ def test_a_version_names_all_members_of_a_combined_offer_and_how_they_came() -> 
     replica = replica_of(vector(10, 20))
     items = [held(name, vector(2, 4), tokens=10) for name in ("ann", "bob", "cat")]
     together = combined(items[0], items[2], values=vector(2, 4))
-    record, _, _ = version(replica, vector(0, 0), merge_settings(), together, items[1])
+    record, _, _ = version(replica, vector(0, 0), settings_of(MERGES), together, items[1])
     assert [(member.learner, member.weight) for member in record.members] == [("ann", 10), ("bob", 10), ("cat", 10)]
     assert record.regional_offers == [RegionalMembers("syncer-2", 5, 6, [0, 2])]
     assert record.tokens_merged == 1030
@@ -208,7 +212,7 @@ def test_a_version_names_all_members_of_a_combined_offer_and_how_they_came() -> 
 
 @pytest.mark.parametrize("bits", [2, 4, 8, 16, 32])
 def test_any_reader_folds_a_version_to_the_same_bits(bits: Bits) -> None:
-    settings = merge_settings(**{"codec.record_bits": bits, "outer.momentum": 0.9})
+    settings = settings_of(MERGES, **{"codec.record_bits": bits, "outer.momentum": 0.9})
     values = np.random.default_rng(bits).standard_normal((2, 1000)).astype(np.float32)
     syncer, reader = replica_of(values[0]), replica_of(values[0])
     record, inline, parts = version(syncer, np.zeros(1000, np.float32), settings, held("ann", values[1], tokens=1))
@@ -219,7 +223,7 @@ def test_any_reader_folds_a_version_to_the_same_bits(bits: Bits) -> None:
 
 def test_what_quantisation_leaves_over_goes_into_the_next_version() -> None:
     # int8, one block, scale 127 / 127 = 1: (127, 0.25) is sent as (127, 0)
-    settings = merge_settings(**{"codec.record_bits": 8, "merge.method": "average"})
+    settings = settings_of(MERGES, **{"codec.record_bits": 8, "merge.method": "average"})
     replica, residual = replica_of(vector(0, 0)), vector(0, 0)
     record, inline, parts = version(replica, residual, settings, held("ann", vector(127, 0.25), tokens=1))
     assert quantise.dequantise(body_of(record, inline, parts, 2), 2, 8).tolist() == [127, 0]
@@ -233,7 +237,7 @@ def test_what_quantisation_leaves_over_goes_into_the_next_version() -> None:
 
 @pytest.mark.parametrize("precisions", [(4,), (16, 4, 8, 32)])  # as a link that changes has them
 def test_sums_of_versions_and_residual_are_those_of_offers(precisions: tuple[Bits, ...]) -> None:
-    settings = merge_settings(**{"codec.record_bits": 4, "merge.method": "average"})
+    settings = settings_of(MERGES, **{"codec.record_bits": 4, "merge.method": "average"})
     generator = np.random.default_rng(3)
     replica, residual = replica_of(np.zeros(100, np.float32)), np.zeros(100, np.float32)
     wanted, sent = np.zeros(100), np.zeros(100)
@@ -247,7 +251,7 @@ def test_sums_of_versions_and_residual_are_those_of_offers(precisions: tuple[Bit
 
 
 def test_without_error_feedback_nothing_is_kept() -> None:
-    settings = merge_settings(**{"codec.record_bits": 8, "merge.method": "average", "codec.error_feedback": False})
+    settings = settings_of(MERGES, **{"codec.record_bits": 8, "merge.method": "average", "codec.error_feedback": False})
     residual = vector(0, 0.5)
     record, inline, parts = version(replica_of(vector(0, 0)), residual, settings, held("ann", vector(127, 0.25), tokens=1))
     assert quantise.dequantise(body_of(record, inline, parts, 2), 2, 8).tolist() == [127, 0]
@@ -255,7 +259,9 @@ def test_without_error_feedback_nothing_is_kept() -> None:
 
 
 def test_a_closing_merge_makes_a_closing_version() -> None:
-    record, _, _ = version(replica_of(vector(0)), vector(0), merge_settings(), held("ann", vector(1), tokens=1), closing=True)
+    record, _, _ = version(
+        replica_of(vector(0)), vector(0), settings_of(MERGES), held("ann", vector(1), tokens=1), closing=True
+    )
     assert record.closing
     replica_of(vector(0)).chain.check(record)
 
@@ -263,7 +269,7 @@ def test_a_closing_merge_makes_a_closing_version() -> None:
 def test_a_large_body_travels_in_parts() -> None:
     values = np.random.default_rng(0).standard_normal(300_000).astype(np.float32)
     replica, residual = replica_of(np.zeros_like(values)), np.zeros_like(values)
-    settings = merge_settings(**{"merge.method": "average"})
+    settings = settings_of(MERGES, **{"merge.method": "average"})
     record, inline, parts = version(replica, residual, settings, held("ann", values, tokens=1))
     assert inline == b""
     assert len(parts) > 1
@@ -274,7 +280,7 @@ def test_a_large_body_travels_in_parts() -> None:
 
 
 def test_a_parameter_that_overflows_makes_no_version() -> None:
-    settings = merge_settings(**{"outer.learning_rate": 10, "merge.method": "average"})
+    settings = settings_of(MERGES, **{"outer.learning_rate": 10, "merge.method": "average"})
     replica = replica_of(vector(3e38, 1))
     with pytest.raises(NonFiniteError, match="fragment 0, version 4"):
         version(replica, vector(0, 0), settings, held("ann", vector(-1e38, 0), tokens=1))
@@ -303,7 +309,7 @@ def state_version(theta: Vector, settings: RunSettings, *offers: Held) -> tuple[
 def test_a_version_of_state_is_the_weighted_average_of_values_by_hand(changes: dict[str, Any]) -> None:
     ann = held("ann", vector(3, 4, 0, 1e-6), tokens=10)
     bob = held("bob", vector(1, 6, 8, 1e-6), tokens=30, base_version=2)  # of an older base: of no account
-    record, reader = state_version(vector(100, 0, 5, 2), merge_settings(**changes), ann, bob)
+    record, reader = state_version(vector(100, 0, 5, 2), settings_of(MERGES, **changes), ann, bob)
     assert reader.theta.tolist() == pytest.approx([1.5, 5.5, 6, 1e-6], abs=1e-7)
     assert (record.learning_rate, record.momentum, record.bits) == (1.0, 0.0, 32)
 
@@ -325,7 +331,7 @@ def test_no_variance_becomes_negative_and_each_is_within_rounding_of_the_average
     values: list[tuple[float, float, float]], tokens: tuple[int, int]
 ) -> None:
     theta, ann, bob = (np.array(column, np.float32) for column in zip(*values, strict=True))
-    settings = merge_settings(**{"quarantine.merge_factor": 0})
+    settings = settings_of(MERGES, **{"quarantine.merge_factor": 0})
     _, reader = state_version(theta, settings, held("ann", ann, tokens=tokens[0]), held("bob", bob, tokens=tokens[1]))
     assert (reader.theta >= 0).all()
     exact = np.average(np.stack([ann, bob]).astype(np.float64), axis=0, weights=tokens)
@@ -335,7 +341,7 @@ def test_no_variance_becomes_negative_and_each_is_within_rounding_of_the_average
 @pytest.mark.parametrize(("entry", "epoch", "closing"), [("takeover", 3, False), ("close", 2, True)])
 def test_markers_follow_the_head_and_change_nothing(entry: Any, epoch: int, closing: bool) -> None:
     replica = replica_of(vector(1, 2))
-    record = make_marker(replica, entry, merge_settings(), syncer="syncer-1", now_s=17.0)
+    record = make_marker(replica, entry, settings_of(MERGES), syncer="syncer-1", now_s=17.0)
     assert (record.entry, record.version, record.epoch, record.closing) == (entry, 3, epoch, closing)
     assert (record.members, record.body, record.state_hash) == ([], None, replica.chain.state_hash)
     replica.fold(record, b"n" * 32, 10, None)
@@ -383,7 +389,7 @@ def test_a_rollback_states_what_a_reader_comes_to() -> None:
     past.chain.version, past.chain.state_hash = 1, outer.state_hash(past.theta, past.momentum)
     reader, residual = replica_of(vector(5, 6)), vector(7, 8)
     record, inline, parts = make_rollback(
-        replica, residual, past, 9, merge_settings(), syncer="syncer-1", attempt=ATTEMPT, now_s=17.0
+        replica, residual, past, 9, settings_of(MERGES), syncer="syncer-1", attempt=ATTEMPT, now_s=17.0
     )
     assert (record.entry, record.version, record.epoch, record.members, record.closing) == ("rollback", 4, 2, [], False)
     assert (record.bits, record.rolled_back, record.state_hash) == (32, RolledBack(9, 1, 4), past.chain.state_hash)

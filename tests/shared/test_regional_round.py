@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from numpy.typing import NDArray
 from tests.made.heartbeats import learner_heartbeat
-from tests.made.rounds import Learner, commit, hash_of, members_of, offer, settings_of
+from tests.made.log_entries import BODY, record_of
+from tests.made.rounds import Learner, commit, hash_of, members_of, offer
+from tests.made.run_settings import ROUNDS, settings_of
 
 from diloco.core import quantise, regional_round
 from diloco.core.chain import Chain
@@ -22,12 +24,10 @@ from diloco.core.regional_round import HeldOffer, RegionalRound
 from diloco.core.roster import Roster
 from diloco.core.round import Held, Merge, Round
 from diloco.errors import ClaimError, UnmergeableError
-from diloco.wire.body import Body
 from diloco.wire.control import Announcement
 from diloco.wire.entries import Cursor, Record, RolledBack
 from diloco.wire.offers import Answer, Offer, RegionalMembers, RegionalOffer
 
-BODY = Body(size_bytes=0, content_hash=b"c" * 32, parts=0, attempt=b"attempt.")
 RAW = np.zeros(0, np.uint8)
 ME = ("syncer-1", 7)
 FRAGMENT = build_map([TensorSpec("t", (64,))], 1).fragments[0]
@@ -40,7 +40,7 @@ def chain_of(version: int = 0) -> Chain:
 def combining_of(*learners: str, **changes: Any) -> RegionalRound:
     """A region with these learners, whose log is at version 0; they take 1 s a step."""
     base = {"learners": 8, "round.overlap_steps": 2.0, "round.grace_factor": 0.5, "merge.method": "average"}
-    settings = settings_of(**base | {"merge.weights": "tokens"} | changes)
+    settings = settings_of(ROUNDS, **base | {"merge.weights": "tokens"} | changes)
     roster = Roster(settings)
     for learner in learners:
         roster.hear(learner_heartbeat(learner, 4), 0.0)
@@ -65,10 +65,7 @@ def version_of(number: int, *combined: int) -> Record:
     """Version ``number``, in which own regional offers were merged."""
     combinations = [RegionalMembers(*ME, own, [place]) for place, own in enumerate(combined)]
     members: list[Any] = [None] * len(combined)
-    return Record(
-        0, "version", number, 0, "syncer-0", bytes(32), members, combinations, 4, 0.5, 0.0, 0, 0, hash_of(number), False,
-        0.0, 0.0, 0.0, BODY,
-    )  # fmt: skip
+    return record_of(number, members=members, regional_offers=combinations, state_hash=hash_of(number))
 
 
 def test_the_answers_of_a_region_are_combined_when_all_its_learners_have_answered() -> None:
@@ -366,7 +363,7 @@ def interleave(seed: int, quorum: object, grace: float) -> list[Merge]:
     """Random events of two regions' learners and syncers, and of an owner who reads what they send late, twice, or not."""
     draw = random.Random(seed)
     changes = {"round.quorum": quorum, "round.grace_factor": grace, "tokens": 10**9, "learners": 4}
-    everybody = Roster(settings_of(**changes))
+    everybody = Roster(settings_of(ROUNDS, **changes))
     round_ = Round(everybody, chain_of(), 1)
     regions = [
         Region([Learner(name) for name in pair], [combining_of(*pair, **changes) for _ in range(2)])

@@ -7,7 +7,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.made.learner_island import ISLAND_ACTS, PROCESSES, DecidedIsland, go_on
-from tests.made.learner_world import act, world_settings
+from tests.made.learner_world import act
+from tests.made.run_settings import WORLD, settings_of
 
 
 def regrouped(island: DecidedIsland) -> bool:
@@ -26,7 +27,7 @@ def regrouped(island: DecidedIsland) -> bool:
 
 @given(st.lists(ISLAND_ACTS, max_size=60))
 def test_a_generation_ends_with_its_state_saved_and_answers_nothing_after_it(schedule: list[Any]) -> None:
-    island = DecidedIsland(world_settings(), PROCESSES)
+    island = DecidedIsland(settings_of(WORLD), PROCESSES)
     for name, *values in schedule:
         act(island, name, *values)
         if regrouped(island):

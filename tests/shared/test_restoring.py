@@ -16,7 +16,7 @@ from diloco.wire.island import Save
 RUN = bytes(32)
 
 
-def settings_of(folder: Path) -> LearnerSettings:
+def learner_settings(folder: Path) -> LearnerSettings:
     return LearnerSettings(name="learner-0", run="r", share=0, state_dir=folder)
 
 
@@ -40,7 +40,7 @@ def test_a_state_that_was_kept_stays_until_a_newer_checkpoint_counts(
     tmp_path: Path, generation: int, whole: str, stays: bool
 ) -> None:
     kept = write(state.kept(tmp_path, "learner-0"), set_name(5, 7, kept=True), 10)
-    restoring.own_place(settings_of(tmp_path), RUN, 0, Save("own", set_name(generation, 7), whole, 0))
+    restoring.own_place(learner_settings(tmp_path), RUN, 0, Save("own", set_name(generation, 7), whole, 0))
     assert kept.exists() == stays
 
 
@@ -49,13 +49,13 @@ def test_what_a_generation_keeps_is_newer_than_all_of_its_checkpoints(tmp_path: 
     path, previous = state.generations(tmp_path, "learner-0")
     write(previous, set_name(5, 3), 8)
     write(path, set_name(5, 7), 11)  # it was being saved when a process was lost
-    assert restoring.newest_first(settings_of(tmp_path), RUN) == [kept, path, previous]
+    assert restoring.newest_first(learner_settings(tmp_path), RUN) == [kept, path, previous]
     write(path, set_name(6, 2), 11)
-    assert restoring.newest_first(settings_of(tmp_path), RUN) == [path, kept, previous]
+    assert restoring.newest_first(learner_settings(tmp_path), RUN) == [path, kept, previous]
 
 
 def test_a_process_that_stood_still_writes_nowhere_and_removes_nothing(tmp_path: Path) -> None:
     kept = write(state.kept(tmp_path, "learner-0"), set_name(5, 7, kept=True), 10)
     save = Save("own", set_name(6, 9), set_name(6, 4), 0)
-    assert restoring.own_place(settings_of(tmp_path), RUN, 0, save, missed=True) is None
+    assert restoring.own_place(learner_settings(tmp_path), RUN, 0, save, missed=True) is None
     assert kept.exists()

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 from tests.made.heartbeats import learner_heartbeat
-from tests.made.rounds import STEPS, commit, hash_of, hold, log_of, names, offer, open_at, round_of, settings_of
+from tests.made.rounds import STEPS, commit, hash_of, hold, log_of, names, offer, open_at, round_of
+from tests.made.run_settings import ROUNDS, settings_of
 
 from diloco.core.chain import Chain
 from diloco.core.roster import Roster
@@ -128,7 +129,7 @@ def test_h_counts_from_the_step_at_which_the_version_was_applied() -> None:
 
 @pytest.mark.parametrize(("fragment", "due_at"), [(0, 1), (1, 2), (2, 3), (3, 4)])
 def test_first_rounds_are_staggered(fragment: int, due_at: int) -> None:
-    roster = Roster(settings_of(**{"fragments.count": 4}))
+    roster = Roster(settings_of(ROUNDS, **{"fragments.count": 4}))
     round_ = Round(roster, Chain(fragment, 0, 0, bytes(32), 0, hash_of(0)), 4)
     roster.hear(learner_heartbeat("ann", due_at - 1, versions=[0] * 4), 0)
     assert not round_.due(0, STEPS)
@@ -154,7 +155,7 @@ def test_a_newcomer_alone_cannot_make_a_version_before_it_has_applied() -> None:
 
 
 def test_heartbeats_out_of_order_are_ignored() -> None:
-    roster = Roster(settings_of())
+    roster = Roster(settings_of(ROUNDS))
     assert roster.hear(learner_heartbeat("ann", 5), 0)
     assert not roster.hear(learner_heartbeat("ann", 4), 1)
     assert roster.hear(learner_heartbeat("ann", 5), 2)
@@ -174,7 +175,7 @@ def test_a_restart_counts_its_steps_from_zero() -> None:
 
 
 def test_the_step_time_is_the_median_of_the_living() -> None:
-    roster = Roster(settings_of())
+    roster = Roster(settings_of(ROUNDS))
     assert roster.step_s(0) == 1
     for learner, step_s in {"ann": 0.1, "bob": 0.3, "cat": 9.0, "new": 0.0}.items():
         roster.hear(learner_heartbeat(learner, step_s=step_s), 0)
@@ -209,7 +210,7 @@ def test_a_quorum_of_all_waits_at_first_for_learners_that_may_be_about_to_take_p
     assert not round_.due(dead_s - 0.1, STEPS)
     assert (round_.due(dead_s, STEPS), round_.quorum(dead_s)) == (True, 1)
 
-    later = Round(Roster(settings_of(**{"round.quorum": "all", "learners": 3})), log_of(8, ann=(1, 4), bob=(1, 4)), 1)
+    later = Round(Roster(settings_of(ROUNDS, **{"round.quorum": "all", "learners": 3})), log_of(8, ann=(1, 4), bob=(1, 4)), 1)
     later.roster.hear(learner_heartbeat("ann", STEPS), 7.0)  # an owner that took over, of a log that knows bob
     assert later.quorum(7.0) == 2
     later.roster.hear(learner_heartbeat("bob", STEPS, state="recovering"), 7.1)
@@ -221,7 +222,7 @@ def test_a_quorum_of_all_waits_at_first_for_learners_that_may_be_about_to_take_p
 
 def test_a_round_is_due_for_learners_that_wait_whatever_an_owner_has_heard_of_their_steps() -> None:
     # an owner that begins after they took their steps sees none of them
-    settings = settings_of(**{"round.quorum": 2})
+    settings = settings_of(ROUNDS, **{"round.quorum": 2})
     round_ = Round(Roster(settings), Chain(0, 3, 0, bytes(32), 9, hash_of(3)), 1)
     for learner in ("ann", "bob"):
         round_.roster.hear(learner_heartbeat(learner, 20, 3, steps=[STEPS], state="stepping"), 0)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from tests.made.heartbeats import learner_heartbeat
-from tests.made.rounds import STEPS, commit, hold, is_used_up, log_of, names, offer, open_at, round_of, settings_of
+from tests.made.rounds import STEPS, commit, hold, is_used_up, log_of, names, offer, open_at, round_of
+from tests.made.run_settings import ROUNDS, settings_of
 
 from diloco.core.roster import Roster
 from diloco.core.round import Round
@@ -13,7 +14,7 @@ from diloco.core.round import Round
 
 def test_no_word_of_a_learner_ends_a_run() -> None:
     """Ann's three offers hold 40 tokens each, in the mean: of what she says that she holds besides, 80 count."""
-    roster, chain = Roster(settings_of(tokens=1000)), log_of(600, ann=(3, 120), bob=(3, 480))
+    roster, chain = Roster(settings_of(ROUNDS, tokens=1000)), log_of(600, ann=(3, 120), bob=(3, 480))
     roster.hear(learner_heartbeat("ann", tokens=2**62), 0)
     roster.hear(learner_heartbeat("eve", tokens=2**62), 0)  # nothing of hers is in the log
     assert roster.processed(chain, 0) == 600 + 2 * 40
@@ -27,19 +28,19 @@ def test_no_word_of_a_learner_ends_a_run() -> None:
 
 
 def test_a_sum_of_the_largest_counts_fits_into_an_announcement() -> None:
-    roster, chain = Roster(settings_of(tokens=10**18)), log_of(2**62, lost=2**62, ann=(1, 2**61))
+    roster, chain = Roster(settings_of(ROUNDS, tokens=10**18)), log_of(2**62, lost=2**62, ann=(1, 2**61))
     roster.hear(learner_heartbeat("ann", tokens=2**62), 0)
     assert roster.processed(chain, 0) == 2**62
 
 
 def test_tokens_that_learners_lost_count_as_the_log_states_them() -> None:
-    assert is_used_up(Roster(settings_of(tokens=100)), log_of(60, lost=40), 0)
-    assert not is_used_up(Roster(settings_of(tokens=100)), log_of(60, lost=39), 0)
+    assert is_used_up(Roster(settings_of(ROUNDS, tokens=100)), log_of(60, lost=40), 0)
+    assert not is_used_up(Roster(settings_of(ROUNDS, tokens=100)), log_of(60, lost=39), 0)
 
 
 def test_the_budget_is_used_up_when_all_who_live_have_stopped_and_the_log_is_near_to_it() -> None:
     # cat was killed for good: of 100 tokens the log holds 80. The others had stopped before, and take no step any more
-    roster = Roster(settings_of(tokens=100))
+    roster = Roster(settings_of(ROUNDS, tokens=100))
     merged: dict[str, Any] = {"ann": (2, 40), "bob": (2, 30), "cat": (2, 10)}
     roster.hear(learner_heartbeat("ann", tokens=40, state="closing"), 0)
     roster.hear(learner_heartbeat("bob", tokens=30, state="stepping"), 0)
@@ -55,7 +56,7 @@ def test_the_budget_is_used_up_when_all_who_live_have_stopped_and_the_log_is_nea
 
 def test_a_run_whose_learners_lost_all_ends_when_all_of_them_have_stopped() -> None:
     """Two learners never had finite values: nothing of theirs is in the log, or ever comes."""
-    roster, chain = Roster(settings_of(tokens=100, learners=2)), log_of(0)
+    roster, chain = Roster(settings_of(ROUNDS, tokens=100, learners=2)), log_of(0)
     roster.hear(learner_heartbeat("ann", 9, tokens=100, state="closing", steps=[0]), 0)
     assert not is_used_up(roster, chain, 0), "the run has two learners"
     roster.hear(learner_heartbeat("bob", 9, tokens=100, state="closing", steps=[1]), 0)

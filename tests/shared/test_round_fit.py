@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 from tests.made.heartbeats import learner_heartbeat
-from tests.made.rounds import STEPS, hash_of, hold, hold_combined, names, offer, open_at, round_of, settings_of
+from tests.made.rounds import STEPS, hash_of, hold, hold_combined, names, offer, open_at, round_of
+from tests.made.run_settings import ROUNDS, settings_of
 
 from diloco.core.round import Round
 from diloco.errors import ClaimError
@@ -100,7 +101,7 @@ def test_settings_that_change_count_at_once() -> None:
     hold(round_, offer("ann"))
     assert round_.poll(9.0) is None
     round_.roster.hear(learner_heartbeat("ann", 5), 9.0)
-    round_.roster.change(settings_of(**{"round.quorum": 1}), frozenset())
+    round_.roster.change(settings_of(ROUNDS, **{"round.quorum": 1}), frozenset())
     assert names(round_.poll(9.0)) == [("ann", 1)]
 
 

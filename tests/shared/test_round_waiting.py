@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 from tests.made.heartbeats import learner_heartbeat
-from tests.made.rounds import STEPS, commit, hold, is_used_up, log_of, names, offer, open_at, round_of, settings_of
+from tests.made.rounds import STEPS, commit, hold, is_used_up, log_of, names, offer, open_at, round_of
+from tests.made.run_settings import ROUNDS, settings_of
 
 from diloco.core.roster import Roster
 from diloco.core.round import Round
@@ -65,7 +66,7 @@ def test_one_long_pause_does_not_make_the_next_one_usual() -> None:
 
 
 def test_a_first_step_may_take_a_minute_from_when_others_step() -> None:
-    roster = Roster(settings_of())
+    roster = Roster(settings_of(ROUNDS))
     roster.hear(learner_heartbeat("ann"), 0)
     roster.hear(learner_heartbeat("bob"), 0)
     assert not roster.stands_still(roster.learners["bob"], 1000), "nobody steps yet: models are being compiled"
@@ -216,7 +217,7 @@ def test_an_excluded_learner_is_not_waited_for_and_what_is_held_of_it_is_not_mer
 
 
 def test_what_is_merged_of_an_excluded_learner_stays_counted() -> None:
-    roster, chain = Roster(settings_of(tokens=100)), log_of(60, bob=(1, 30), ann=(1, 30))
+    roster, chain = Roster(settings_of(ROUNDS, tokens=100)), log_of(60, bob=(1, 30), ann=(1, 30))
     roster.hear(learner_heartbeat("bob", tokens=90), 0)
     assert is_used_up(roster, chain, 0)
     roster.change(roster.settings, frozenset({"bob"}))
