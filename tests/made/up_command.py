@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
+import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tests.made.fixtures import Ended
 from tests.pace import DEADLINE_S
 
+from diloco.control import creation
+from diloco.control.changes import append_changes
+from diloco.core.changes import Tokens
+from diloco.errors import BrokerError
+from diloco.nats.transport import NatsTransport
+from diloco.process.observe import get_logger
+from diloco.service import rundir
+from diloco_ops import checkpoint
+from diloco_ops.manifest import Checkpoint
+
 DILOCO = str(Path(sys.executable).parent / "diloco")
 
 
-TINY_GPT = {
+TINY_GPT: dict[str, Any] = {
     "task.layers": 1,
     "task.width": 16,
     "task.heads": 2,
@@ -62,15 +76,58 @@ def some_text() -> str:
 
 def wait_for_training(up: Running, directory: Path, learners: int = 1) -> None:
     """Wait until so many learners have taken steps, and some work is merged."""
-    deadline_s = time.monotonic() + DEADLINE_S * 2
+
+    def trains(status: dict[str, Any]) -> bool:
+        at_work = [learner for learner in status["learners"].values() if learner["step"]]
+        return bool(status["tokens_merged"]) and len(at_work) >= learners
+
+    wait_for_status(up, directory, trains, "training")
+
+
+def wait_for_status(up: Running, directory: Path, reached: Callable[[dict[str, Any]], bool], what: str) -> dict[str, Any]:
+    """Wait until the status that the command writes every few seconds is so; return it."""
+    deadline_s = time.monotonic() + 2 * DEADLINE_S  # several processes import JAX and compile, one after the other
+    status: dict[str, Any] = {}
     while time.monotonic() < deadline_s:
         assert up.process.poll() is None, up.end()
-        file = directory / "status.json"
-        if file.exists():
-            with contextlib.suppress(ValueError):  # being written
-                status = json.loads(file.read_text())
-                at_work = [learner for learner in status["learners"].values() if learner["step"]]
-                if status["tokens_merged"] and len(at_work) >= learners:
-                    return
+        with contextlib.suppress(OSError, ValueError):  # not there yet, or being written
+            status = json.loads((directory / "status.json").read_text())
+            if reached(status):
+                return status
         time.sleep(0.1)
-    raise AssertionError("no training within the deadline")
+    raise AssertionError(f"not within {2 * DEADLINE_S:g} s: {what}; the last status is {status}")
+
+
+def checkpoint_of_run(directory: Path) -> Checkpoint:
+    """Take a checkpoint of a run that goes on, with the state of every learner that is heard.
+
+    It is taken again where a server or a learner did not answer in time, or a learner had gone beyond the cut.
+    """
+    deadline_s = time.monotonic() + 2 * DEADLINE_S
+    problems: list[str] = []
+    while time.monotonic() < deadline_s:
+        try:
+            taken, problems = asyncio.run(checkpoint.take(directory))
+        except BrokerError as error:
+            problems = [str(error)]
+            continue
+        learners = taken.manifest.learners.values()
+        if learners and not problems and all(learner.step is not None for learner in learners):
+            return taken
+        shutil.rmtree(taken.path)
+    raise AssertionError(f"{directory}: no whole checkpoint within {2 * DEADLINE_S:g} s: {problems}")
+
+
+def set_budget(directory: Path, url: str, tokens: int) -> None:
+    """Give the run of a directory another token budget, as ``diloco set`` does; ``url``: where its server is now."""
+
+    async def change() -> None:
+        known = rundir.load(directory)
+        link = await NatsTransport.open(url, url, "test", get_logger(), DEADLINE_S)
+        try:
+            run = await creation.open_run(link, known.name, known.settings)
+            await append_changes(link, run, lambda _: [Tokens(tokens)], author="test")
+        finally:
+            await link.close()
+
+    asyncio.run(change())
