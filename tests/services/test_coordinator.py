@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
-import time
 from typing import Any
 
+import pytest
 from tests.made.fixtures import Launch
-from tests.services.cluster import Cluster, Service, small
+from tests.pace import DEADLINE_S
+from tests.services.cluster import Cluster, Service, small, some_versions
 
-from diloco.errors import BrokerError
-
-STEPS = 400  # a toy takes 20 ms for one: eight seconds and more
+TOKENS = 10**9  # the run ends when the test has seen all else
 
 
 def coordinator(cluster: Cluster, name: str) -> Service:
@@ -24,55 +24,62 @@ def led(cluster: Cluster, name: str) -> int:
     return len(cluster.events("leading", name))
 
 
-async def answers_within_s(cluster: Cluster, training: bool = True) -> float:
-    """How long it takes until somebody answers for the status."""
-    link, began_s = await cluster.link(), time.monotonic()
-    while time.monotonic() - began_s < 30:
-        answer = await link.request(cluster.subjects.status, b"", 0.3)
-        if answer is not None and (not training or json.loads(answer).get("state") == "training"):
-            return time.monotonic() - began_s
-    raise BrokerError("nobody answers")
+def leader(cluster: Cluster) -> str:
+    """Who began to lead last, by the revisions of the leader's key."""
+    terms = {
+        values["revision"]: name for name in ("coordinator", "coordinator-1") for values in cluster.events("leading", name)
+    }
+    return terms[max(terms)] if terms else "nobody"
+
+
+async def training_status(cluster: Cluster) -> dict[str, Any]:
+    """Wait until somebody answers that the run trains: the answer."""
+    async with asyncio.timeout(DEADLINE_S):
+        while (status := await cluster.status())["state"] != "training":
+            await asyncio.sleep(0.1)
+    return status
 
 
 async def test_a_standby_takes_over_and_one_that_comes_back_stands_by(launch: Launch) -> None:
-    cluster = launch(small(tokens=3 * STEPS * 16, round__steps=24))
+    cluster = launch(small(tokens=TOKENS, round__steps=24))
     first = coordinator(cluster, "coordinator")
-    await cluster.until(lambda: led(cluster, "coordinator") == 1, "the first leads")
+    await cluster.until(lambda: led(cluster, "coordinator") > 0, "the first leads")
     second = coordinator(cluster, "coordinator-1")
     await cluster.begin(coordinator=False)
-    with cluster.slowly():
-        await cluster.until(lambda: cluster.steps() > 30, "training")
-        await answers_within_s(cluster)
-        assert led(cluster, "coordinator-1") == 0
+    await cluster.until(lambda: cluster.steps() > 30, "training")
+    await training_status(cluster)
 
-        first.kill()
-        # 2 s of silence, a compare-and-set, and the log so far
-        assert await answers_within_s(cluster) < 15
-        assert led(cluster, "coordinator-1") == 1
+    first.kill()
+    await cluster.until(lambda: leader(cluster) == "coordinator-1", "the second leads")
+    await training_status(cluster)
 
-        third = coordinator(cluster, "coordinator")
-        await cluster.until(lambda: len(cluster.events("run_ready", "coordinator")) == 2, "the first is back")
-        second.process.send_signal(signal.SIGSTOP)
-        await cluster.until(lambda: led(cluster, "coordinator") == 2, "the first leads again")
-        second.process.send_signal(signal.SIGCONT)
-        await cluster.until(lambda: bool(cluster.events("stepped_down", "coordinator-1")), "the second steps down")
-        assert await answers_within_s(cluster, training=False) < 15
+    third = coordinator(cluster, "coordinator")
+    await cluster.until(lambda: len(cluster.events("run_ready", "coordinator")) == 2, "the first is back")
+    second.process.send_signal(signal.SIGSTOP)
+    await cluster.until(lambda: leader(cluster) == "coordinator", "the first leads again")
+    second.process.send_signal(signal.SIGCONT)
+    await cluster.until(lambda: bool(cluster.events("stepped_down", "coordinator-1")), "the second steps down")
+    await training_status(cluster)
+    await some_versions(cluster)
 
-    cluster.hurry()
-    await cluster.ended()
+    await cluster.use_up()
     assert (second.process.returncode, third.process.returncode) == (0, 0)
-    assert led(cluster, "coordinator-1") == 1
+    terms = [values["revision"] for values in cluster.events("leading")]
+    assert len(terms) == len(set(terms)), "each term has one leader"
     # anyone who led when: each version is in the series once
     series = json.loads((cluster.directory / "series.json").read_text())
     drawn = sorted((merge["fragment"], merge["version"]) for merge in series["merges"])
     folded = await cluster.folded()
     assert drawn == [(log.index, record.version) for log in folded for record in log.versions]
     heartbeats = await cluster.finished_heartbeats()
-    assert {name: learner["step"] for name, learner in series["learners"].items()} == {n: p.step for n, p in heartbeats.items()}
+    assert series["learners"].keys() == heartbeats.keys()
+    # of a learner that was late at the end, the coordinator may not have heard the last word
+    assert all(0 < series["learners"][name]["step"] <= heartbeat.step for name, heartbeat in heartbeats.items())
 
 
+@pytest.mark.promise("training goes on without a coordinator")
 async def test_training_goes_on_without_a_coordinator_and_the_next_one_finds_the_run_as_it_is(launch: Launch) -> None:
-    cluster = launch(small(tokens=3 * STEPS * 16))
+    cluster = launch(small(tokens=TOKENS))
     await cluster.begin()
     await cluster.until(lambda: cluster.steps() > 30, "training")
     [only] = [service for service in cluster.services if service.name == "coordinator"]
@@ -82,16 +89,13 @@ async def test_training_goes_on_without_a_coordinator_and_the_next_one_finds_the
         lambda: cluster.steps() > steps + 100 and sum(p.versions for p in cluster.shard_heartbeats.values()) > rounds + 10,
         "steps and versions without a coordinator",
     )
-    # one of the same name need not wait for the silence of the one that it follows
-    with cluster.slowly():
-        cluster.coordinator()
-        await cluster.until(lambda: led(cluster, "coordinator") == 2, "it leads", 15)
-        status: dict[str, Any] = {}
+    cluster.coordinator()
+    await cluster.until(lambda: led(cluster, "coordinator") > 1, "another one leads")
+    status: dict[str, Any] = {}
+    async with asyncio.timeout(DEADLINE_S):
         while (
             len(status.get("learners", ())) < 3 or status["versions"] <= rounds
         ):  # it hears them one by one, and reads the log
-            cluster.check_alive()
-            status = await cluster.status()
+            status = await training_status(cluster)
     assert sorted(status["learners"]) == ["toy-0", "toy-1", "toy-2"]
-    cluster.hurry()
-    await cluster.ended()
+    await cluster.use_up()
