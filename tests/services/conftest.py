@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from tests.made.fixtures import Diloco, Ended, Launch, Regions
+from tests.pace import DEADLINE_S, scaled_s
 from tests.services.apart import REGIONS, Region
 from tests.services.cluster import Cluster
 from tests.services.finished import Finished, finish
@@ -20,7 +21,7 @@ from tests.services.forking import Nursery
 from diloco.process import observe
 from diloco.process.observe import get_logger
 from diloco.settings.run import RunSettings
-from diloco_ops import cli
+from diloco_ops import cli, inspect, marker, rollback, run_reader, runs
 from diloco_ops.broker.server import Server
 from diloco_ops.embedded import Embedded
 from diloco_ops.wan.config import checked
@@ -83,6 +84,21 @@ async def regions(nursery: Nursery, tmp_path: Path) -> AsyncIterator[Regions]:
             return run
 
         yield make
+
+
+@pytest.fixture
+def patient_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have commands in this process wait as a test does: a person gives up sooner on a server or a run."""
+    for module, name in (
+        (inspect, "ANSWER_TIMEOUT_S"),
+        (marker, "MARKER_TIMEOUT_S"),
+        (rollback, "CARRIED_OUT_S"),
+        (run_reader, "ANSWER_TIMEOUT_S"),
+    ):
+        monkeypatch.setattr(module, name, DEADLINE_S)
+    for listening in (marker, runs):
+        monkeypatch.setattr(listening, "HEAR_S", scaled_s(listening.HEAR_S))
+    monkeypatch.setattr(marker, "ATTEMPTS", 1000)  # a run may go on by a version while its learners answer
 
 
 @pytest.fixture

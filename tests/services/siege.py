@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import math
 import sys
 import tempfile
 import time
@@ -70,7 +71,7 @@ MAY_CHANGE = {
     "syncer": {"owners", "changes"},
     "coordinator": {"coordinator"},
 }
-WRITTEN_BY_ALL = {"owners", "coordinator"}  # by honest members, all the time
+WRITTEN_BY_ALL = {"owners", "coordinator", "history"}  # by honest members, all the time
 WITHHELD = {"syncer": [f"$JS.API.STREAM.PURGE.{stream}" for stream in (NAMES.log_stream, NAMES.offer_stream)]}
 LEAST_PACE = 0.9
 BASE_S = 15.0  # each time that the pace is taken without the adversary
@@ -182,8 +183,9 @@ class Siege:
                         break
                     if any(service.process.poll() is not None for service in self.cluster.services):
                         return
-                await asyncio.sleep(0.2)  # for the server's refusals
                 for liar in liars:
+                    if not liar.link.bulk.is_closed:
+                        await liar.flush()  # until the server's refusals are here
                     self.outcome.refused += liar.count("permission_denied")
                     self.outcome.cut += liar.count("nats_reconnected") + liar.link.bulk.is_closed
 
@@ -239,9 +241,9 @@ class Siege:
 
 
 def _relative(beside: tuple[float, float], without: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Steps and versions beside the adversary, as shares of their means without it."""
+    """Steps and versions beside the adversary, as shares of their means without it; NaN where nothing was done without it."""
     steps, versions = (sum(each) / len(without) for each in zip(*without, strict=True))
-    return beside[0] / steps, beside[1] / versions
+    return beside[0] / (steps or math.nan), beside[1] / (versions or math.nan)
 
 
 async def besiege(

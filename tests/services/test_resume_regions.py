@@ -19,6 +19,7 @@ from diloco_ops import checkpoint, region_logs, resume, run_reader, verify
 from diloco_ops.embedded import Embedded, server_name
 from diloco_ops.manifest import Checkpoint
 
+pytestmark = pytest.mark.usefixtures("patient_commands")
 LASTS: dict[str, Any] = {"tokens": 3 * 100_000 * SAMPLES, "round__steps": 18}
 Ends = list[tuple[int, str]]  # of each fragment: version, and hash of the state
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 from tests.made.fixtures import Launch
-from tests.services.cluster import check_accounts, small
+from tests.made.run_checks import waiting_settings
+from tests.services.cluster import NEVER_S, check_accounts, small
 from tests.services.toy import SAMPLES
 
 from diloco.core import quantise
@@ -12,7 +13,8 @@ from diloco.errors import RunError
 
 
 async def test_old_keyframes_go_and_what_is_needed_stays(launch: Launch) -> None:
-    run = launch(small(tokens=3 * 90 * SAMPLES, log__keyframe_factor=0.1, log__keep_bytes=0, log__keep_keyframes=3))
+    keeps = {"log__keyframe_factor": 0.1, "log__keep_bytes": 0, "log__keep_keyframes": 3}
+    run = launch(waiting_settings(steps=90, liveness__dead_s=NEVER_S, **keeps))
     await run.begin()
     await run.ended()
 
@@ -30,6 +32,7 @@ async def test_old_keyframes_go_and_what_is_needed_stays(launch: Launch) -> None
             assert toy.thetas[log.index].tobytes() == log.theta.tobytes()
 
 
+@pytest.mark.promise("the archive holds every merged offer")
 async def test_every_merged_offer_is_in_the_archive(launch: Launch) -> None:
     run = launch(small(tokens=3 * 60 * SAMPLES, log__archive=True))
     await run.begin()

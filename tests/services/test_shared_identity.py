@@ -15,7 +15,7 @@ from typing import Any, cast
 import pytest
 import tomli_w
 from tests.made.fixtures import Launch
-from tests.made.island_checks import PATIENCE_S, check_left, stepping
+from tests.made.island_checks import check_left, stepping
 from tests.pace import DEADLINE_S
 from tests.services.cluster import Cluster, Events, small
 from tests.services.secured import Guest, guest, make_keys, members, serving
@@ -112,8 +112,9 @@ async def test_an_identity_of_one_process_has_no_consumers_for_a_second(server: 
 def learner(cluster: Cluster, folder: Path, keys: Folder, name: str, index: int, address: str) -> subprocess.Popen[str]:
     """Start a process of a learner, as on a host of its own."""
     own: dict[str, Any] = {"name": name, "run": RUN, "nats_url": cluster.url, "state_dir": str(cluster.directory)}
-    own |= {"identity": str(keys.identity_file(name)), "leave_s": 30.0}
-    own["processes"] = {"count": 2, "index": index, "address": address, "start_s": 120.0}
+    own |= {"identity": str(keys.identity_file(name)), "leave_s": DEADLINE_S}
+    patience = {"start_s": 3600.0, "silent_s": 600.0}  # what it may be at most: other processes are waited for before
+    own["processes"] = {"count": 2, "index": index, "address": address} | patience
     settings = folder / f"{name}-{index}.toml"
     settings.write_text(tomli_w.dumps(own))
     return subprocess.Popen(
@@ -126,7 +127,6 @@ def learner(cluster: Cluster, folder: Path, keys: Folder, name: str, index: int,
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 async def test_two_processes_train_under_one_identity_and_nobody_else_is_one_of_them(
     launch: Launch, keys: Folder, tmp_path: Path
 ) -> None:
@@ -145,16 +145,16 @@ async def test_two_processes_train_under_one_identity_and_nobody_else_is_one_of_
         try:
             stolen = learner(cluster, tmp_path, keys, OTHER_PAIR, 1, address)
             started.append(stolen)
-            _, said = await asyncio.to_thread(stolen.communicate, timeout=PATIENCE_S)
+            _, said = await asyncio.to_thread(stolen.communicate, timeout=2 * DEADLINE_S)
             assert stolen.returncode == 2
             assert "does not have the key of this process's identity: give all processes of a learner one identity file" in said
             follower = learner(cluster, tmp_path, keys, PAIR, 1, address)
             started.append(follower)
             await cluster.link()
-            await cluster.until(lambda: stepping(cluster, 60), "the learner trains", PATIENCE_S)
+            await cluster.until(lambda: stepping(cluster, 60), "the learner trains", 2 * DEADLINE_S)
             follower.terminate()
             for each in (leader, follower):
-                _, said = await asyncio.to_thread(each.communicate, timeout=PATIENCE_S)
+                _, said = await asyncio.to_thread(each.communicate, timeout=2 * DEADLINE_S)
                 assert each.returncode == 0, said
         finally:
             for each in started:

@@ -1,4 +1,7 @@
-"""A short siege of each role: what the long one shows (``python -m tests.services.siege``), a few hundred actions of it."""
+"""A short siege of each role: a few hundred actions of the long one (``python -m tests.services.siege``).
+
+:meth:`tests.services.siege.Siege.run` demands that a version of every fragment is made after the last action, and none is lost.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,7 @@ ACTIONS = 400
 @pytest.mark.parametrize("regions", [False, True], ids=["", "regions"])
 @pytest.mark.parametrize("role", ROLES)
 async def test_an_insider_ends_nothing_and_loses_nothing(nursery: Nursery, tmp_path: Path, role: str, regions: bool) -> None:
-    outcome = await besiege(nursery, tmp_path, role, ACTIONS, rate=200, seed=3, base_s=3, regions=regions)
+    outcome = await besiege(nursery, tmp_path, role, ACTIONS, rate=200, seed=3, base_s=0.5, regions=regions)
     assert sum(outcome.sent.values()) == ACTIONS
     assert (outcome.ended, outcome.changed) == ([], []), outcome.row()
-    assert outcome.refused > 0
-    assert outcome.versions > 0
-    assert outcome.unheard[0] > 0.5, outcome.row()  # how busy the machine is, is no test's matter
+    assert outcome.refused > 0  # what it does to the pace, the long siege measures

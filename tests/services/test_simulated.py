@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.pace import DEADLINE_S
 
 SCRIPT = Path(__file__).parents[2] / "bench" / "simulated.py"
 QUANTITIES = [
@@ -31,7 +32,11 @@ STEADY = 0.015  # so much may the machine's own pace change between what is meas
 
 def run(folder: Path) -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, SCRIPT, "--json", "--keep", folder], capture_output=True, text=True, timeout=600, check=False
+        [sys.executable, SCRIPT, "--json", "--keep", folder],
+        capture_output=True,
+        text=True,
+        timeout=5 * DEADLINE_S,  # forty seconds of a real run, two seconds of it first, and the simulator's
+        check=False,
     )
     assert done.stderr == ""
     result: dict[str, Any] = json.loads(done.stdout)

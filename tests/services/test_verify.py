@@ -13,10 +13,12 @@ import pytest
 from msgspec.structs import replace
 from tests.made.fixtures import Diloco, MakeServer
 from tests.made.toy_replay import ToyModel, redo_toys
+from tests.pace import DEADLINE_S
 from tests.services.finished import Finished
 
 from diloco.core import codec
 from diloco.core import tape as events
+from diloco.core.delta import ERROR_BITS, PLAIN_BITS, DeltaValues, Encoded
 from diloco.core.schedule import Moment
 from diloco.process import tape
 from diloco.service import rundir
@@ -27,6 +29,8 @@ from diloco.wire.entries import Record
 from diloco_ops import verify
 from diloco_ops.broker.server import Server
 from diloco_ops.run_reader import opened
+
+pytestmark = pytest.mark.usefixtures("patient_commands")
 
 
 @pytest.fixture
@@ -47,6 +51,7 @@ def found(verdict: verify.Verdict, name: str) -> str:
 ALL_HOLD = dict.fromkeys(("log", "changes", "keyframes", "merges", "tapes", "offers", "data", "report"), "holds")
 
 
+@pytest.mark.promise("verify confirms a sound run")
 async def test_untouched_run_holds(finished: Finished) -> None:
     verdict = await verify.check(finished.path)
 
@@ -189,6 +194,7 @@ async def test_keyframe_with_other_cursors_is_found(served: Finished) -> None:
     assert "fragment 0" in found(verdict, "keyframes")
 
 
+@pytest.mark.promise("verify finds a merge that the stored offers do not give")
 async def test_archived_offer_that_gives_another_merge_is_found(served: Finished) -> None:
     async with opened(served.path) as outside:
         entry = await anext(outside.log.entries.follow([0], 1, lambda refusal: None))
@@ -204,7 +210,7 @@ async def test_archived_offer_that_gives_another_merge_is_found(served: Finished
         body, inline, _ = describe_body(codec.pack(raw, -1), codec.content_hash(raw), bytes(8))
         subject = outside.log.subjects.archived(0, member.learner, member.incarnation, member.number)
         frame = framing.pack(replace(offer, body=body), outside.run.identity, inline)
-        await outside.log.transport.append(subject, frame, message_id="forged", fence=None, timeout_s=10)
+        await outside.log.transport.append(subject, frame, message_id="forged", fence=None, timeout_s=DEADLINE_S)
 
     verdict = await verify.check(served.path)
 
@@ -235,7 +241,7 @@ async def test_missing_entries_are_found(served: Finished) -> None:
         stop = await log.reader.head_sequence(2)
         second = [entry async for entry in log.entries.follow([2], 1, lambda refusal: None, stop)][2]
         delete = f"$JS.API.STREAM.MSG.DELETE.{log.subjects.log_stream}"
-        assert await log.transport.request(delete, json.dumps({"seq": second.sequence}).encode(), 5)
+        assert await log.transport.request(delete, json.dumps({"seq": second.sequence}).encode(), DEADLINE_S)
 
     verdict = await verify.check(served.path)
 
@@ -247,6 +253,7 @@ async def test_missing_entries_are_found(served: Finished) -> None:
 # ---- replay
 
 
+@pytest.mark.promise("a run is replayed to the same bits")
 async def test_training_done_again_from_the_tapes_has_the_same_bits(finished: Finished) -> None:
     redone = await redo_toys(finished.path)
 
@@ -283,24 +290,48 @@ async def test_life_that_began_with_a_state_that_is_gone_is_said_to_be_unchecked
     assert not any(life.unchecked or life.wrong for life in others)
 
 
-@pytest.mark.parametrize(
-    ("bits", "wrong", "unchecked"),
-    # a tape without the event is of an earlier version, whose errors were float32; these offers were made with 8 bits
-    [(None, "offer", ""), (32, "offer", ""), (8, "", ""), (5, "", "its tape has quantisation errors of 5 bits")],
-)
+def write_error_bits(run: Finished, name: str, bits: int | None) -> None:
+    """Have a tape say so of its learner's quantisation errors; None: nothing, as one of an earlier version."""
+    directory = rundir.load(run.path)
+    said: list[events.Event] = []
+    for event in tape.load(run.tape(name), framing.run_id(directory.name, directory.settings.digest())).events():
+        if not isinstance(event, events.ErrorBits):
+            said.append(event)
+        if isinstance(event, events.Start) and bits is not None:
+            said.append(events.ErrorBits(bits))
+    write_tape(run, name, said)
+
+
+@pytest.mark.parametrize(("bits", "expected"), [(None, PLAIN_BITS), (32, 32), (8, 8)])
 async def test_offers_are_made_again_with_errors_of_the_bits_on_the_tape(
-    copy: Finished, bits: int | None, wrong: str, unchecked: str
+    copy: Finished, monkeypatch: pytest.MonkeyPatch, bits: int | None, expected: int
 ) -> None:
-    run = rundir.load(copy.path)
-    known = tape.load(copy.tape("toy-0"), framing.run_id(run.name, run.settings.digest())).events()
-    start, *rest = [event for event in known if not isinstance(event, events.ErrorBits)]
-    write_tape(copy, "toy-0", [start, *([] if bits is None else [events.ErrorBits(bits)]), *rest])
+    """An offer of another resolution differs here and there, or not: what the errors are kept in tells."""
+    used: list[int] = []
+    encode = DeltaValues.encode
+
+    def noted(self: DeltaValues, *arguments: Any) -> Encoded:
+        used.append(self.error_bits)
+        return encode(self, *arguments)
+
+    monkeypatch.setattr(DeltaValues, "encode", noted)
+    for name in ("toy-0", "toy-1", "toy-2"):
+        write_error_bits(copy, name, bits)
+
+    lives = await redo_toys(copy.path)
+
+    assert set(used) == {expected}
+    assert not any(life.unchecked for life in lives)
+    if expected == ERROR_BITS:  # as the offers were made
+        assert not any(life.wrong for life in lives)
+
+
+async def test_a_tape_with_errors_of_unknown_bits_is_unchecked(copy: Finished) -> None:
+    write_error_bits(copy, "toy-0", 5)
 
     first, *others = await redo_toys(copy.path)
 
-    assert wrong in first.wrong
-    assert bool(first.wrong) == bool(wrong)
-    assert first.unchecked == unchecked
+    assert (first.wrong, first.unchecked) == ("", "its tape has quantisation errors of 5 bits")
     assert not any(life.unchecked or life.wrong for life in others)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import uuid
 from pathlib import Path
@@ -56,6 +57,7 @@ async def test_a_key_that_says_nothing_is_named(link: NatsTransport, value: obje
         await creation.create(link, name, RunSettings())
 
 
+@pytest.mark.promise("members of another version with the same protocol take part")
 async def test_another_version_that_speaks_the_same_is_let_in_and_said_once(launch: Launch) -> None:
     cluster = launch(small(tokens=10**9, round__steps=12))
     cluster.start("coordinator", "diloco_coordinator", settings=cluster.settings.model_dump())
@@ -73,9 +75,12 @@ async def test_another_version_that_speaks_the_same_is_let_in_and_said_once(laun
     digest = run.created.digest()
     incarnation = await admission.join(run, "mallory", 1, await creation.find_map(run), digest)
     heartbeat = msgspec.structs.replace(toy.member.heartbeat(), learner="mallory", incarnation=incarnation, software="9.8.7")
-    for _ in range(3):
+    told = 0
+    while told < 3 or not cluster.events("version_differs", "coordinator"):  # heartbeats are not stored: one may be lost
         await link.publish(cluster.subjects.heartbeat("mallory"), framing.pack(heartbeat, run.identity))
-    await cluster.until(lambda: bool(cluster.events("version_differs", "coordinator")), "the coordinator says so")
+        told += 1
+        cluster.check_alive()
+        await asyncio.sleep(0.05)
     [skew] = cluster.events("version_differs", "coordinator")
     assert (skew["sender"], skew["kind"], skew["here"]) == ("mallory", "9.8.7", __version__)
 
