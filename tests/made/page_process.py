@@ -8,10 +8,13 @@ import os
 import re
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
+
+from tests.pace import DEADLINE_S
 
 
 class PageProcess:
@@ -33,7 +36,7 @@ class PageProcess:
         given |= {name.replace("_", "-"): value for name, value in headers.items()}
         body = None if values is None else json.dumps(values).encode()
         try:
-            with urllib.request.urlopen(urllib.request.Request(self.url + path, body, given), timeout=90) as answer:
+            with urllib.request.urlopen(urllib.request.Request(self.url + path, body, given), timeout=DEADLINE_S) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
@@ -46,16 +49,16 @@ class PageProcess:
 
     async def shows(self, *texts: str) -> str:
         """Wait until the page has all of these."""
-        found = ""
-        for _ in range(300):
+        ends_s = time.monotonic() + DEADLINE_S
+        while True:
             _, found = await asyncio.to_thread(self.fetch)
             if all(text in found for text in texts):
                 return found
+            assert time.monotonic() < ends_s, f"{texts} not in {found}"
             await asyncio.sleep(0.1)
-        raise AssertionError(f"{texts} not in {found}")
 
     def end(self) -> None:
         self.process.terminate()
-        self.process.wait(20)
+        self.process.wait(DEADLINE_S)
         assert self.process.stdout is not None
         self.process.stdout.close()

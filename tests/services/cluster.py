@@ -452,9 +452,12 @@ class Cluster:
         assert [service.said.count("\n") for service in services] == [1] * len(services), [s.said for s in services]
         return [(service.process.wait(), service.said) for service in services]
 
-    async def use_up(self) -> None:
-        """Give a run whose budget never ends one that is soon used up, and wait for its end: the test has seen all else."""
-        link = await self.link()
+    async def use_up(self, link: NatsTransport | None = None, *, hurry: bool = True) -> None:
+        """Give a run whose budget never ends one that is soon used up, and wait for its end: the test has seen all else.
+
+        ``link`` is that of one who may change the run; the test's own may, unless there are identities.
+        """
+        link = link or await self.link()
         budget = self.tokens() + len(self.heartbeats) * 2 * self.settings.round.steps * SAMPLES
 
         async def change() -> None:
@@ -463,7 +466,8 @@ class Cluster:
 
         await until_available(change, get_logger())
         self.gate.open()
-        self.hurry()
+        if hurry:
+            self.hurry()
         await self.ended()
 
     async def finished_heartbeats(self) -> dict[str, Heartbeat]:

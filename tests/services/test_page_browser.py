@@ -11,7 +11,8 @@ from playwright.sync_api import sync_playwright
 from tests.made.browser import CHROMIUM
 from tests.made.fixtures import Launch
 from tests.made.page_process import PageProcess
-from tests.services.cluster import small, some_versions
+from tests.pace import DEADLINE_S
+from tests.services.cluster import Cluster, small, some_versions
 from tests.services.secured import make_keys, members, serving
 from tests.services.toy import SAMPLES
 
@@ -35,13 +36,13 @@ def act(tab: Tab, action: str, fields: dict[str, str], then: str) -> None:
     tab.locator("#said").get_by_text(then).first.wait_for()
 
 
-def look_and_act(address: str, budget: int) -> list[str]:
-    """Open the address that the command printed; return what the browser complained of."""
+def look_and_act(address: str, cluster: Cluster) -> list[str]:
+    """Open the address that the command printed, act until the run is over; return what the browser complained of."""
     complaints = list[str]()
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
         tab = browser.new_page()
-        tab.set_default_timeout(60_000)
+        tab.set_default_timeout(DEADLINE_S * 1000)
         tab.goto(address)
         tab.get_by_text("syncer-0").first.wait_for()
         assert "#" not in tab.url  # the token is in no history
@@ -53,7 +54,10 @@ def look_and_act(address: str, budget: int) -> list[str]:
         act(tab, "rollback", {"version": "1", "reason": "a spike"}, "4 fragments go back to version 1")
         tab.reload()  # the tab keeps its token
         tab.locator("#actions summary").click()
+        cluster.gate.close()  # or the learners might have used it up before it is set
+        budget = cluster.tokens() + 100 * SAMPLES
         act(tab, "set", {"key": "tokens", "value": str(budget), "reason": "enough"}, f"tokens = {budget}")
+        cluster.gate.open()
         tab.get_by_text("Steps blocked").first.wait_for()  # the run is over, and the page is its report
         browser.close()
     return complaints
@@ -72,10 +76,7 @@ async def test_an_operator_acts_by_a_browser_until_the_run_is_over(launch: Launc
         page = await asyncio.to_thread(PageProcess, tmp_path, server.url, "--run", RUN, "--identity", file, "--run-dir", "own")
         try:
             with cluster.slowly():
-                budget = cluster.tokens() + 600 * SAMPLES
-                looking = asyncio.create_task(asyncio.to_thread(look_and_act, f"{page.url}#{page.token}", budget))
-                await asyncio.wait([looking], timeout=120)
-            assert await looking == []
+                assert await asyncio.to_thread(look_and_act, f"{page.url}#{page.token}", cluster) == []
         finally:
             page.end()
         async with run_reader.reached(tmp_path / "own") as live:
