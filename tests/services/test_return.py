@@ -3,190 +3,117 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import numpy as np
 import pytest
-from blake3 import blake3
 from tests.made.fixtures import Launch
-from tests.pace import DEADLINE_S
-from tests.services.cluster import Cluster, Service, check_accounts, small, some_versions
+from tests.made.run_checks import newest_applied
+from tests.pace import DEADLINE_S, scaled_s
+from tests.services.cluster import NEVER_S, Cluster, Service, check_accounts, small, some_versions
 from tests.services.toy import SAMPLES, Regression
 
 from diloco.control import admission, creation
 from diloco.core.fragments import build_map
 from diloco.member import state
-from diloco.wire import framing
-from diloco.wire.control import MarkerAnswer, ShardHeartbeat, SnapshotMarker
-from diloco.wire.entries import Record
+from diloco.wire.control import Heartbeat
 
-JAX_S = 240.0  # generous, too: it is imported and compiled
+JAX_S = 2 * DEADLINE_S  # it is imported, and compiles, too
 
 
+@pytest.mark.promise("a learner that is asked to end has its last work merged")
 async def test_a_learner_that_leaves_has_its_last_work_merged(launch: Launch) -> None:
-    cluster = launch(small(tokens=3 * 150 * SAMPLES, round__steps=40, round__quorum="all"))
+    cluster = launch(small(tokens=3 * 150 * SAMPLES, round__steps=40, round__quorum="all", liveness__dead_s=NEVER_S))
     for share in range(3):
-        cluster.toy(share, leave_s=DEADLINE_S)
-    await cluster.begin()
+        cluster.toy(share, leave_s=DEADLINE_S, **cluster.answers_held)
+    await cluster.begin(until_step=0)
     leaver = cluster.toys[2]
-    await some_versions(cluster, 1)
-    await cluster.until(lambda: max(cluster.heartbeats["toy-2"][-1].steps) > 10, "it holds steps that are not due for long")
+    await cluster.step_to_version(1)
+    assert leaver.member is not None
+    cluster.gate.open(max(toy.member.step for toy in cluster.toys if toy.member is not None) + 15)
+    await cluster.until(lambda: min(cluster.heartbeats["toy-2"][-1].steps) > 10, "it holds steps that are not due for long")
     leaver.leave()
-    await cluster.until(lambda: not leaver.running, "it has left")
-    last = cluster.heartbeats["toy-2"][-1]
-    assert last.state == "left"
+    last = await left(cluster, "toy-2")
     assert not any(last.steps)
     assert not any(last.lost_tokens)
     steps = {heartbeat.step for heartbeat in cluster.heartbeats["toy-2"] if heartbeat.state == "leaving"}
     assert len(steps) == 1  # it takes none while it leaves
     cluster.toys.remove(leaver)
+    cluster.gate.open()
+    cluster.hurry()
     await cluster.ended()
     folded = await cluster.folded()
     for log in folded:
         assert sum(m.tokens for record in log.versions for m in record.members if m.learner == "toy-2") == last.tokens
 
 
+async def left(cluster: Cluster, name: str) -> Heartbeat:
+    """Wait until a learner in a thread has left, and return its last word."""
+    [toy] = [toy for toy in cluster.toys if toy.name == name]
+    await cluster.until(lambda: not toy.running, "it has left")
+    await cluster.until(lambda: cluster.heartbeats[name][-1].state == "left", "its last heartbeat")
+    return cluster.heartbeats[name][-1]
+
+
 async def test_a_learner_that_nobody_merges_leaves_in_time_and_counts_on_from_its_checkpoint(launch: Launch) -> None:
-    cluster = launch(small(learners=1, shards=1, round__steps=1000, tokens=400 * SAMPLES))
+    cluster = launch(small(learners=1, shards=1, round__steps=1000, tokens=60 * SAMPLES))
     cluster.coordinator()
     syncer = cluster.syncer(0)
-    first = cluster.toy(0, leave_s=0.5)
+    first = cluster.toy(0, leave_s=0.5, **cluster.answers_held)
     await cluster.link()
     await cluster.all_ready()
-    cluster.gate.open()
-    await cluster.until(lambda: cluster.steps() >= 20, "it has taken steps")
+    await cluster.step_until(20)
     syncer.kill()
     first.leave()
-    await cluster.until(lambda: not first.running, "it has left")
-    left = cluster.heartbeats["toy-0"][-1]
-    assert left.state == "left"
-    assert min(left.steps) >= 20
+    last = await left(cluster, "toy-0")
+    assert min(last.steps) == 20
+    cluster.gate.open()
     cluster.toys.clear()
     cluster.syncer(0)
     cluster.toy(0)
     await cluster.ended()
     heartbeats, folded = await cluster.finished_heartbeats(), await cluster.folded()
     check_accounts(heartbeats, folded)
-    assert heartbeats["toy-0"].step > left.step
+    assert heartbeats["toy-0"].step > last.step
     for log in folded:  # nothing of its work was lost, though most of it was done by the first process
         assert sum(m.tokens for record in log.versions for m in record.members) == heartbeats["toy-0"].tokens
         assert heartbeats["toy-0"].lost_tokens[log.index] == 0
 
 
+@pytest.mark.promise("a killed learner goes on from its own checkpoint and replays what it missed")
 async def test_killed_learner_goes_on_from_its_own_checkpoint(launch: Launch) -> None:
-    cluster = launch(small(shards=1, liveness__dead_s=1.0, tokens=3 * 150 * SAMPLES))
+    # learners wait for versions, so that these come however slow the machine is; two answers make one
+    cluster = launch(
+        small(shards=1, tokens=3 * 150 * SAMPLES, round__learners_wait=True, round__quorum=2, liveness__dead_s=scaled_s(1.0))
+    )
     for share in range(2):
-        cluster.toy(share)
+        cluster.toy(share, **cluster.answers_held)
     cluster.coordinator()
     cluster.syncer(0)
     await cluster.link()
     await cluster.all_ready()
-    killed = cluster.toy_process(2, checkpoint_s=0.2)
+    cluster.gate.close()
+    killed = cluster.toy_process(2, checkpoint_s=0.1)
     await cluster.until(lambda: bool(cluster.heartbeats.get("toy-2")), "the process has joined")
-    cluster.gate.open()
-    await some_versions(cluster)
+    cluster.gate.open(until_step=60)
+    await cluster.until(lambda: min(newest_applied(cluster)) >= 2, "versions that all have applied")
     await cluster.until(lambda: len(cluster.events("checkpoint_saved", "toy-2")) >= 2, "checkpoints")
     killed.kill()
     first = cluster.heartbeats["toy-2"][-1]
     saved = [event["step"] for event in cluster.events("checkpoint_saved", "toy-2")]
+    cluster.gate.open(until_step=90)
     await some_versions(cluster, of=["toy-0", "toy-1"])
-    cluster.toy_process(2, checkpoint_s=0.2)
+    cluster.toy_process(2, checkpoint_s=0.1)
+    await cluster.until(lambda: cluster.heartbeats["toy-2"][-1].incarnation > first.incarnation, "it has joined again")
+    cluster.gate.open()
     await cluster.ended()
     heartbeats, folded = await cluster.finished_heartbeats(), await cluster.folded()
     check_accounts(heartbeats, folded)
     [restored] = cluster.events("checkpoint_restored", "toy-2")
-    assert restored["step"] in saved[-2:]  # the kill may have come between writing a checkpoint and saying so
-    assert first.step - restored["step"] < 30
+    assert restored["step"] >= saved[-1]  # the kill may have come between writing a checkpoint and saying so
     assert heartbeats["toy-2"].incarnation > first.incarnation
     for log in folded:
         for toy in cluster.toys:
             np.testing.assert_array_equal(toy.thetas[log.index], log.theta, strict=True)
-
-
-def spoil(task: Regression) -> None:
-    """Initial values that are worth nothing, and would show."""
-    for tensor in task.tensors.values():
-        tensor[:] = 1e6
-
-
-async def heads(cluster: Cluster) -> list[bytes]:
-    """State hashes of all fragments, as the log has them."""
-    store, fragments = await cluster.store()
-    stored = [
-        await store.transport.last(cluster.subjects.log_stream, cluster.subjects.record(f.index)) for f in fragments.fragments
-    ]
-    return [framing.unpack(entry.data, Record, store.run)[0].state_hash for entry in stored if entry is not None]
-
-
-async def still(cluster: Cluster) -> list[bytes]:
-    """State hashes of all fragments once nothing that was offered is on its way any more."""
-
-    def heartbeat() -> ShardHeartbeat:
-        return cluster.shard_heartbeats["syncer-0"]
-
-    while True:
-        before, number = await heads(cluster), heartbeat().number
-        await cluster.until(lambda number=number: heartbeat().number > number + 4, "the syncer sends heartbeats on")  # type: ignore[misc]
-        if before == await heads(cluster) and not any(answers for _, answers, _, _ in heartbeat().open):
-            return before
-
-
-async def test_a_newcomer_alone_cannot_change_the_model(launch: Launch) -> None:
-    cluster = launch(small(learners=2, shards=1, tokens=2 * 150 * SAMPLES))
-    for share in range(2):
-        cluster.toy(share)
-    with cluster.slowly():
-        await cluster.begin()
-        await some_versions(cluster, 3)
-    for toy in cluster.toys:
-        await asyncio.to_thread(toy.stop)
-    cluster.toys.clear()
-    cluster.gate.close()
-    before = await still(cluster)
-    newcomer = cluster.toy(0, name="newcomer", initialise=spoil)
-    await cluster.until(lambda: "newcomer" in cluster.heartbeats, "it has joined")
-    await cluster.until(lambda: cluster.heartbeats["newcomer"][-1].state == "stepping", "it has applied the model")
-    assert newcomer.task is not None
-    assert max(float(np.abs(tensor).max()) for tensor in newcomer.task.tensors.values()) < 100
-    assert await heads(cluster) == before
-    cluster.gate.open()
-    cluster.hurry()
-    await cluster.ended()
-    folded = await cluster.folded()
-    by_newcomer = [m for log in folded for record in log.versions for m in record.members if m.learner == "newcomer"]
-    assert by_newcomer
-    assert newcomer.task.distance(await cluster.tensors(folded)) < 0.1
-
-
-async def test_learners_save_their_state_at_a_mark(launch: Launch) -> None:
-    cluster = launch(small(tokens=3 * 150 * SAMPLES))
-    await cluster.begin()
-    link = await cluster.link()
-    run = (await cluster.store())[0].run
-    answers: dict[str, MarkerAnswer] = {}
-
-    async def hear(message: Any) -> None:
-        answer, _, _ = framing.unpack(message.data, MarkerAnswer, run)
-        answers[answer.learner] = answer
-
-    await link.subscribe(cluster.subjects.marker_answer(), hear)
-    ahead = [version + 2 for version in cluster.heartbeats["toy-0"][-1].versions]
-    marker = framing.pack(SnapshotMarker(7, ahead), run)
-    ends_s = asyncio.get_running_loop().time() + DEADLINE_S
-    with cluster.slowly():
-        while len(answers) < 3:
-            assert asyncio.get_running_loop().time() < ends_s
-            await link.publish(cluster.subjects.marker, marker)
-            await asyncio.sleep(0.05)
-    for name, answer in answers.items():
-        path = state.snapshot(cluster.directory, 7, name)
-        assert blake3(path.read_bytes()).digest() == answer.file_hash
-        assert path.stat().st_size == answer.size_bytes
-        saved = state.load(path, run, name)
-        assert saved.accounts["step"] == answer.step
-        assert [fragment["base_version"] for fragment in saved.accounts["fragments"]] == answer.versions
-        assert min(np.subtract(answer.versions, ahead)) >= 0
-    await cluster.ended()
 
 
 async def test_an_incarnation_grows_though_the_clock_jumps_back(launch: Launch) -> None:
@@ -214,7 +141,6 @@ async def test_a_real_learner_returns_with_its_checkpoint_and_without(launch: La
             shards=1,
             tokens=10**9,
             fragments__count=3,
-            liveness__dead_s=1.0,
             task__name="gpt",
             task__layers=1,
             task__width=16,
@@ -231,7 +157,7 @@ async def test_a_real_learner_returns_with_its_checkpoint_and_without(launch: La
         return cluster.start(f"learner-{index}", "diloco_learner", share=index, slow=20.0, **shared)
 
     def programs() -> set[str]:
-        return {path.name for path in (cluster.directory / "cache").glob("*take_step*-cache")}
+        return {path.name for path in (cluster.directory / "cache").glob("jit_step-*-cache")}
 
     cluster.coordinator()
     cluster.syncer(0)
@@ -270,7 +196,7 @@ async def test_a_real_learner_returns_with_its_checkpoint_and_without(launch: La
 
 
 async def test_of_two_learners_with_one_name_the_older_says_so_and_ends(launch: Launch) -> None:
-    cluster = launch(small(learners=1, shards=1, tokens=10**9, liveness__lease_s=2.0))
+    cluster = launch(small(learners=1, shards=1, tokens=10**9, liveness__lease_s=scaled_s(2.0)))
     cluster.coordinator()
     cluster.syncer(0)
     await cluster.link()
