@@ -24,6 +24,7 @@ from diloco.settings.run import RunSettings
 from diloco_ops import cli, inspect, marker, rollback, run_reader, runs
 from diloco_ops.broker.server import Server
 from diloco_ops.embedded import Embedded
+from diloco_ops.repair import command as repairing
 from diloco_ops.wan.config import checked
 from diloco_ops.wan.relay import Relay
 
@@ -92,6 +93,7 @@ def patient_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name in (
         (inspect, "ANSWER_TIMEOUT_S"),
         (marker, "MARKER_TIMEOUT_S"),
+        (repairing, "ANSWER_TIMEOUT_S"),
         (rollback, "CARRIED_OUT_S"),
         (run_reader, "ANSWER_TIMEOUT_S"),
     ):
