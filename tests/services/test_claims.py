@@ -6,6 +6,7 @@ import contextlib
 import time
 import uuid
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from diloco.core import quantise
 from diloco.nats import identity
 from diloco.nats.registry import Registry
 from diloco.nats.transport import NatsTransport
+from diloco.process.observe import get_logger
+from diloco.process.retry import until_available
 from diloco.wire import framing
 from diloco.wire.body import Body
 from diloco.wire.entries import Record
@@ -33,7 +36,7 @@ from diloco_ops.keys.folder import Folder
 RUN = "claims"
 LIAR = "toy-2"
 HONEST = {"toy-0", "toy-1"}
-BUDGET = 2 * 150 * SAMPLES  # 4,800 tokens
+BUDGET = 10**8  # tokens: the run ends when the test has seen all else
 # the built-in task's batch is 16 * 8 tokens, so that by the settings a step would have 1,024 at most; the liar was granted 16
 SETTINGS: dict[str, Any] = {
     "tokens": BUDGET,
@@ -57,7 +60,7 @@ IMPOSSIBLE: dict[str, dict[str, Any]] = {
     "row 13: a share that does not exist": {"data": [(2**14 - 1, 0, 1)]},
     "row 15: twenty million tokens in a step": {"tokens": 2 * 10**7},
     "row 15: one token more than it was granted": {"tokens": STEP + 1},
-    "row 15: more steps than the time since genesis has": {"steps": 9000, "tokens": 9000, "data": []},
+    "row 15: more steps than the time since genesis has": {"steps": 10**6, "tokens": 10**6, "data": []},
     "row 15: more steps than tokens": {"steps": SAMPLES + 1},
 }
 VALUES = {
@@ -88,7 +91,7 @@ class Liar:
     async def base(self) -> tuple[int, bytes]:
         """The newest version of fragment 0, and its state hash."""
         names = self.cluster.subjects
-        head = await self.link.last(names.log_stream, names.record(0))
+        head = await until_available(lambda: self.link.last(names.log_stream, names.record(0)), get_logger())
         assert head is not None
         record = framing.unpack(head.data, Record, self.run.identity)[0]
         return record.version, record.state_hash
@@ -116,13 +119,14 @@ class Liar:
             "body": Body(len(packed), blake3(raw).digest(), 0, bytes(8)),
         }
         frame = framing.pack(Offer(**(values | changes)), self.run.identity, packed)
-        subject = self.cluster.subjects.offer(0, LIAR)
-        await self.link.append(subject, frame, message_id=uuid.uuid4().hex, fence=None, timeout_s=10)
+        subject, identifier = self.cluster.subjects.offer(0, LIAR), uuid.uuid4().hex
+        storing = partial(self.link.append, subject, frame, message_id=identifier, fence=None, timeout_s=10)
+        await until_available(storing, get_logger())
 
 
 @contextlib.asynccontextmanager
-async def lying(launch: Launch, keys: Folder, tmp_path: Path) -> AsyncIterator[tuple[Cluster, Liar]]:
-    """A run of two honest learners, held before their first step, and a liar that was admitted."""
+async def lying(launch: Launch, keys: Folder, tmp_path: Path) -> AsyncIterator[tuple[Cluster, Liar, NatsTransport]]:
+    """A run of two honest learners, held before their first step, a liar that was admitted, and an operator's connection."""
     with serving(keys, tmp_path / "nats") as server:
         cluster = launch(small(**SETTINGS), server.url, RUN)
         cluster.identity = str(keys.path / "identities" / "{name}.identity")
@@ -134,19 +138,20 @@ async def lying(launch: Launch, keys: Folder, tmp_path: Path) -> AsyncIterator[t
         await cluster.link()
         await cluster.all_ready()
         own = identity.load(keys.identity_file(LIAR))
-        async with guest(server, keys, LIAR) as stranger:
+        async with guest(server, keys, LIAR) as stranger, guest(server, keys, "operator") as operator:
             link = stranger.link
             run = Run(RUN, cluster.settings, await Registry.open(link, cluster.subjects.bucket, create=False))
             fragments = await creation.find_map(run)
             liar = Liar(cluster, link, run, fragments.fragments[0].size)
             digest = cluster.settings.digest()
             await admission.join(run, LIAR, liar.incarnation, fragments, digest, founds=False, grant=own.grant)
-            yield cluster, liar
+            yield cluster, liar, operator.link
 
 
-async def honest_run(cluster: Cluster) -> None:
+async def honest_run(cluster: Cluster, operator: NatsTransport) -> None:
     """The run ends as if the liar were not there: its log is whole, of the honest alone, and what it holds was learned."""
-    await cluster.ended()
+    await cluster.until(lambda: min(cluster.heartbeats["toy-0"][-1].versions) >= 15, "versions to learn from")
+    await cluster.use_up(operator)
     heartbeats, folded = await cluster.finished_heartbeats(), await cluster.folded()
     check_accounts(heartbeats, folded)
     for log in folded:
@@ -162,40 +167,38 @@ async def honest_run(cluster: Cluster) -> None:
 
 def refused(cluster: Cluster) -> int:
     """How many messages the syncer has refused."""
-    return cluster.shard_heartbeats["syncer-0"].refused
+    return cluster.shard_heartbeats["syncer-0"].refused if cluster.shard_heartbeats else 0
 
 
+@pytest.mark.promise("impossible claims are refused, and destructive values are left out")
 async def test_what_cannot_be_is_refused_and_values_that_no_merge_survives_are_left_out(
     launch: Launch, keys: Folder, tmp_path: Path
 ) -> None:
-    async with lying(launch, keys, tmp_path) as (cluster, liar):
+    async with lying(launch, keys, tmp_path) as (cluster, liar, operator):
         for count, (what, changes) in enumerate(IMPOSSIBLE.items(), 1):
             await liar.offer(**changes)
-            await cluster.until(lambda count=count: refused(cluster) >= count, what, 10)  # type: ignore[misc]
+            await cluster.until(lambda count=count: refused(cluster) >= count, what)  # type: ignore[misc]
             assert refused(cluster) == count, what
         [told] = cluster.events("message_refused", "syncer-0")  # the first of its kind
         assert (told["sender"], told["kind"]) == (LIAR, "ClaimError")
         assert "lost" in told["reason"]
-        with cluster.slowly():
-            for value, event in ((3e37, "merge_not_finite"), (1e9, "merge_too_far")):  # both are held: they may be a learner's
-                cluster.gate.close()
-                await liar.offer(value)
-                cluster.gate.open()
-                await cluster.until(lambda event=event: bool(cluster.events(event, "syncer-0")), "it is named")  # type: ignore[misc]
-                await some_versions(cluster, 2)
-        cluster.hurry()
+        for value, event in ((3e37, "merge_not_finite"), (1e9, "merge_too_far")):  # both are held: they may be a learner's
+            cluster.gate.close()
+            await liar.offer(value)
+            cluster.gate.open()
+            await cluster.until(lambda event=event: bool(cluster.events(event, "syncer-0")), "it is named")  # type: ignore[misc]
+            await some_versions(cluster, 2)
         named = [cluster.events(event, "syncer-0")[0] for event in ("merge_not_finite", "merge_too_far")]
         assert [values["learners"] for values in named] == [[LIAR], [LIAR]]
-        assert refused(cluster) >= len(IMPOSSIBLE) + 1
-        await honest_run(cluster)
+        await cluster.until(lambda: refused(cluster) >= len(IMPOSSIBLE) + 1, "its offers are refused")
+        await honest_run(cluster, operator)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", [*IMPOSSIBLE, *VALUES])
 async def test_a_run_goes_on_as_if_the_liar_were_not_there(launch: Launch, keys: Folder, tmp_path: Path, what: str) -> None:
-    async with lying(launch, keys, tmp_path) as (cluster, liar):
+    async with lying(launch, keys, tmp_path) as (cluster, liar, operator):
         await liar.offer(VALUES.get(what, 1.0), **IMPOSSIBLE.get(what, {}))
         cluster.gate.open()
         await some_versions(cluster, 2, of=sorted(HONEST))
-        cluster.hurry()
-        await honest_run(cluster)
+        await honest_run(cluster, operator)
