@@ -1,4 +1,4 @@
-"""A model's tensors, written from the fragments' vectors, and vectors as a founder gives them."""
+"""Vectors of fragments: written into a model's tensors, given as a founder gives them, and made by hand."""
 
 from __future__ import annotations
 
@@ -24,3 +24,7 @@ async def each(vectors: Sequence[NDArray[np.float32]]) -> AsyncIterator[NDArray[
     """Give vectors, float32 [size] each, one after another, as a run is founded with them."""
     for vector in vectors:
         yield vector
+
+
+def vector(*values: float) -> NDArray[np.float32]:
+    return np.array(values, np.float32)

@@ -18,10 +18,6 @@ from diloco.wire.fields import Bits
 Vector = NDArray[np.float32]
 
 
-def vector(*values: float) -> Vector:
-    return np.array(values, np.float32)
-
-
 def fragment_of(*shape: int, embedding: bool = False) -> Fragment:
     """One fragment of one tensor, beside a tensor of the other kind where it is an embedding."""
     model = [TensorSpec("t", shape, embedding)]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from tests.made.rounds import hash_of, offer
+from tests.made.log_entries import hash_of
+from tests.made.rounds import offer
 
 from diloco.core import claims
 from diloco.core.chain import Chain

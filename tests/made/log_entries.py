@@ -56,3 +56,7 @@ def offer_of(learner: str, /, **changes: Any) -> Offer:
         "body": BODY,
     }
     return Offer(**(values | changes))
+
+
+def hash_of(version: int) -> bytes:
+    return version.to_bytes(32, "big")

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 from tests.made.heartbeats import learner_heartbeat
-from tests.made.log_entries import BODY, offer_of, record_of
+from tests.made.log_entries import BODY, hash_of, offer_of, record_of
 from tests.made.run_settings import ROUNDS, settings_of
 
 from diloco.core.chain import Chain
@@ -19,10 +19,6 @@ from diloco.wire.offers import Answer, Member, Offer, RegionalOffer
 
 RAW = np.zeros(0, np.uint8)
 STEPS: int = ROUNDS["round.steps"]  # H of these tests
-
-
-def hash_of(version: int) -> bytes:
-    return version.to_bytes(32, "big")
 
 
 def offer(learner: str, number: int = 1, version: int = 1, **changes: Any) -> Offer:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from tests.made.learner_delta import Delta, written
-from tests.made.log_entries import record_of
+from tests.made.log_entries import hash_of, record_of
 from tests.protocol import make_delta
 
 from diloco.core.accounts import Accounts
@@ -24,10 +24,6 @@ FOLDER = Path(__file__).with_name("golden") / "delta"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
 FRAGMENT = 2
 Vector = NDArray[np.float32]
-
-
-def hash_of(version: int) -> bytes:
-    return version.to_bytes(32, "big")
 
 
 def vector(values: list[float]) -> Vector:

@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from tests.made.fragment_vectors import vector
 from tests.made.learner_delta import Delta, written
-from tests.made.log_entries import record_of
+from tests.made.log_entries import hash_of, record_of
 from tests.made.quantised_reference import any_vectors, quantised_reference
 
 from diloco.core import quantise, ranges
@@ -27,14 +28,6 @@ from diloco.wire.offers import Member
 
 Vector = NDArray[np.float32]
 Wide = NDArray[np.float64]
-
-
-def hash_of(version: int) -> bytes:
-    return version.to_bytes(32, "big")
-
-
-def vector(*values: float) -> Vector:
-    return np.array(values, np.float32)
 
 
 def version_record(version: int, *members: Member) -> Record:

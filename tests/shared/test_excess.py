@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from tests.made.held_offers import fragment_of, held, replica_of, vector
+from tests.made.fragment_vectors import vector
+from tests.made.held_offers import fragment_of, held, replica_of
 from tests.made.run_settings import MERGES, settings_of
 
 from diloco.core import excess

@@ -13,6 +13,8 @@ import pytest
 
 from diloco.process import files
 
+pytestmark = pytest.mark.services
+
 # a process that writes "three" in the place of "two", and dies before its n-th call of what touches the disk
 DIES = """
 import os, signal, sys

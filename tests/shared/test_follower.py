@@ -25,6 +25,8 @@ from diloco.wire import framing
 from diloco.wire.entries import Genesis
 from diloco_syncer.copies import Copies
 
+pytestmark = pytest.mark.services
+
 WAIT_S = 10.0
 
 Events = AsyncIterator[Event]

@@ -416,6 +416,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[s
     return said.__getitem__
 
 
+@pytest.mark.services
 @pytest.mark.slow  # compiles all kernels twice
 def test_no_kernel_fuses_products_and_sums(compiled: Callable[[str], dict[str, Any]]) -> None:
     code = compiled("host")["code"]
@@ -425,6 +426,7 @@ def test_no_kernel_fuses_products_and_sums(compiled: Callable[[str], dict[str, A
         assert FUSED.findall(text) == [], name
 
 
+@pytest.mark.services
 @pytest.mark.slow  # compiles all kernels twice
 def test_no_kernel_lets_the_compiler_reorder(compiled: Callable[[str], dict[str, Any]]) -> None:
     for name, text in compiled("host")["text"].items():
@@ -443,6 +445,7 @@ def test_fused_operations_would_be_seen() -> None:
     assert FUSED.search(next(iter(loose.inspect_asm().values())))
 
 
+@pytest.mark.services
 @pytest.mark.slow  # compiles all kernels twice
 def test_the_same_bits_for_other_processors(compiled: Callable[[str], dict[str, Any]]) -> None:
     assert compiled("host")["code"] != compiled("generic")["code"]

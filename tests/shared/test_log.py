@@ -35,6 +35,8 @@ from diloco.wire.body import PART_BYTES, Body
 from diloco.wire.entries import Genesis, Keyframe
 from diloco.wire.offers import Offer
 
+pytestmark = pytest.mark.services
+
 SETTINGS = run_settings()
 SIZE = 360_000  # parameters: a keyframe of noise has three parts
 

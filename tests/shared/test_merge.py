@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from tests.made.fragment_vectors import vector
 
 from diloco.core import merge, quantise
 from diloco.core.merge import Accumulator
@@ -15,10 +16,6 @@ from diloco.core.merge import Accumulator
 Vector = NDArray[np.float32]
 Segments = NDArray[np.int64]
 Method = Literal["rda", "average"]
-
-
-def vector(*values: float) -> Vector:
-    return np.array(values, np.float32)
 
 
 def merged(method: Method, segments: list[int] | Segments, *weighted: tuple[Vector, float]) -> list[float]:

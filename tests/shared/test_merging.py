@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from tests.made.held_offers import Vector, fragment_of, held, replica_of, vector
+from tests.made.fragment_vectors import vector
+from tests.made.held_offers import Vector, fragment_of, held, replica_of
 from tests.made.log_entries import BODY
 from tests.made.run_settings import MERGES, settings_of
 

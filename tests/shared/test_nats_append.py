@@ -13,13 +13,13 @@ import pytest
 from nats.aio.msg import Msg
 from nats.js.api import StreamState
 from tests.made.fixtures import MakeServer
+from tests.made.nats_links import open_link
 
 from diloco.errors import AppendUncertainError, BrokerError, FenceError, StorageFullError
 from diloco.nats import append as appending
 from diloco.nats import streams
 from diloco.nats.append import append
 from diloco.nats.connection import Link, subscribe
-from diloco.process.observe import get_logger
 from diloco.transport import Fence, Stored
 from diloco_ops.broker import snapshot
 from diloco_ops.broker.server import Server
@@ -64,20 +64,18 @@ async def log(link: Link) -> AsyncIterator[Log]:
     await streams.delete(link, made.name)
 
 
-async def open_link(server: Server) -> Link:
-    return await Link.open(server.url, server.url, "test", get_logger(), give_up_after_s=10)
-
-
 def bodies(count: int, seed: int = 0) -> list[bytes]:
     return [bytes([(seed + index) % 256]) * PART_BYTES for index in range(count)]
 
 
+@pytest.mark.services
 async def test_single_messages_count_up(log: Log) -> None:
     assert [await log.append(b"%d" % n, [], None) for n in range(3)] == [1, 2, 3]
     stored = await streams.last(log.link, log.name, log.head)
     assert stored == Stored(log.head, 3, b"2")
 
 
+@pytest.mark.services
 async def test_a_fence_lets_only_the_expected_head_be_followed(log: Log) -> None:
     assert await log.append(b"a", [], 0) == 1
     with pytest.raises(FenceError, match=r"head: somebody else appended first"):
@@ -86,12 +84,14 @@ async def test_a_fence_lets_only_the_expected_head_be_followed(log: Log) -> None
     assert (await log.state()).messages == 2
 
 
+@pytest.mark.services
 async def test_a_repeated_single_message_is_stored_once(log: Log) -> None:
     assert await log.append(b"a", [], None, "same") == 1
     assert await log.append(b"a", [], None, "same") == 1
     assert (await log.state()).messages == 1
 
 
+@pytest.mark.services
 async def test_parts_come_before_their_head(log: Log) -> None:
     parts = bodies(41)  # 20.5 MB: more than may be in flight
     assert await log.append(b"head", parts, 0) == 42
@@ -101,11 +101,13 @@ async def test_parts_come_before_their_head(log: Log) -> None:
     assert await log.append(b"head 2", [b"tiny"], 42) == 44
 
 
+@pytest.mark.services
 @pytest.mark.parametrize("count", [1, 2, 15, 16, 17, 31, 32, 33, 100])
 async def test_batches_around_the_flow_window(log: Log, count: int) -> None:
     assert await log.append(b"head", [b"%d" % index for index in range(count)], 0) == count + 1
 
 
+@pytest.mark.services
 async def test_a_repeated_batch_is_stored_once_and_its_sequence_found(log: Log) -> None:
     for fence in (0, None):
         assert await log.append(b"head", bodies(3), fence, "same") == 4
@@ -114,6 +116,7 @@ async def test_a_repeated_batch_is_stored_once_and_its_sequence_found(log: Log) 
     assert await log.append(b"head", bodies(3), None, "same") == 5, "anyone who fences nothing is told what is there last"
 
 
+@pytest.mark.services
 async def test_the_last_sequence_of_a_subject_is_told_to_its_writer(log: Log) -> None:
     head = f"{log.name}.head"
     assert await streams.last_sequence(log.link, head) == 0
@@ -126,6 +129,7 @@ async def test_the_last_sequence_of_a_subject_is_told_to_its_writer(log: Log) ->
         await streams.last_sequence(log.link, "nobody.stores.this")
 
 
+@pytest.mark.services
 async def test_a_zombie_stores_nothing_not_even_parts(log: Log) -> None:
     await log.append(b"old owner", bodies(2), 0)
     await log.append(b"new owner", [], 3)
@@ -137,6 +141,7 @@ async def test_a_zombie_stores_nothing_not_even_parts(log: Log) -> None:
     assert (after.messages, after.last_seq) == (before.messages, before.last_seq) == (4, 4)
 
 
+@pytest.mark.services
 async def test_two_writers_with_the_same_fence_one_wins(log: Log) -> None:
     results = await asyncio.gather(*(log.append(b"%d" % n, bodies(8, n), 0) for n in range(3)), return_exceptions=True)
     assert sum(isinstance(result, int) for result in results) == 1
@@ -146,6 +151,7 @@ async def test_two_writers_with_the_same_fence_one_wins(log: Log) -> None:
     assert stored.sequence == next(result for result in results if isinstance(result, int))
 
 
+@pytest.mark.services
 async def test_a_full_stream_says_so_and_has_room_again_after_a_purge(link: Link) -> None:
     log = Log(link)
     await streams.ensure(link, log.name, [f"{log.name}.>"], max_bytes=4 << 20)
@@ -159,6 +165,7 @@ async def test_a_full_stream_says_so_and_has_room_again_after_a_purge(link: Link
     await streams.delete(link, log.name)
 
 
+@pytest.mark.services
 async def test_a_full_server_says_so(make_server: MakeServer) -> None:
     server = make_server(max_file_bytes=4 << 20)
     link = await open_link(server)
@@ -176,6 +183,7 @@ async def test_a_full_server_says_so(make_server: MakeServer) -> None:
     await link.close()
 
 
+@pytest.mark.services
 async def test_a_broken_disk_is_uncertain_until_it_is_fixed_and_the_server_restarted(make_server: MakeServer) -> None:
     server = make_server()
     link = await open_link(server)
@@ -196,6 +204,7 @@ async def test_a_broken_disk_is_uncertain_until_it_is_fixed_and_the_server_resta
     await link.close()
 
 
+@pytest.mark.services
 async def test_a_batch_that_the_server_does_not_know_any_more_is_uncertain(log: Log) -> None:
     """It was restarted since the first message, or heard nothing of the batch for 10 s."""
     batch = appending._Batch(log.link.bulk, log.head, 5.0, appending.FLOW_MESSAGES)
@@ -206,6 +215,7 @@ async def test_a_batch_that_the_server_does_not_know_any_more_is_uncertain(log: 
     await batch.stop()
 
 
+@pytest.mark.services
 @pytest.mark.parametrize("parts", [0, 40])
 async def test_who_tries_again_at_once_does_not_keep_the_connection_from_coming_back(
     make_server: MakeServer, parts: int
@@ -237,6 +247,7 @@ async def test_who_tries_again_at_once_does_not_keep_the_connection_from_coming_
     await link.close()
 
 
+@pytest.mark.services
 async def test_a_refusal_is_an_error_of_its_own(log: Log) -> None:
     for data, parts in ((b"x" * (1 << 20), []), (b"head", [b"x", b"x" * (2 << 20)])):
         with pytest.raises(BrokerError, match=r"the server's max_payload is 1048576"):
@@ -245,6 +256,7 @@ async def test_a_refusal_is_an_error_of_its_own(log: Log) -> None:
         await append(log.link, "nobody.listens", b"x", message_id="1", fence=None, timeout_s=2)
 
 
+@pytest.mark.services
 async def test_what_goes_wrong_inside_a_batch_names_its_head(log: Log) -> None:
     await log.append(b"head", [], 0)
     with pytest.raises(FenceError, match=rf"^{log.head}: somebody else appended first"):
@@ -273,6 +285,7 @@ async def test_what_goes_wrong_inside_a_batch_names_its_head(log: Log) -> None:
         await subscription.unsubscribe()
 
 
+@pytest.mark.services
 async def test_a_closed_connection_is_not_uncertain(nats_server: Server) -> None:
     link = await open_link(nats_server)
     await link.close()
@@ -281,6 +294,7 @@ async def test_a_closed_connection_is_not_uncertain(nats_server: Server) -> None
     assert not isinstance(caught.value, AppendUncertainError)
 
 
+@pytest.mark.services
 @pytest.mark.parametrize("parts", [0, 40])
 async def test_a_frozen_server_is_uncertain_and_a_retry_stores_once(make_server: MakeServer, parts: int) -> None:
     server = make_server()
@@ -296,6 +310,7 @@ async def test_a_frozen_server_is_uncertain_and_a_retry_stores_once(make_server:
     await link.close()
 
 
+@pytest.mark.services
 @pytest.mark.parametrize("sent", [10, 50])
 async def test_kill_in_the_middle_of_a_batch_then_retry_stores_once(
     make_server: MakeServer, monkeypatch: pytest.MonkeyPatch, sent: int
@@ -322,6 +337,7 @@ async def test_kill_in_the_middle_of_a_batch_then_retry_stores_once(
     await link.close()
 
 
+@pytest.mark.services
 async def test_a_cancelled_append_ends_at_once(make_server: MakeServer) -> None:
     server = make_server()
     link = await open_link(server)

@@ -93,6 +93,7 @@ async def test_of_several_addresses_the_wrong_one_is_named() -> None:
         assert repr(wrong) in str(caught.value)
 
 
+@pytest.mark.services
 async def test_the_next_server_is_used_when_one_is_gone(make_server: MakeServer, events: Events) -> None:
     first, second = make_server(), make_server()
     link = await opened(f"{first.url},{second.url}")
@@ -118,6 +119,7 @@ async def test_no_password_is_shown(events: Events) -> None:
     assert "secret" not in str(events)
 
 
+@pytest.mark.services
 async def test_an_address_needs_no_scheme(nats_server: Server) -> None:
     link = await opened(nats_server.url.removeprefix("nats://"))
     assert link.bulk.is_connected
@@ -177,6 +179,7 @@ async def test_a_refused_identity_leaves_no_socket_behind(tmp_path: Path) -> Non
     assert gone, "it said the end of TLS before that of the connection"
 
 
+@pytest.mark.services
 async def test_a_server_that_reads_its_users_again_keeps_nobody_out(tmp_path: Path) -> None:
     """Such a server refuses each client that has connected and has not said its name yet, known or not."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -199,6 +202,7 @@ async def test_a_server_that_reads_its_users_again_keeps_nobody_out(tmp_path: Pa
         process.wait()
 
 
+@pytest.mark.services
 async def test_the_first_connection_is_closed_when_the_second_fails(make_server: MakeServer) -> None:
     server = make_server()
     with pytest.raises(BrokerError, match="no connection"):
@@ -211,6 +215,7 @@ async def test_the_first_connection_is_closed_when_the_second_fails(make_server:
     assert len(asyncio.all_tasks()) == 1, "an open connection has tasks that read and ping"
 
 
+@pytest.mark.services
 async def test_a_server_that_is_late_is_waited_for(make_server: MakeServer, events: Events) -> None:
     server = make_server(start=False, port=free_port())
     opening = asyncio.create_task(opened(server.url, None))
@@ -222,6 +227,7 @@ async def test_a_server_that_is_late_is_waited_for(make_server: MakeServer, even
     await link.close()
 
 
+@pytest.mark.services
 async def test_a_normal_start_and_end_log_nothing(make_server: MakeServer, events: Events) -> None:
     server = make_server()
     link = await opened(server.url)
@@ -231,6 +237,7 @@ async def test_a_normal_start_and_end_log_nothing(make_server: MakeServer, event
     assert events == []
 
 
+@pytest.mark.services
 async def test_connections_are_remade_and_it_is_logged(own: tuple[Server, Link], events: Events) -> None:
     server, link = own
     heard: list[bytes] = []
@@ -253,6 +260,7 @@ async def test_connections_are_remade_and_it_is_logged(own: tuple[Server, Link],
     assert not named(events, "nats_error"), "a disconnect is told once"
 
 
+@pytest.mark.services
 async def test_a_frozen_server_is_noticed(make_server: MakeServer, monkeypatch: pytest.MonkeyPatch, events: Events) -> None:
     monkeypatch.setattr(opening, "PING_S", 0.3)
     server = make_server()
@@ -264,6 +272,7 @@ async def test_a_frozen_server_is_noticed(make_server: MakeServer, monkeypatch: 
     await link.close()
 
 
+@pytest.mark.services
 async def test_errors_in_the_background_are_logged(link: Link, events: Events) -> None:
     async def fail(message: Any) -> None:
         raise ValueError("deliberate")
@@ -285,6 +294,7 @@ def plain_server(tmp_path: Path, text: str, port: int | None = None) -> tuple[su
     return process, f"nats://127.0.0.1:{port}"
 
 
+@pytest.mark.services
 async def test_a_server_without_jetstream_is_an_error(tmp_path: Path) -> None:
     process, url = plain_server(tmp_path, "")
     try:
@@ -295,6 +305,7 @@ async def test_a_server_without_jetstream_is_an_error(tmp_path: Path) -> None:
         process.wait()
 
 
+@pytest.mark.services
 async def test_another_regions_server_without_jetstream_is_waited_for(tmp_path: Path, events: Events) -> None:
     process, url = plain_server(tmp_path, "")
     try:
@@ -332,6 +343,7 @@ async def test_a_server_is_too_old_or_not(version: str, is_said: bool) -> None:
         server.close()
 
 
+@pytest.mark.services
 async def test_wrong_credentials_end_the_waiting(tmp_path: Path) -> None:
     process, url = plain_server(tmp_path, "authorization { user: me, password: right }\njetstream {}")
     try:
@@ -349,6 +361,7 @@ def listens(url: str) -> bool:
         return probe.connect_ex(("127.0.0.1", int(url.rsplit(":", 1)[1]))) == 0
 
 
+@pytest.mark.services
 async def test_silent_jetstream_is_an_error_or_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, events: Events
 ) -> None:
@@ -372,6 +385,7 @@ async def test_silent_jetstream_is_an_error_or_waited_for(
         process.wait()
 
 
+@pytest.mark.services
 async def test_waiting_for_a_connection_ends(own: tuple[Server, Link]) -> None:
     server, link = own
     await wait_connected(link.bulk, 0, "subject")
@@ -388,6 +402,7 @@ async def test_waiting_for_a_connection_ends(own: tuple[Server, Link]) -> None:
         await wait_connected(link.bulk, 10, "subject")
 
 
+@pytest.mark.services
 async def test_what_comes_in_the_middle_of_a_message_shows_the_rate(
     nats_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -411,6 +426,7 @@ async def test_what_comes_in_the_middle_of_a_message_shows_the_rate(
     await link.close()
 
 
+@pytest.mark.services
 async def test_bytes_are_counted(nats_server: Server) -> None:
     link = await opened(nats_server.url)
     sent, received = link.bytes_out, link.bytes_in
@@ -432,6 +448,7 @@ HOSTILE_HEADERS = (
 )
 
 
+@pytest.mark.services
 async def test_no_message_makes_a_listener_deaf(nats_server: Server, events: Events) -> None:
     """Headers, subjects and reply subjects are whatever their sender likes; the server passes them on."""
     link, liar = await opened(nats_server.url), await opened(nats_server.url)

@@ -13,14 +13,16 @@ import pytest
 from nats.js.api import StorageType
 from tests.made import raw_messages
 from tests.made.fixtures import MakeServer
+from tests.made.nats_links import open_link
 
 from diloco.errors import BrokerError, RewoundError
 from diloco.nats import streams
 from diloco.nats.append import append
 from diloco.nats.connection import Link
 from diloco.nats.pull import OVERHEAD_BYTES, Message, Puller
-from diloco.process.observe import get_logger
 from diloco_ops.broker.server import Server
+
+pytestmark = pytest.mark.services
 
 
 @pytest.fixture
@@ -29,10 +31,6 @@ async def stream(link: Link) -> AsyncIterator[str]:
     await streams.ensure(link, name, [f"{name}.>"])
     yield name
     await streams.delete(link, name)
-
-
-async def open_link(server: Server) -> Link:
-    return await Link.open(server.url, server.url, "test", get_logger(), give_up_after_s=10)
 
 
 async def fill(link: Link, stream: str, bodies: Sequence[bytes], first: int = 0) -> None:

@@ -13,14 +13,16 @@ import nats.js.errors
 import pytest
 from nats.js.api import KeyValueConfig
 from tests.made.fixtures import MakeServer
+from tests.made.nats_links import open_link
 
 from diloco.errors import AppendUncertainError, BrokerError, FenceError, FormatError, StorageFullError
 from diloco.nats import registry as module
 from diloco.nats.connection import Link
 from diloco.nats.registry import MAX_WRITTEN_BYTES, Registry
 from diloco.nats.streams import MAX_VALUE_BYTES
-from diloco.process.observe import get_logger
 from diloco_ops.broker.server import Server
+
+pytestmark = pytest.mark.services
 
 
 @pytest.fixture
@@ -33,10 +35,6 @@ async def bucket(link: Link) -> AsyncIterator[str]:
 @pytest.fixture
 async def registry(link: Link, bucket: str) -> Registry:
     return await Registry.open(link, bucket, create=True)
-
-
-async def open_link(server: Server) -> Link:
-    return await Link.open(server.url, server.url, "test", get_logger(), give_up_after_s=10)
 
 
 async def test_what_is_set_is_read_with_its_revision(registry: Registry) -> None:

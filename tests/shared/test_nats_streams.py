@@ -16,6 +16,8 @@ from diloco.nats.append import append
 from diloco.nats.connection import Link
 from diloco.transport import Stored
 
+pytestmark = pytest.mark.services
+
 
 @pytest.fixture
 async def name(link: Link) -> AsyncIterator[str]:

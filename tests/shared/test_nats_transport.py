@@ -19,6 +19,7 @@ from diloco.process.observe import get_logger
 LONG_S = 60.0
 
 
+@pytest.mark.services
 async def test_an_append_whose_connection_is_lost_is_uncertain_at_once(make_server: MakeServer) -> None:
     server = make_server()
     transport = await NatsTransport.open(server.url, server.url, "test", get_logger(), give_up_after_s=10)
@@ -54,6 +55,7 @@ def test_the_clock_is_as_wrong_as_its_file_says(tmp_path: Path) -> None:
     assert abs(transport.wall_s() - time.time()) < 1
 
 
+@pytest.mark.services
 async def test_a_service_is_alive_while_what_it_says_goes_out(make_server: MakeServer, tmp_path: Path) -> None:
     server = make_server()
     transport = await NatsTransport.open(server.url, server.url, "test", get_logger(), give_up_after_s=10)

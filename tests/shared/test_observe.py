@@ -238,6 +238,18 @@ def test_a_defect_before_any_configuration_leaves_a_file(
     assert event["error"] == "RuntimeError: oh"
 
 
+def test_a_defect_without_any_temporary_folder_shows_its_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", "/proc/missing")
+    monkeypatch.setattr(observe, "_log_place", None)
+    assert observe.run_main(lambda: _raise(RuntimeError("oh"))) == 70
+    *traceback, last = capsys.readouterr().err.splitlines()
+    assert traceback[0] == "Traceback (most recent call last):"
+    assert last == "diloco: internal error: RuntimeError: oh; see the traceback above"
+
+
+@pytest.mark.services
 def test_a_process_without_run_main_shows_no_traceback(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     code = f"""
@@ -253,6 +265,7 @@ def test_a_process_without_run_main_shows_no_traceback(tmp_path: Path) -> None:
     assert read(path)[0]["event"] == "internal_error"
 
 
+@pytest.mark.services
 def test_a_reader_that_went_away_is_no_error() -> None:
     code = """
         import sys

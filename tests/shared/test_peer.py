@@ -95,6 +95,7 @@ def same(borrowed: Borrowed, lent_by: str) -> None:
         np.testing.assert_array_equal(values, ARRAYS[chunk.name][chunk.where], strict=True)
 
 
+@pytest.mark.services
 async def test_what_comes_is_what_was_lent(lab: Lab) -> None:
     await lab.lender("learner-0")
     borrowed = await lab.borrow("learner-0")
@@ -102,6 +103,7 @@ async def test_what_comes_is_what_was_lent(lab: Lab) -> None:
     assert list(borrowed.chunks) == LAYOUT.wholes()
 
 
+@pytest.mark.services
 async def test_a_borrower_gets_the_slices_that_it_asks_for_and_no_more(lab: Lab, link: NatsTransport) -> None:
     await lab.lender("learner-0")
     columns = [Chunk("optimizer/mu", (3, 100_000), "float32", (0, first), (3, first + 25_000)) for first in (25_000, 75_000)]
@@ -113,6 +115,7 @@ async def test_a_borrower_gets_the_slices_that_it_asks_for_and_no_more(lab: Lab,
     assert lent_bytes <= link.bytes_in - before_bytes < 2.1 * lent_bytes + 20_000  # what the lender hears comes in here too
 
 
+@pytest.mark.services
 async def test_one_copy_serves_all_who_ask(lab: Lab) -> None:
     lender = await lab.lender("learner-0")
     loans = await asyncio.gather(*(lab.borrow("learner-0") for _ in range(3)))
@@ -122,6 +125,7 @@ async def test_one_copy_serves_all_who_ask(lab: Lab) -> None:
     assert lender._lent is not None
 
 
+@pytest.mark.services
 async def test_a_copy_is_dropped_when_nobody_asks_for_it_any_more(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer, "KEEP_S", 0.5)
     lender = await lab.lender("learner-0")
@@ -131,6 +135,7 @@ async def test_a_copy_is_dropped_when_nobody_asks_for_it_any_more(lab: Lab, monk
     same(await lab.borrow("learner-0"), "learner-0")  # and another one is made
 
 
+@pytest.mark.services
 async def test_the_next_peer_is_asked_if_one_has_none(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer, "READY_TIMEOUT_S", 0.3)
     await lab.lender("warming", healthy=False)
@@ -141,6 +146,7 @@ async def test_the_next_peer_is_asked_if_one_has_none(lab: Lab, monkeypatch: pyt
     assert (await lab.borrow()).loan is None
 
 
+@pytest.mark.services
 async def test_a_large_copy_may_take_its_time(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer, "READY_TIMEOUT_S", 0.1)
     monkeypatch.setattr(peer, "COPIED_BYTES_S", LAYOUT.size_bytes / 100)
@@ -156,6 +162,7 @@ async def test_a_large_copy_may_take_its_time(lab: Lab, monkeypatch: pytest.Monk
     same(await borrowing, "learner-0")
 
 
+@pytest.mark.services
 async def test_a_peer_that_makes_no_copy_is_not_waited_for(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer, "READY_TIMEOUT_S", 1000.0)
     refusing = await lab.lender("refusing", gives=False)
@@ -190,6 +197,7 @@ def part(request: StateRequest, cut: int = 0, **changes: Any) -> bytes:
     return framing.pack(StatePart(**(values | changes)), RUN, data)
 
 
+@pytest.mark.services
 @pytest.mark.parametrize(
     ("reason", "answer"),
     [
@@ -212,6 +220,7 @@ async def test_what_does_not_fit_is_refused(lab: Lab, reason: str, answer: Calla
     assert set(borrowed.chunks) == set(LAYOUT.wholes())
 
 
+@pytest.mark.services
 async def test_a_lender_answers_no_nonsense(lab: Lab) -> None:
     lender = await lab.lender("learner-0")
     same(await lab.borrow("learner-0"), "learner-0")

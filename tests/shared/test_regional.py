@@ -33,6 +33,8 @@ from diloco.wire.body import Body
 from diloco.wire.entries import Claim, Genesis, Record
 from diloco.wire.offers import Offer
 
+pytestmark = pytest.mark.services
+
 SETTINGS = run_settings("decoupled", {"regions.names": ["eu", "us"], "fragments.count": 1, "shards": 1})
 
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from numpy.typing import NDArray
 from tests.made.heartbeats import learner_heartbeat
-from tests.made.log_entries import BODY, record_of
-from tests.made.rounds import Learner, commit, hash_of, members_of, offer
+from tests.made.log_entries import BODY, hash_of, record_of
+from tests.made.rounds import Learner, commit, members_of, offer
 from tests.made.run_settings import ROUNDS, settings_of
 
 from diloco.core import quantise, regional_round

@@ -6,6 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.services
+
 PROGRAM = """
 import os, socket, sys, threading, time
 from diloco.process.renewal import expected, renew

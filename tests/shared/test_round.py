@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 from tests.made.heartbeats import learner_heartbeat
-from tests.made.rounds import STEPS, commit, hash_of, hold, log_of, names, offer, open_at, round_of
+from tests.made.log_entries import hash_of
+from tests.made.rounds import STEPS, commit, hold, log_of, names, offer, open_at, round_of
 from tests.made.run_settings import ROUNDS, settings_of
 
 from diloco.core.chain import Chain

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 from tests.made.heartbeats import learner_heartbeat
-from tests.made.rounds import STEPS, hash_of, hold, hold_combined, names, offer, open_at, round_of
+from tests.made.log_entries import hash_of
+from tests.made.rounds import STEPS, hold, hold_combined, names, offer, open_at, round_of
 from tests.made.run_settings import ROUNDS, settings_of
 
 from diloco.core.round import Round

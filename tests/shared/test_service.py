@@ -41,6 +41,7 @@ def end(ended: subprocess.Popen[str]) -> None:
     ended.communicate()
 
 
+@pytest.mark.services
 def test_each_process_takes_the_first_number_that_is_free_and_leaves_it_to_the_next_one() -> None:
     one, first = process()
     two, second = process()

@@ -78,6 +78,7 @@ def test_what_is_no_endpoint_is_refused(wrong: str) -> None:
         TelemetrySettings(endpoint=wrong)
 
 
+@pytest.mark.tool
 def test_without_an_endpoint_nothing_of_it_is_loaded() -> None:
     assert telemetry.begin(ServiceSettings(name="one"), "syncer", cast(Logger, Noted())) is None
     loads = "import sys, diloco.member.member, diloco_syncer.service, diloco_coordinator.service, diloco_learner.process"

@@ -60,6 +60,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         volume.claim(tmp_path / "state", "demo")
 
 
+@pytest.mark.services
 @pytest.mark.parametrize("service", ["diloco_syncer", "diloco_learner", "diloco_coordinator"])
 def test_a_service_on_another_runs_volume_ends_with_one_line(tmp_path: Path, service: str) -> None:
     volume.claim(tmp_path, "demo")

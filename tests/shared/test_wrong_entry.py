@@ -20,6 +20,8 @@ from diloco.process.observe import get_logger
 from diloco_syncer.owner import FragmentOwner
 from diloco_syncer.takeover import Takeover
 
+pytestmark = pytest.mark.services
+
 WAIT_S = 20.0
 
 
