@@ -11,6 +11,7 @@ from tests.services.toy import SAMPLES
 
 from diloco.service.rundir import RunDirectory
 from diloco.settings.run import RunSettings
+from diloco.wire.control import Heartbeat
 
 
 def owned(cluster: Cluster, name: str) -> set[int]:
@@ -53,3 +54,9 @@ def rollbacks(folded: list[Folded]) -> dict[int, list[tuple[int, int]]]:
     return {
         log.index: [(e.rolled_back.change, e.rolled_back.to_version) for e in log.entries if e.rolled_back] for log in folded
     }
+
+
+def merged_of(heartbeat: Heartbeat) -> list[int]:
+    """A learner's tokens that are in versions, by fragment, as far as it knows."""
+    unmerged = zip(heartbeat.lost_tokens, heartbeat.fragment_tokens, strict=True)
+    return [heartbeat.tokens - lost - outstanding for lost, outstanding in unmerged]

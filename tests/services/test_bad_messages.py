@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from tests.made.fixtures import Launch
 from tests.made.heartbeats import learner_heartbeat
 from tests.made.log_entries import record_of
+from tests.made.run_checks import merged_of
 from tests.services.cluster import Cluster, check_accounts, check_all_merged, small, some_versions
 from tests.services.toy import SAMPLES, Toy
 
@@ -263,9 +264,3 @@ async def test_learner_that_diverges_sends_nothing_of_it_and_goes_on_from_the_gl
     assert task is not None
     assert task.distance(task.tensors) < 0.5  # its own model, too
     assert not cluster.events("message_refused")
-
-
-def merged_of(heartbeat: Heartbeat) -> list[int]:
-    """A learner's tokens that are in versions, by fragment, as far as it knows."""
-    unmerged = zip(heartbeat.lost_tokens, heartbeat.fragment_tokens, strict=True)
-    return [heartbeat.tokens - lost - outstanding for lost, outstanding in unmerged]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 from tests.made.fixtures import Launch
-from tests.made.run_checks import save_directory
+from tests.made.run_checks import merged_of, save_directory
 from tests.made.toy_replay import ToyModel
 from tests.services.cluster import Cluster, check_accounts, small, some_versions
 from tests.services.toy import LEARNING_RATE, SAMPLES, Toy, Vector
@@ -34,15 +33,7 @@ async def change(path: Path, *assignments: str, reason: str = "") -> None:
     await asyncio.to_thread(operate.set_, path, list(assignments), reason)
 
 
-async def end(cluster: Cluster, path: Path) -> None:
-    """Give the run a budget that it uses up soon, and wait for its end."""
-    for steps in (100, 400, 1600):
-        with contextlib.suppress(SettingsError):  # the run was faster
-            await change(path, f"tokens={cluster.tokens() + steps * SAMPLES * 3}")
-            break
-    await cluster.ended()
-
-
+@pytest.mark.promise("settings change while the run goes on")
 async def test_settings_change_while_the_run_goes_on(launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:
     cluster = launch(small(tokens=LONG))
     path = save_directory(cluster)
@@ -74,7 +65,7 @@ async def test_settings_change_while_the_run_goes_on(launch: Launch, capsys: pyt
     shown = capsys.readouterr().out
     assert "outer.learning_rate           0.25" in shown
     assert "it oscillates: round.steps = 3" in shown
-    await end(cluster, path)
+    await cluster.use_up()
 
     assert (steps[0], steps[-1]) == (6, 3)
     folded = await cluster.folded()
@@ -135,20 +126,18 @@ class Falling(ToyModel):
 
 
 async def test_the_budget_is_extended_and_the_training_can_be_done_again(launch: Launch) -> None:
-    budget = 3 * 120 * SAMPLES
+    steps = 120
+    budget = 3 * steps * SAMPLES
     cluster = launch(small(tokens=budget))
     path = save_directory(cluster)
-
-    def step(toy: Toy) -> None:
-        cluster.gate(toy)
-        follow_the_budget(toy)
-
-    cluster.learners(before_step=step)
-    with cluster.slowly():
-        await cluster.begin(coordinator=False)
-        await some_versions(cluster, 2)
-        await change(path, f"tokens={2 * budget}")
+    await cluster.create()
+    cluster.syncers()
+    cluster.learners(before_step=follow_the_budget, may_step=cluster.gate.allows)
+    await cluster.all_ready()
+    await cluster.step_to_version(2)
+    await change(path, f"tokens={2 * budget}")
     assert cluster.tokens() < budget
+    cluster.gate.open(2 * steps + steps // 2)  # however late each hears of the others
     await cluster.until(lambda: cluster.tokens() > budget, "training goes on beyond the first budget")
     await cluster.ended()
 
@@ -172,6 +161,7 @@ def folded_rest(folded: replay.Folded) -> tuple[Any, ...]:
     return folded.data, folded.logs, folded.histories, folded.wall_s
 
 
+@pytest.mark.promise("an operator ejects and readmits a learner")
 async def test_an_ejected_learner_ends_and_comes_back_when_it_is_readmitted(launch: Launch) -> None:
     cluster = launch(small(tokens=LONG, round__steps=12, round__quorum="all"))
     path = save_directory(cluster)
@@ -180,7 +170,7 @@ async def test_an_ejected_learner_ends_and_comes_back_when_it_is_readmitted(laun
     third = cluster.toy_process(2)
     await cluster.begin()
     await cluster.until(lambda: "toy-2" in cluster.heartbeats, "the third takes part")
-    await some_versions(cluster, 2)
+    await cluster.until(lambda: min(merged_of(cluster.heartbeats["toy-2"][-1])) > 0, "its work is merged")
 
     await asyncio.to_thread(operate.eject, path, "toy-2", "it lies")
     [(code, said)] = await cluster.refused(third)
@@ -198,11 +188,15 @@ async def test_an_ejected_learner_ends_and_comes_back_when_it_is_readmitted(laun
     await some_versions(cluster, 2, of=["toy-0", "toy-1"])
     assert again.process.poll() is None
     assert len(cluster.events("waiting_for_readmission", "toy-2")) == 1
-    alone = cluster.heartbeats["toy-0"][-1].versions
+    alone, heard = cluster.heartbeats["toy-0"][-1].versions, len(cluster.heartbeats["toy-2"])
     await asyncio.to_thread(operate.readmit, path, "toy-2")
     await cluster.until(lambda: len(cluster.events("joined", "toy-2")) == 2, "it joins again")
-    await some_versions(cluster, 2)
-    await end(cluster, path)
+    await cluster.until(lambda: len(cluster.heartbeats["toy-2"]) > heard, "it is heard again")
+    before = merged_of(cluster.heartbeats["toy-2"][heard])
+    await cluster.until(
+        lambda: bool(np.all(np.greater(merged_of(cluster.heartbeats["toy-2"][-1]), before))), "its work is merged again"
+    )
+    await cluster.use_up()
 
     folded = await cluster.folded()
     for log in folded:
@@ -258,8 +252,8 @@ async def test_a_learner_whose_gradients_are_outliers_is_quarantined_until_it_is
     await some_versions(cluster, 2)  # what it offers is refused, but it answers
     alone = cluster.heartbeats["toy-0"][-1].versions
     await asyncio.to_thread(operate.readmit, path, "toy-2", "its loss scale was wrong")
-    await some_versions(cluster, 3)
-    await end(cluster, path)
+    await cluster.until(lambda: min(merged_of(cluster.heartbeats["toy-2"][-1])) > 0, "its work is merged")
+    await cluster.use_up()
 
     folded = await cluster.folded()
     for log in folded:
