@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from tests.pace import DEADLINE_S
+from tests.pace import DEADLINE_S, scaled_s
 from tests.services.cluster import Cluster, Events, Folded, Service, fold_log, small
 from tests.services.forking import Nursery
 from tests.services.toy import Toy
@@ -31,7 +31,7 @@ REGIONS = ("ap", "eu", "us")
 
 def apart(**overrides: Any) -> RunSettings:
     """Settings of a small run in three regions."""
-    values: dict[str, Any] = {"shards": 3, "regions__names": list(REGIONS), "regions__away_s": 3.0}
+    values: dict[str, Any] = {"shards": 3, "regions__names": list(REGIONS), "regions__away_s": scaled_s(3.0)}
     return small(**(values | overrides))
 
 

@@ -8,6 +8,8 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 
@@ -48,6 +50,27 @@ def process_of(directory: Path, name: str) -> psutil.Process | None:
         if f"{directory}/services/{name}.toml" in (process.info["cmdline"] or []):
             return process
     return None
+
+
+@contextmanager
+def ended_process(command: list[str], environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that does not outlive its test."""
+    process = subprocess.Popen(command, env=environment)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+        process.wait(DEADLINE_S)
+
+
+def waits_until(up: subprocess.Popen[bytes], so: Callable[[], bool]) -> None:
+    """Wait until something is so of a run that goes on."""
+    ends_s = time.monotonic() + DEADLINE_S
+    while not so():
+        assert time.monotonic() < ends_s
+        assert up.poll() is None
+        time.sleep(0.2)
 
 
 TASK = """
@@ -133,19 +156,20 @@ def test_a_killed_learner_goes_on_exactly_and_its_training_is_replayed(diloco: D
     directory = tmp_path / "run"
     arguments = [
         *("--run-dir", str(directory), "--data", str(tmp_path / "mix.toml"), "--learners", "2", "--shards", "1", "--plain"),
-        *("--tokens", str(900 * TOKENS_PER_STEP), "--slow", "learner-1=3"),
+        *("--tokens", str(10**9), "--slow", "learner-1=3"),
         *(f"--set={key}={value}" for key, value in SETTINGS.items()),
     ]
-    with subprocess.Popen([DILOCO, "up", *arguments], env=os.environ | {"DILOCO_CHECKPOINT_S": "0.5"}) as up:
-        deadline_s = time.monotonic() + DEADLINE_S
-        while not list((directory / "checkpoints").glob("learner-1*.safetensors")):
-            assert time.monotonic() < deadline_s
-            assert up.poll() is None
-            time.sleep(0.2)
+    with ended_process([DILOCO, "up", *arguments], os.environ | {"DILOCO_CHECKPOINT_S": "0.5"}) as up:
+        waits_until(up, lambda: any((directory / "checkpoints").glob("learner-1*.safetensors")))
         victim = process_of(directory, "learner-1")
         assert victim is not None
         victim.kill()
-        assert up.wait(2 * DEADLINE_S) == 0
+        waits_until(up, lambda: '"checkpoint_restored"' in (directory / "logs" / "learner-1.jsonl").read_text())
+        taken = json.loads((directory / "status.json").read_text())["tokens_processed"]
+        for steps in (1000, 10_000, 100_000):  # the run goes on while the command begins
+            if diloco("set", str(directory), f"tokens={taken + steps * TOKENS_PER_STEP}").code == 0:
+                break
+        assert up.wait(2 * DEADLINE_S) == 0  # the run, and its report
 
     report = json.loads((directory / "report.json").read_text())
     assert report["units"] == "nats per token"

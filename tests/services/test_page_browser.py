@@ -21,6 +21,7 @@ from diloco_ops import run_reader
 
 RUN = "paged"
 pytestmark = [
+    pytest.mark.usefixtures("patient_commands"),
     pytest.mark.slow,  # the parts are in test_page_actions.py and tests/report/test_browser.py
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium"),
 ]

@@ -6,29 +6,39 @@ import asyncio
 import contextlib
 import re
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
+from tests.made.asking import asked
 from tests.made.fixtures import Regions
 from tests.made.regional_offers import combined_of, forged
+from tests.pace import DEADLINE_S
 from tests.services.apart import REGIONS, Region, apart, demand_one_log
-from tests.services.cluster import check_accounts, some_versions
+from tests.services.cluster import NEVER_S, check_accounts, some_versions
 from tests.services.toy import SAMPLES
 
-from diloco.errors import EjectedError, SettingsError
+from diloco.errors import EjectedError
 from diloco.nats.transport import NatsTransport
 from diloco.process.observe import get_logger
 from diloco.wire import framing
 from diloco.wire.entries import Genesis
 from diloco_ops import operate, verify
 
+pytestmark = pytest.mark.usefixtures("patient_commands")
+
 # fragments change no hands however slow the machine is, so that no keyframe is stored and the whole log is there to be read
-MERGED: dict[str, Any] = {"regions__merge": True, "regions__away_s": 600.0, "round__learners_wait": True}
+MERGED: dict[str, Any] = {
+    "regions__merge": True,
+    "regions__away_s": 600.0,
+    "liveness__dead_s": NEVER_S,
+    "round__learners_wait": True,
+}
 
 
 async def test_where_offers_are_merged_in_their_region_one_of_each_region_crosses_a_round(regions: Regions) -> None:
     # everybody is waited for, in each region and by the owner, and waits for the version: the pace makes no difference
-    settings = apart(learners=6, tokens=6 * 40 * SAMPLES, round__quorum="all", log__archive=True, **MERGED)
+    settings = apart(learners=6, tokens=6 * 24 * SAMPLES, round__quorum="all", log__archive=True, **MERGED)
     run = await regions(settings)
     await run.begin()
     stored, combined, alone = await pulled_until_ended(run)
@@ -71,7 +81,7 @@ async def test_where_offers_are_merged_in_their_region_one_of_each_region_crosse
 
 
 async def test_combined_offers_that_cannot_be_are_refused_and_never_merged(regions: Regions) -> None:
-    run = await regions(apart(tokens=3 * 60 * SAMPLES, **MERGED))
+    run = await regions(apart(tokens=3 * 24 * SAMPLES, **MERGED))
     run.coordinator()
     run.syncers()
     run.learners()
@@ -94,9 +104,9 @@ async def test_combined_offers_that_cannot_be_are_refused_and_never_merged(regio
     frames["garbage"] = b"hello"
     run.liars = set(frames)
     for region in REGIONS:
-        link = await NatsTransport.open(run.url, run.server(region).url, "forger", get_logger(), give_up_after_s=20)
+        link = await NatsTransport.open(run.url, run.server(region).url, "forger", get_logger(), DEADLINE_S)
         for name, frame in frames.items():
-            await link.bulk.jetstream().publish(run.subjects.regional_offer(0, name), frame)
+            await asked(partial(link.bulk.jetstream().publish, run.subjects.regional_offer(0, name), frame))
         await link.close()
     await run.until(
         lambda: {values["sender"] for values in run.events("message_refused")} >= frames.keys(), "all are refused, and named"
@@ -122,11 +132,7 @@ async def test_who_is_ejected_is_in_no_combined_offer_any_more_and_nobody_waits_
     await some_versions(run, of=left)  # everybody is waited for, in each region and by the owner
     settled = run.heartbeats[left[0]][-1].versions
     await some_versions(run, of=left)
-    for steps in (40, 160, 640):
-        with contextlib.suppress(SettingsError):  # the run was faster
-            await asyncio.to_thread(operate.set_, run.directory, [f"tokens={run.tokens() + steps * 6 * SAMPLES}"])
-            break
-    await run.ended()
+    await run.use_up()
 
     for log in await run.read("us"):
         merged = [any(m.learner == ejected.name for m in record.members) for record in log.versions]
@@ -143,17 +149,17 @@ async def pulled_until_ended(run: Region) -> tuple[int, int, int]:
     async with contextlib.AsyncExitStack() as stack:
         apis = []
         for region in REGIONS:
-            link = await NatsTransport.open(run.url, run.server(region).url, "reader", get_logger(), give_up_after_s=20)
+            link = await NatsTransport.open(run.url, run.server(region).url, "reader", get_logger(), DEADLINE_S)
             stack.push_async_callback(link.close)
             apis.append(link.bulk.jetstream())
         while not ending.done():
             for region, api in zip(REGIONS, apis, strict=True):
-                for reader in await api.consumers_info(stream):
+                for reader in await asked(partial(api.consumers_info, stream)):
                     assert reader.delivered is not None
                     subjects = reader.config.filter_subjects or [reader.config.filter_subject]
                     got[region, reader.created] = ".regional." in str(subjects[0]), reader.delivered.consumer_seq
             await asyncio.wait([ending], timeout=0.2)
         ending.result()
-        stored = sum([(await api.stream_info(stream)).state.last_seq for api in apis])
+        stored = sum([(await asked(partial(api.stream_info, stream))).state.last_seq for api in apis])
     combined, alone = (sum(count for is_combined, count in got.values() if is_combined == kind) for kind in (True, False))
     return stored, combined, alone

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import re
+import uuid
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.made.fixtures import Launch
 from tests.made.run_checks import newest_applied, rollbacks, save_directory, waiting_settings
+from tests.pace import DEADLINE_S, scaled_s
 from tests.services.cluster import Cluster, small, some_versions
 from tests.services.forking import Nursery
 from tests.services.guarded import REGIONS, two_regions
 from tests.services.secured import guest
-from tests.services.toy import SAMPLES
 
 from diloco.control.changes import append_changes
 from diloco.control.creation import Run
@@ -23,8 +25,13 @@ from diloco.core.changes import Set
 from diloco.core.outer import Nesterov, Step
 from diloco.errors import MachineError, RunError
 from diloco.nats.registry import Registry
+from diloco.nats.transport import NatsTransport
+from diloco.process.observe import get_logger
+from diloco.process.retry import until_available
 from diloco_ops import attach, verify
 from diloco_ops.repair import command
+
+pytestmark = pytest.mark.usefixtures("patient_commands")
 
 RUN = "guarded"
 
@@ -42,14 +49,19 @@ async def repaired(cluster: Cluster, **options: Any) -> int:
 
 
 async def publish(cluster: Cluster, subject: str, data: bytes) -> int:
-    """Store a message without any fence, and return its sequence."""
-    return int((await (await cluster.link()).bulk.jetstream().publish(subject, data)).seq)
+    """Store a message without any fence, once, and return its sequence."""
+    return await stored(await cluster.link(), subject, data)
+
+
+async def stored(link: NatsTransport, subject: str, data: bytes) -> int:
+    storing = partial(link.append, subject, data, message_id=uuid.uuid4().hex, fence=None, timeout_s=DEADLINE_S)
+    return await until_available(storing, get_logger())
 
 
 async def test_a_fragment_with_garbage_on_its_subject_goes_on_and_can_be_repaired(
     launch: Launch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cluster = launch(waiting_settings(steps=120))
+    cluster = launch(waiting_settings(tokens=10**9))
     await cluster.begin()
     await some_versions(cluster, 3)
     cluster.liars = {"log", cluster.subjects.record(1)}
@@ -70,8 +82,7 @@ async def test_a_fragment_with_garbage_on_its_subject_goes_on_and_can_be_repaire
         assert await repair(cluster, fragment=[1], to_version=good, reason="unwanted") == 0
         assert f"is what version {good} was" in capsys.readouterr().out
 
-    cluster.hurry()
-    await cluster.ended()
+    await cluster.use_up()
     folded = await cluster.folded()
     assert rollbacks(folded) == {0: [], 1: [(1, good)], 2: [], 3: []}
     [entry] = [entry for entry in folded[1].entries if entry.repaired]
@@ -87,36 +98,39 @@ async def test_a_fragment_with_garbage_on_its_subject_goes_on_and_can_be_repaire
         await repair(cluster, fragment=[1])
 
 
+@pytest.mark.promise("damaged keys of the bucket are named and repaired")
 async def test_damaged_keys_end_what_begins_and_are_made_again(launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:
     cluster = launch(waiting_settings(steps=60))
     await cluster.begin()
     cluster.gate.close()
     link = await cluster.link()
-    registry = await Registry.open(link, cluster.subjects.bucket, create=False)
+    registry = await until_available(partial(Registry.open, link, cluster.subjects.bucket, create=False), get_logger())
     run = Run(cluster.name, cluster.settings, registry)
     cluster.settle_pace()
-    await append_changes(link, run, lambda _: [Set("round.steps", 5)], author="ann")
-    good = {key: await registry.get(key) for key in ("run", "protocol", "map", "changes")}
-    listed = await registry.get("changes")
+    five = [Set("round.steps", 5)]
+    changing = partial(append_changes, link, run, lambda now: five * (now.settings.round.steps != 5), author="ann")
+    await until_available(changing, get_logger())
+    good = {key: await value_of(registry, key) for key in ("run", "protocol", "map", "changes")}
+    listed = good["changes"]
     assert listed is not None
-    two = changes.unpack(listed[0], run.identity).then(Set("round.steps", 6), at_s=0.0, author="bob").pack()
+    two = changes.unpack(listed, run.identity).then(Set("round.steps", 6), at_s=0.0, author="bob").pack()
     for key, garbage in {"run": b"7", "protocol": b"{", "map": b"\x93\x01", "changes": two[:-5] + b"xxxxx"}.items():
-        await registry.put(key, garbage)
+        await until_available(partial(registry.put, key, garbage), get_logger())
 
     [(code, said)] = await cluster.refused(cluster.syncer(7))
     assert code == 5
     assert "diloco repair RUN --key protocol" in said
 
-    capsys.readouterr()  # warnings of a busy machine, so far
+    capsys.readouterr()
     assert await repair(cluster) == 1
-    found = capsys.readouterr().out
-    assert [line.split(":")[0] for line in found.splitlines()] == ["key run", "key protocol", "key map", "key changes"]
+    found = [line.split(":")[0] for line in capsys.readouterr().out.splitlines()]  # and warnings of a busy machine
+    assert [said for said in found if said.startswith("key ")] == ["key run", "key protocol", "key map", "key changes"]
     assert await repair(cluster, key="run", dry_run=True) == 1
     for key in ("run", "protocol", "map", "changes"):
         assert await repair(cluster, key=key) == 0
     for key in ("run", "protocol", "changes"):
-        assert (await registry.get(key) or (b"",))[0] == (good[key] or (b"",))[0]
-    assert await registry.get("map") is None
+        assert await value_of(registry, key) == good[key]
+    assert await value_of(registry, "map") is None
     with pytest.raises(RunError, match=r"no key 'warp' that can be repaired"):
         await repair(cluster, key="warp")
     assert await repair(cluster, key="owners") == 0
@@ -127,8 +141,13 @@ async def test_damaged_keys_end_what_begins_and_are_made_again(launch: Launch, c
     cluster.hurry()
     await cluster.ended()
     assert late.finished
-    assert (await registry.get("map") or (b"",))[0] == (good["map"] or (b"",))[0]
+    assert await value_of(registry, "map") == good["map"]
     assert (await verify.check(save_directory(cluster))).holds
+
+
+async def value_of(registry: Registry, key: str) -> bytes | None:
+    found = await until_available(partial(registry.get, key), get_logger())
+    return None if found is None else found[0]
 
 
 class Broken(Nesterov):
@@ -143,7 +162,7 @@ async def test_the_operator_of_a_run_in_regions_repairs_it(
     nursery: Nursery, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Under identities: a stolen syncer's key wrote into one region's log, and the founder's and the operator's into keys."""
-    values = waiting_settings(steps=150, shards=2, learners=2, regions__names=list(REGIONS), regions__away_s=600.0)
+    values = waiting_settings(tokens=10**9, shards=2, learners=2, regions__names=list(REGIONS), regions__away_s=600.0)
     async with two_regions(nursery, tmp_path, RUN, values) as cluster:
         keys, servers = cluster.keys, cluster.servers
         await cluster.begin()
@@ -152,7 +171,7 @@ async def test_the_operator_of_a_run_in_regions_repairs_it(
         await some_versions(cluster, 3)
         cluster.liars = {"log", cluster.subjects.record(1)}
         async with guest(servers[REGIONS[0]], keys, "syncer-0") as thief:
-            sequence = (await thief.link.bulk.jetstream().publish(cluster.subjects.record(1), b"no record")).seq
+            sequence = await stored(thief.link, cluster.subjects.record(1), b"no record")
         await some_versions(cluster, 2)
 
         assert await repaired(cluster) == 0
@@ -166,9 +185,10 @@ async def test_the_operator_of_a_run_in_regions_repairs_it(
         damage = {"toy-0": {"map": b"\x93\x01"}, "operator": dict.fromkeys(("run", "protocol", "genesis", "changes"), b"7")}
         for name, garbage in damage.items():
             async with guest(servers["nats"], keys, name) as thief:
-                bucket = await Registry.open(thief.link, cluster.subjects.bucket, create=False)
+                opening = partial(Registry.open, thief.link, cluster.subjects.bucket, create=False)
+                bucket = await until_available(opening, get_logger())
                 for key, value in garbage.items():
-                    await bucket.put(key, value)
+                    await until_available(partial(bucket.put, key, value), get_logger())
         assert await repaired(cluster) == 1
         found = {line.split(":")[0] for line in capsys.readouterr().out.splitlines()}
         assert found == {f"key {key}" for key in ("run", "protocol", "map", "genesis", "changes")}
@@ -178,14 +198,14 @@ async def test_the_operator_of_a_run_in_regions_repairs_it(
         again = cluster.toy(0)  # the founder sets the map again
         await cluster.until(lambda: again.member is not None, "it is there again")
         assert await repaired(cluster) == 0
-        cluster.hurry()
-        await cluster.ended()
+        async with guest(servers["nats"], keys, "operator") as opened:
+            await cluster.use_up(opened.link)
         assert (await verify.check(cluster.directory)).holds
 
 
 @pytest.mark.slow
 async def test_a_learner_that_folds_to_other_states_than_all_others_ends_and_says_so(launch: Launch) -> None:
-    cluster = launch(small(tokens=3 * 400 * SAMPLES, liveness__dead_s=2.0))
+    cluster = launch(small(tokens=10**9, liveness__dead_s=scaled_s(2.0)))
     await cluster.begin()
     await some_versions(cluster, 2)
     broken = cluster.toys.pop()
@@ -197,5 +217,4 @@ async def test_a_learner_that_folds_to_other_states_than_all_others_ends_and_say
     await cluster.until(lambda: not broken.running, "it has ended")
     assert isinstance(broken.failure, MachineError)
     assert re.search(r"fragment 2: version \d+ folds to another state here than at toy-", str(broken.failure))
-    cluster.hurry()
-    await cluster.ended()
+    await cluster.use_up()

@@ -12,16 +12,20 @@ import json
 import re
 import uuid
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import nats.js.errors
 import pytest
-from tests.pace import DEADLINE_S
+from tests.made.asking import asked
+from tests.pace import DEADLINE_S, scaled_s
 from tests.services.cluster import small
 from tests.services.secured import Guest, guest, make_keys, members, serving
 
 from diloco.control import creation
+from diloco.process.observe import get_logger
+from diloco.process.retry import until_available
 from diloco.wire.subjects import Subjects
 from diloco_ops.broker.server import Server
 from diloco_ops.keys.folder import Folder
@@ -33,7 +37,8 @@ LOG, OFFERS, ARCHIVE, STORE = NAMES.log_stream, NAMES.offer_stream, NAMES.archiv
 STREAMS = (LOG, OFFERS, ARCHIVE, STORE)
 PEOPLE = {who.name: who for who in [*members(3, 2), Who("judge", "evaluator")]}
 NEVER = {"Nats-Expected-Last-Sequence": str(1 << 62)}  # the server refuses to store it, and says so
-DELIVERED_S = 0.3  # three heartbeats of a consumer, which are sent every 100 ms at most
+DELIVERED_S = scaled_s(0.3)  # three heartbeats of a consumer, which are sent every 100 ms at most
+ANSWER_S = 10.0  # then the server is asked again
 
 
 @pytest.fixture(scope="module")
@@ -105,12 +110,16 @@ def wanted(call: str, **more: Any) -> bytes:
     return json.dumps({"stream_name": stream, "config": config}).encode()
 
 
+async def answered(somebody: Guest, call: str, data: bytes = b"") -> Any:
+    """The server's answer to a request."""
+    return json.loads((await asked(partial(somebody.link.bulk.request, call, data, timeout=ANSWER_S))).data)
+
+
 async def push(somebody: Guest, call: str, target: str) -> bool:
     """Have a consumer send the messages of a stream, and heartbeats, to a subject; whether there is such a consumer."""
     removing = ".".join(call.replace("CREATE", "DELETE", 1).split(".")[:6])
-    await somebody.link.bulk.request(removing, b"", timeout=DEADLINE_S)
-    request = wanted(call, deliver_subject=target, idle_heartbeat=100_000_000)
-    told = json.loads((await somebody.link.bulk.request(call, request, timeout=DEADLINE_S)).data)
+    await answered(somebody, removing)
+    told = await answered(somebody, call, wanted(call, deliver_subject=target, idle_heartbeat=100_000_000))
     if told.get("push_bound"):  # else it sends nothing
         await asyncio.sleep(DELIVERED_S)
     return "error" not in told
@@ -134,7 +143,7 @@ class Witness:
 
         for subject in [one_of(subject) for subject in may(who, "subscribe") if not subject.startswith("_INBOX")]:
             await somebody.link.bulk.subscribe(subject, cb=noting(subject))
-        await somebody.link.bulk.flush()
+        await somebody.flush()
 
     async def stored(self, own: tuple[str, ...]) -> dict[tuple[str, str], list[bytes]]:
         """Return messages by stream and subject, and the streams' settings, but for all that ``own`` rights may change."""
@@ -142,15 +151,15 @@ class Witness:
         found: dict[tuple[str, str], list[bytes]] = {}
         emptied = {call.rpartition(".")[2] for call in own if re.match(r"\$JS\.API\.STREAM\.(PURGE|DELETE|RESTORE)\.", call)}
         for stream in sorted(set(STREAMS) - emptied):
-            info = await api.stream_info(stream)
+            info = await asked(partial(api.stream_info, stream))
             found[stream, ""] = [repr(info.config).encode()]
             for sequence in range(info.state.first_seq, info.state.last_seq + 1):
                 with contextlib.suppress(nats.js.errors.NotFoundError):
-                    message = await api.get_msg(stream, sequence)
+                    message = await asked(partial(api.get_msg, stream, sequence))
                     subject = str(message.subject)
                     if not covered(subject, own):
                         found.setdefault((stream, subject), []).append(bytes(message.data or b""))
-        names = json.loads((await self.operator.link.bulk.request("$JS.API.STREAM.LIST", b"", timeout=DEADLINE_S)).data)
+        names = await answered(self.operator, "$JS.API.STREAM.LIST")
         found["", ""] = sorted(stream["config"]["name"].encode() for stream in names["streams"])
         return found
 
@@ -166,15 +175,16 @@ async def fill(people: dict[str, Guest]) -> None:
     }
     for name, subjects in writers.items():
         for subject in subjects:
-            stored = people[name].link.append(subject, b"true", message_id=uuid.uuid4().hex, fence=None, timeout_s=DEADLINE_S)
-            await stored
+            once: dict[str, Any] = {"message_id": uuid.uuid4().hex, "fence": None, "timeout_s": DEADLINE_S}
+            await until_available(partial(people[name].link.append, subject, b"true", **once), get_logger())
 
 
 @pytest.fixture
 async def people(server: Server, keys: Folder) -> AsyncIterator[dict[str, Guest]]:
     async with contextlib.AsyncExitStack() as opened:
         made = {name: await opened.enter_async_context(guest(server, keys, name)) for name in PEOPLE}
-        await creation.create(made["coordinator"].link, RUN, small(log__archive=True))
+        creating = partial(creation.create, made["coordinator"].link, RUN, small(log__archive=True))
+        await until_available(creating, get_logger())
         await fill(made)
         yield made
 
@@ -192,7 +202,7 @@ async def test_no_answer_lands_where_the_asker_may_not_write(people: dict[str, G
         await witness.listen(people[other], PEOPLE[other])
     creating = [one_of(subject) for subject in own if ".CONSUMER.CREATE." in subject]
     for call in creating:
-        await asker.request(call, wanted(call), timeout=DEADLINE_S)  # for requests of its next messages
+        await answered(people[name], call, wanted(call))  # for requests of its next messages
     before = await witness.stored(own)
     assert len(before) > (0 if name == "operator" else 8)
     asked = 0
@@ -203,11 +213,11 @@ async def test_no_answer_lands_where_the_asker_may_not_write(people: dict[str, G
             traced = {"Nats-Trace-Dest": target, "Nats-Trace-Only": "true"}
             await asker.publish(subject, payloads(subject)[0][0], headers=traced | NEVER)
             asked += 1
-        await asker.flush(DEADLINE_S)
+        await people[name].flush()
     assert asked > 1000
     assert sum([await push(people[name], call, target) for call in creating for target in TARGETS]) > 50
     await asyncio.sleep(DELIVERED_S)
     for somebody in people.values():
-        await somebody.link.bulk.flush(DEADLINE_S)
+        await somebody.flush()
     assert await witness.stored(own) == before
     assert {subject for subject in witness.heard if not covered(subject, own)} == set()

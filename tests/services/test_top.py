@@ -26,6 +26,8 @@ from diloco_ops.keys.permissions import Who
 from diloco_ops.top.app import Top
 from diloco_ops.top.feed import reached
 
+pytestmark = pytest.mark.usefixtures("patient_commands")
+
 CURSOR = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]|\x1b[()][A-Z0-9]|\x1b[=>]")
 COLOUR = re.compile(rb"\x1b\[[0-9;]*(3[0-8]|4[0-8]|9[0-7])[0-9;]*m")
 
