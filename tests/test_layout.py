@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 SOURCES = {
     "diloco": ROOT / "shared/src",
@@ -61,6 +63,7 @@ def test_every_shared_module_is_reached_by_a_service() -> None:
     assert known.keys() - reached - packages - programs == set()
 
 
+@pytest.mark.tool
 def test_commands_import_neither_the_kernels_nor_jax() -> None:
     program = "import sys, diloco_ops.api; print(*{'numba', 'jax', 'torch'} & sys.modules.keys())"
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

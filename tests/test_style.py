@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.tool
+
 ROOT = Path(__file__).parents[1]
 PRODUCTION = ("shared/", "services/", "report/", "ops/", "lab/")
 MAX_FILE_LINES = 500

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.services
+
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ("task.layers=1", "task.width=32", "task.context=32", "task.batch=4", "fragments.count=4", "round.steps=4")
 

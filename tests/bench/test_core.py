@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.services
+
 CORE = Path(__file__).parents[2] / "bench" / "core.py"
 STAGES = {"encode", "decode", "merge of 4", "merge of 8", "fold in place", "fold"}
 TARGETS = {"encode": 0.8, "decode": 1.5, "merge of 4": 1.2, "merge of 8": 1.2, "fold in place": 0.4, "fold": 0.4}

@@ -8,6 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.services
+
 BENCHES = Path(__file__).parents[2] / "bench"
 
 LOSES_ITS_CONNECTION = """

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.services
+
 SCRIPT = Path(__file__).parents[2] / "bench" / "transport.py"
 SMALLEST = ["--record-mb", "0.25", "0.6", "--sample-mb", "0.6", "--samples", "2", "--small", "10"]
 

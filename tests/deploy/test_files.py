@@ -88,6 +88,7 @@ def test_no_secret_is_in_any_file() -> None:
             assert not SECRETS.search(path.read_text()), path
 
 
+@pytest.mark.tool
 @pytest.mark.parametrize(
     ("names", "files"),
     [
@@ -108,6 +109,7 @@ def test_a_bundle_has_what_was_asked_for_by_role_and_for_nobody_else_to_read(
     assert {member.mode & 0o077 for member in members} == {0}
 
 
+@pytest.mark.tool
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -166,6 +168,7 @@ def test_resources_are_what_kubernetes_takes(overlay: str) -> None:
     assert ("Deployment" in kinds) == (overlay == "us")
 
 
+@pytest.mark.tool
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="there is no kubectl")
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_kubectl_renders_the_same(overlay: str) -> None:
@@ -247,6 +250,7 @@ def test_a_unit_is_hardened_and_told_what_its_service_knows(unit: Path) -> None:
     assert values["BindReadOnlyPaths"] == told["DILOCO_IDENTITY"]
 
 
+@pytest.mark.tool
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd-analyze")
 def test_systemd_takes_the_units(tmp_path: Path) -> None:
     folder = tmp_path / "etc" / "systemd" / "system"

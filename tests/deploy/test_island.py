@@ -77,6 +77,7 @@ def test_the_job_replaces_pods_that_can_go_on_and_gives_up_what_would_end_again(
     assert not counted & (by_action["Ignore"] | by_action["FailJob"])
 
 
+@pytest.mark.tool
 def test_shellcheck_finds_nothing() -> None:
     found = subprocess.run(
         [Path(sys.executable).parent / "shellcheck", POD_SCRIPT], capture_output=True, text=True, check=False
@@ -108,6 +109,7 @@ UNTIL_ASKED = 'trap "exit 0" TERM; touch "$OWN/ready"; while :; do sleep 0.02; d
 UNTIL_ANOTHER_IS_ASKED = 'touch "$OWN/ready"; until [ -e "$DILOCO_STATE_DIR/learner-0.leaving" ]; do sleep 0.02; done'
 
 
+@pytest.mark.services
 @pytest.mark.parametrize("code", [0, 2, 11])
 def test_a_process_that_ends_by_itself_gives_its_code_to_the_job(tmp_path: Path, code: int) -> None:
     (tmp_path / "learner-0.leaving").touch()  # of an earlier generation
@@ -115,6 +117,7 @@ def test_a_process_that_ends_by_itself_gives_its_code_to_the_job(tmp_path: Path,
     assert Pod(tmp_path, 0, f"exit {code}").process.wait(60) == code
 
 
+@pytest.mark.services
 def test_all_processes_of_a_learner_that_leaves_with_notice_are_to_be_replaced(tmp_path: Path) -> None:
     pods = [Pod(tmp_path, 0, UNTIL_ANOTHER_IS_ASKED), Pod(tmp_path, 1, UNTIL_ASKED)]
     for pod in pods:
@@ -123,5 +126,6 @@ def test_all_processes_of_a_learner_that_leaves_with_notice_are_to_be_replaced(t
     assert [pod.process.wait(60) for pod in pods] == [LEFT, LEFT]
 
 
+@pytest.mark.services
 def test_a_killed_process_counts_as_killed(tmp_path: Path) -> None:
     assert Pod(tmp_path, 0, "kill -9 $$").process.wait(60) == 128 + signal.SIGKILL

@@ -182,12 +182,14 @@ def test_the_metrics_page_lists_the_alerts() -> None:
     assert [line[: len(row)] for line, row in zip(listed, rows, strict=True)] == rows
 
 
+@pytest.mark.tool
 @needs_promtool
 def test_the_alerts_fire_when_they_should_and_not_before() -> None:
     played = subprocess.run(["promtool", "test", "rules", str(CASES)], capture_output=True, text=True, check=False)
     assert played.returncode == 0, played.stdout + played.stderr
 
 
+@pytest.mark.tool
 @needs_promtool
 def test_prometheus_takes_the_configuration_of_compose_with_the_rules(tmp_path: Path) -> None:
     mounted = yaml.safe_load((ROOT / "docker-compose.yml").read_text())

@@ -30,6 +30,8 @@ from diloco_ops.keys.folder import Folder
 from diloco_ops.keys.permissions import CONTROL, Who
 from diloco_ops.supervise import Guard
 
+pytestmark = pytest.mark.services
+
 CONFIGURATIONS = Path(__file__).parents[2] / "deploy" / "datacenter"
 REGIONS = ("us", "eu", "ap")
 STARTS_S = 60.0

@@ -334,6 +334,7 @@ def test_findings_are_judged_by_results_of_the_arms_as_they_are(tmp_path: Path) 
     assert page.read_text().count("| not played |") > 2
 
 
+@pytest.mark.services
 def test_a_trial_computes_in_one_thread() -> None:
     code = """
 import jax, os
@@ -370,6 +371,7 @@ def with_task(settings: RunSettings, name: str) -> RunSettings:
     return settings.model_copy(update={"task": settings.task.model_copy(update={"name": name})})
 
 
+@pytest.mark.services
 def test_no_process_of_trials_is_left_behind_by_a_command_that_is_killed(tmp_path: Path) -> None:
     code = tmp_path / "killed.py"  # a file: processes that are spawned import it again
     code.write_text("""

@@ -138,6 +138,7 @@ def test_a_file_that_cannot_be_written_is_named_before_anything_is_simulated(tmp
         ready(tmp_path / "file" / "page.html")
 
 
+@pytest.mark.services
 def test_the_command_writes_page_and_pictures(tmp_path: Path) -> None:
     line = [sys.executable, "-c", "from diloco_ops.cli import main; main()", "simulate", "report", str(tmp_path / "page.html")]
     line += ["--days", "0.01", "--seeds", "1", "--jobs", "1", "--svg", str(tmp_path / "svg")]

@@ -23,6 +23,7 @@ FOUR = {"data": 1, "fsdp": 4, "tensor": 1}
 TWO_BY_TWO = {"data": 1, "fsdp": 2, "tensor": 2}
 
 
+@pytest.mark.services
 @pytest.mark.timeout(660)  # all of four_devices.py
 def test_an_island_of_four_devices(tmp_path: Path) -> None:
     flags = "--xla_cpu_multi_thread_eigen=false --xla_backend_optimization_level=0"  # which compiles in half the time

@@ -105,6 +105,7 @@ def test_adamw_takes_the_steps_of_torch_s_own_to_the_bit() -> None:
         }
 
 
+@pytest.mark.tool
 def test_the_built_in_optimizers_load_no_compiler() -> None:
     steps = """
 import sys, torch

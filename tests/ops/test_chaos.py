@@ -261,6 +261,7 @@ def wait_for(process: psutil.Process, *, stopped: bool) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.services
 async def test_what_an_earlier_chaos_left_is_put_right(tmp_path: Path, sleeper: psutil.Process) -> None:
     clock = tmp_path / "learner-0.clock"
     clock.write_text("3600")
@@ -290,6 +291,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.services
 def test_a_chaos_that_is_killed_leaves_nothing_frozen(tmp_path: Path, sleeper: psutil.Process) -> None:
     chaos = subprocess.Popen([sys.executable, "-c", CHAOS, str(tmp_path), str(sleeper.pid)], stdout=subprocess.PIPE)
     try:
@@ -302,6 +304,7 @@ def test_a_chaos_that_is_killed_leaves_nothing_frozen(tmp_path: Path, sleeper: p
     wait_for(sleeper, stopped=False)
 
 
+@pytest.mark.services
 def test_no_signal_reaches_a_process_that_has_the_pid_of_another_one(sleeper: psutil.Process) -> None:
     assert not revert.send(sleeper.pid, "another", signal.SIGKILL)
     assert sleeper.status() != psutil.STATUS_ZOMBIE

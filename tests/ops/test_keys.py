@@ -141,6 +141,7 @@ def test_servers_know_whom_they_have_to(command: Command, tmp_path: Path) -> Non
     }
 
 
+@pytest.mark.tool
 def test_a_server_takes_the_file(command: Command, tmp_path: Path) -> None:
     regional(command)
     for name in ("nats-us", "nats-eu"):
@@ -419,6 +420,7 @@ def test_servers_files_are_written_again(command: Command, tmp_path: Path) -> No
     assert [path.read_text() for path in paths] == before
 
 
+@pytest.mark.tool
 def test_routes_are_pinned_to_the_control_servers(command: Command, tmp_path: Path) -> None:
     regional(command)
     servers = tmp_path / "k" / "servers"

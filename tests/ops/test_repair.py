@@ -32,6 +32,7 @@ def genesis_of(name: str, settings: RunSettings = SETTINGS) -> bytes:
     return framing.pack(record, framing.run_id(name, settings.digest()))
 
 
+@pytest.mark.services
 async def test_a_value_of_an_older_bucket_that_is_too_large_to_be_read_is_removed(link: NatsTransport, tmp_path: Path) -> None:
     name = f"run-{uuid.uuid4().hex[:8]}"
     bucket, other = f"KV_DILOCO_{name}", f"$KV.DILOCO_{name}.owners"
@@ -49,6 +50,7 @@ async def test_a_value_of_an_older_bucket_that_is_too_large_to_be_read_is_remove
     assert await keys.remedy("share.toy-1") is None
 
 
+@pytest.mark.services
 async def test_what_says_which_run_this_is_is_made_again_only_for_the_run_of_the_log(
     link: NatsTransport, tmp_path: Path
 ) -> None:
@@ -91,6 +93,7 @@ def test_an_order_says_what_it_undoes_and_is_refused_where_no_owner_could_carry_
         one.order("r", 5)
 
 
+@pytest.mark.services
 async def test_who_reads_heads_alone_comes_to_the_log_that_those_have_who_fold(link: NatsTransport) -> None:
     begun = await begin(link)
     log, owner = begun.context.store, await begun.taken_over()

@@ -35,6 +35,7 @@ def trained(processes: int, devices: int, mesh: Mesh) -> tuple[str, Machine]:
     return digest, Machine(text, flags)
 
 
+@pytest.mark.services
 @pytest.mark.parametrize(
     ("processes", "devices", "mesh"),
     [(3, 1, Mesh(3, 1, 1)), pytest.param(2, 2, Mesh(2, 2, 1), marks=pytest.mark.slow)],

@@ -45,6 +45,7 @@ def children() -> list[int]:
     return [child.pid for child in psutil.Process().children(recursive=True)]
 
 
+@pytest.mark.services
 def test_it_listens_when_start_returns_and_is_gone_when_stop_does(make_server: MakeServer) -> None:
     before = children()
     server = make_server()
@@ -59,6 +60,7 @@ def test_it_listens_when_start_returns_and_is_gone_when_stop_does(make_server: M
     server.stop()  # once is enough, twice does no harm
 
 
+@pytest.mark.services
 async def test_what_was_acknowledged_outlives_a_kill(make_server: MakeServer) -> None:
     server = make_server()
     link = await Link.open(server.url, server.url, "test", get_logger(), 10)
@@ -75,6 +77,7 @@ async def test_what_was_acknowledged_outlives_a_kill(make_server: MakeServer) ->
     assert (server.directory / "jetstream").is_dir()
 
 
+@pytest.mark.services
 def test_a_taken_port_is_told_with_the_servers_own_words(make_server: MakeServer) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
@@ -86,6 +89,7 @@ def test_a_taken_port_is_told_with_the_servers_own_words(make_server: MakeServer
     assert server.pid
 
 
+@pytest.mark.services
 def test_a_directory_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "jetstream").write_text("a file where the store should be")
     with pytest.raises(BrokerError, match="did not come up on port"):
@@ -108,6 +112,7 @@ def test_free_ports_are_free() -> None:
             pass
 
 
+@pytest.mark.services
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_it_ends_with_its_owner(tmp_path: Path, number: signal.Signals, frozen: bool) -> None:

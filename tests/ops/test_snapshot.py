@@ -21,6 +21,8 @@ from diloco.transport import Stored
 from diloco_ops.broker import snapshot
 from diloco_ops.broker.snapshot import Snapshot
 
+pytestmark = pytest.mark.services
+
 
 @pytest.fixture
 async def links(make_server: MakeServer) -> AsyncIterator[tuple[Link, Link]]:

@@ -220,6 +220,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.services
 def test_no_service_outlives_a_launcher_that_was_killed(tmp_path: Path) -> None:
     launcher = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, str(tmp_path)], stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]

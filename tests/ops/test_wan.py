@@ -236,6 +236,7 @@ async def test_a_target_never_hears_of_who_gave_up_in_a_cut() -> None:
         assert there.target.connections.empty()
 
 
+@pytest.mark.services
 async def test_a_nats_client_goes_on_after_a_cut(nats_server: Server) -> None:
     async with relay_world(nats_server.url.removeprefix("nats://")) as there:
         heard: asyncio.Queue[bytes] = asyncio.Queue()
@@ -260,6 +261,7 @@ async def test_a_nats_client_goes_on_after_a_cut(nats_server: Server) -> None:
             await far.close()
 
 
+@pytest.mark.services
 async def test_a_link_is_not_given_up_while_what_it_was_asked_for_is_still_coming(
     nats_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -553,6 +555,7 @@ def served(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
         process.communicate()
 
 
+@pytest.mark.services
 def test_a_relay_is_served_commanded_and_ended(wan: Command, tmp_path: Path) -> None:
     with served(tmp_path) as (process, at):
         assert wan("cut", "eu", "--at", at) == Ended(0, "cut: us-eu, eu-us\n", "")

@@ -22,7 +22,7 @@ from diloco_coordinator.page.server import HEADERS
 from diloco_report import actions, page
 from diloco_report.actions import WHY, Action, Field
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium")
+pytestmark = [pytest.mark.services, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium")]
 
 # each of them makes the page's title its own if it is run
 ATTACKS = (

@@ -21,6 +21,8 @@ from diloco_ops.keys.permissions import Who
 from diloco_syncer.fence import TRIES
 from diloco_syncer.owner import FragmentOwner
 
+pytestmark = pytest.mark.services
+
 
 class Meddled:
     """A transport on which others do what they like with an append: ``before`` it, ``after`` it, in the place of its answer."""

@@ -23,6 +23,8 @@ from diloco_syncer.context import clock_s
 from diloco_syncer.governor import Governor
 from diloco_syncer.intake import Intake
 
+pytestmark = pytest.mark.services
+
 
 @dataclass
 class Governed:

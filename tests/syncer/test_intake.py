@@ -19,6 +19,8 @@ from diloco.wire.body import PART_BYTES
 from diloco_syncer.intake import Intake
 from diloco_syncer.owner import FragmentOwner
 
+pytestmark = pytest.mark.services
+
 
 @asynccontextmanager
 async def reading(begun: Begun, *owners: FragmentOwner) -> AsyncIterator[tuple[Intake, asyncio.Event]]:

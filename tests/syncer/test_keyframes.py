@@ -10,6 +10,8 @@ from diloco.errors import FenceError
 from diloco.nats.transport import NatsTransport
 from diloco_syncer.keyframes import Keyframes
 
+pytestmark = pytest.mark.services
+
 
 async def test_one_is_due_when_the_log_has_grown_by_its_size_times_the_factor(link: NatsTransport) -> None:
     begun = await begin(link, **{"log.keyframe_factor": 2.0})

@@ -16,6 +16,8 @@ from diloco.errors import FenceError, FormatError, UnmergeableError
 from diloco.nats.transport import NatsTransport
 from diloco_syncer.context import clock_s
 
+pytestmark = pytest.mark.services
+
 
 async def test_a_version_is_the_mean_of_its_offers_and_loads_as_the_owner_has_it(link: NatsTransport) -> None:
     begun = await begin(link)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
+import pytest
 from structlog.testing import capture_logs
 from tests.made.heartbeats import learner_heartbeat
 from tests.made.syncer_parts import SIZE, Begun, begin, change, offer
@@ -27,6 +28,8 @@ from diloco_syncer.links import LinkWatch
 from diloco_syncer.owner import FragmentOwner
 from diloco_syncer.quarantine import Suspects
 from diloco_syncer.rounds import RoundLoop
+
+pytestmark = pytest.mark.services
 
 
 @dataclass

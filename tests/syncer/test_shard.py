@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+import pytest
 from structlog.testing import capture_logs
 from tests.made.heartbeats import learner_heartbeat, shard_heartbeat
 from tests.made.syncer_parts import Begun, begin
@@ -15,6 +16,8 @@ from diloco.process.observe import get_logger
 from diloco.wire import framing
 from diloco.wire.control import SnapshotMarker
 from diloco_syncer.shard import Shard
+
+pytestmark = pytest.mark.services
 
 
 async def until(done: Callable[[], bool]) -> None:

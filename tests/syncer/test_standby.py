@@ -19,6 +19,8 @@ from diloco_syncer.aggregator import RegionalAggregator
 from diloco_syncer.regions import Regions
 from diloco_syncer.standby import Standby
 
+pytestmark = pytest.mark.services
+
 
 @dataclass
 class Home:

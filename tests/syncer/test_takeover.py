@@ -9,6 +9,8 @@ from tests.made.syncer_parts import begin, merge, offer, take_fragment
 from diloco.log.follower import Copy
 from diloco.nats.transport import NatsTransport
 
+pytestmark = pytest.mark.services
+
 
 async def test_each_takeover_is_an_entry_of_a_higher_epoch(link: NatsTransport) -> None:
     begun = await begin(link)
