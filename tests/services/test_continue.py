@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from tests.made.fixtures import Diloco, Launch, MakeServer, Regions
-from tests.made.run_checks import save_directory
+from tests.made.run_checks import WAITS, save_directory
 from tests.services.apart import apart
 from tests.services.cluster import Cluster, Folded, small, some_versions
 from tests.services.toy import SAMPLES, Toy
@@ -63,7 +63,7 @@ async def to_its_end(run: Cluster, learners: int = 3) -> list[Folded]:
 async def test_a_run_that_is_over_begins_again_at_an_earlier_version(
     make_server: MakeServer, launch: Launch, tmp_path: Path
 ) -> None:
-    run = launch(small(tokens=TOKENS // 3, learners=1))
+    run = launch(small(tokens=TOKENS // 3, learners=1, **WAITS))
     [closed, *_] = await to_its_end(run, learners=1)
     directory = save_directory(run)
     (directory / "report.json").write_text("{}")
@@ -119,8 +119,9 @@ def check_begins(states: Sequence[tuple[np.ndarray[Any, Any], np.ndarray[Any, An
         assert np.any(momentum)
 
 
+@pytest.mark.promise("a run that is over continues with more tokens")
 async def test_a_run_that_is_over_goes_on_twice_with_its_model_momentum_and_data(launch: Launch) -> None:
-    first = launch(small(tokens=TOKENS, log__keep_bytes=0, log__keyframe_factor=0.1))  # its old versions are dropped
+    first = launch(small(tokens=TOKENS, log__keep_bytes=0, log__keyframe_factor=0.1, **WAITS))  # its old versions are dropped
     ended = await to_its_end(first)
 
     second, notes = await continued(launch, first, "second", tokens=2 * TOKENS, round__steps=5)
@@ -182,7 +183,7 @@ async def test_a_run_that_is_not_over_is_not_continued(launch: Launch, tmp_path:
 
 
 async def test_nothing_is_left_of_a_continuation_that_fails(make_server: MakeServer, launch: Launch, tmp_path: Path) -> None:
-    first = launch(small(tokens=TOKENS // 3, learners=1))
+    first = launch(small(tokens=TOKENS // 3, learners=1, **WAITS))
     await to_its_end(first, learners=1)
     source = continuing.find(save_directory(first), {"tokens": TOKENS})
     taken = RunDirectory(tmp_path / "x", first.name, first.url, None, first.settings)
