@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from tests.made.fixtures import Launch, MakeServer
 from tests.made.run_checks import save_directory
-from tests.services.cluster import Cluster, Folded, check_accounts, small, some_versions
+from tests.services.cluster import NEVER_S, Cluster, Folded, check_accounts, small, some_versions
 from tests.services.toy import SAMPLES, Regression, Toy
 
 from diloco.core.fragments import TensorSpec
@@ -29,6 +29,7 @@ from diloco_ops import checkpoint, operate, resume, rollback, run_reader
 from diloco_ops.broker.server import Server
 from diloco_ops.manifest import Checkpoint, load
 
+pytestmark = pytest.mark.usefixtures("patient_commands")
 NAMES = ["toy-0", "toy-1", "toy-2"]
 
 
@@ -46,6 +47,7 @@ async def restored(
 async def checkpoint_of(run: Cluster) -> tuple[Checkpoint, list[str]]:
     """Take a checkpoint while learners go on, slowly: on a busy machine a marker comes late, and few rounds may pass."""
     with run.slowly():
+        run.gate.open()
         return await checkpoint.take(save_directory(run))
 
 
@@ -58,16 +60,18 @@ async def go_on(cluster: Cluster, learners: int = 3, **behaviour: Any) -> list[F
 
 
 @pytest.mark.parametrize("bits", [pytest.param(32, marks=pytest.mark.slow), 4])
+@pytest.mark.promise("a run resumed from its checkpoint comes to the same bits")
 async def test_a_run_goes_on_from_its_checkpoint_to_the_same_bits(
     make_server: MakeServer, launch: Launch, tmp_path: Path, bits: int
 ) -> None:
     # every learner answers every round and waits for its version, so that the bits do not depend on time; with four of them
     # a value, what rounding left over matters too: the learners', and the owner's
     codec = {"codec__offer_bits": bits, "codec__record_bits": bits, "codec__error_feedback": True}
-    settings = small("diloco", tokens=3 * 90 * SAMPLES, **codec)
+    settings = small("diloco", tokens=3 * 90 * SAMPLES, liveness__dead_s=NEVER_S, **codec)
     unbroken = launch(settings)
-    await unbroken.begin()
-    await unbroken.until(lambda: min((p[-1].versions[0] for p in unbroken.heartbeats.values()), default=0) >= 4, "versions")
+    unbroken.learners(**unbroken.answers_held)
+    await unbroken.begin(until_step=0)
+    await unbroken.step_to_version(4)
 
     taken, problems = await checkpoint_of(unbroken)
 
@@ -109,14 +113,13 @@ def seeing(run: Cluster) -> dict[str, Any]:
         task.tensors[SEEN] = np.zeros(3, np.float32)
 
     def sees(toy: Toy) -> None:
-        run.gate(toy)
         assert toy.task is not None
         toy.task.tensors[SEEN] += RATES
 
     def specs(task: Regression) -> list[TensorSpec]:
         return [TensorSpec(path, tensor.shape, path == "table", state=path == SEEN) for path, tensor in task.tensors.items()]
 
-    return {"initialise": begins, "before_step": sees, "specs": specs}
+    return run.answers_held | {"initialise": begins, "before_step": sees, "specs": specs}
 
 
 async def test_state_that_is_merged_goes_on_from_where_it_was_when_all_were_killed(
@@ -126,8 +129,8 @@ async def test_state_that_is_merged_goes_on_from_where_it_was_when_all_were_kill
     server = make_server()
     run = launch(small(tokens=3 * 120 * SAMPLES, carry__overlap=False), server.url)
     run.learners(checkpoint_s=0.1, **seeing(run))
-    await run.begin()
-    await some_versions(run)
+    await run.begin(until_step=0)
+    await run.step_to_version(2)
     await run.until(lambda: len(run.events("checkpoint_saved")) > len(NAMES), "checkpoints")
     await stop(run)
     server.kill()
@@ -178,8 +181,9 @@ async def test_with_other_members_nothing_that_was_merged_is_lost(
     make_server: MakeServer, launch: Launch, tmp_path: Path
 ) -> None:
     run = launch(small(tokens=3 * 120 * SAMPLES))
-    await run.begin()
-    await some_versions(run)
+    run.learners(**run.answers_held)
+    await run.begin(until_step=0)
+    await run.step_to_version(2)
 
     changes = ["outer.learning_rate=0.25", "liveness.dead_s=9.0"]
     await asyncio.to_thread(operate.set_, save_directory(run), changes)
@@ -208,13 +212,13 @@ async def test_with_other_members_nothing_that_was_merged_is_lost(
 
 
 async def test_a_run_begins_again_at_an_earlier_version(make_server: MakeServer, launch: Launch, tmp_path: Path) -> None:
-    run = launch(small(tokens=3 * 240 * SAMPLES, log__keyframe_factor=0.2))
-    await run.begin()
-    await some_versions(run, more=3)
-    with run.slowly():
-        # which at an earlier version nobody has ordered yet
-        await asyncio.to_thread(rollback.rollback, save_directory(run), 1, "")
-    await some_versions(run, more=1)
+    run = launch(small(tokens=3 * 160 * SAMPLES, log__keyframe_factor=0.2))
+    run.learners(**run.answers_held)
+    await run.begin(until_step=0)
+    await run.step_to_version(3)
+    # which at an earlier version nobody has ordered yet
+    await asyncio.to_thread(rollback.rollback, save_directory(run), 1, "")
+    await run.step_to_version(5)
     taken, _ = await checkpoint_of(run)
     run.hurry()
     await run.ended()
@@ -255,15 +259,16 @@ async def stop(run: Cluster) -> None:
 
 
 async def two_checkpoints(run: Cluster) -> tuple[Path, list[Path]]:
-    """Of a run that has just begun; its directory and theirs."""
-    await run.begin()
-    await some_versions(run)
+    """Of a run that has just begun, whose learners are held; its directory and theirs."""
+    run.learners(**run.answers_held)
+    await run.begin(until_step=0)
+    await run.step_to_version(1)
     directory = save_directory(run)
     return directory, [(await checkpoint.take(directory))[0].path for _ in range(2)]
 
 
 async def test_damaged_checkpoints_are_named_and_an_older_whole_one_is_used(launch: Launch, tmp_path: Path) -> None:
-    run = launch(small(tokens=3 * 100_000 * SAMPLES, round__steps=12))
+    run = launch(small(tokens=10**9))
     directory, [older, newer] = await two_checkpoints(run)
     assert directory / "whole" == older.parent == newer.parent
     assert resume.find(directory).checkpoint.path == newer
@@ -305,7 +310,7 @@ def refused(source: Checkpoint, overrides: dict[str, Any]) -> str:
 
 
 async def test_settings_that_would_break_the_run_are_refused_by_name(launch: Launch) -> None:
-    run = launch(small(tokens=3 * 100_000 * SAMPLES, round__steps=12))
+    run = launch(small(tokens=10**9))
     _, [older, _] = await two_checkpoints(run)
     source = load(older)
     for name, value in {
@@ -319,7 +324,7 @@ async def test_settings_that_would_break_the_run_are_refused_by_name(launch: Lau
 
 
 async def test_a_full_disk_leaves_the_old_checkpoint_and_the_run_as_they_were(launch: Launch) -> None:
-    run = launch(small(task__context=40_000, fragments__count=3, tokens=3 * 150 * SAMPLES))
+    run = launch(small(task__context=40_000, fragments__count=3))
     directory, [older, newer] = await two_checkpoints(run)
 
     ended = await command("ulimit -f 64; exec ", ["checkpoint", str(directory)])  # 64 KiB: no file may be larger
@@ -329,6 +334,7 @@ async def test_a_full_disk_leaves_the_old_checkpoint_and_the_run_as_they_were(la
     assert "File too large" in ended[1]
     assert sorted((directory / "whole").iterdir()) == [older, newer]
     assert resume.find(directory).checkpoint.path == newer
+    run.gate.open()
     await run.ended()
     check_accounts(await run.finished_heartbeats(), await whole(run))
 

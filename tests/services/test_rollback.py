@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,9 @@ from tests.made.fixtures import Launch, Regions
 from tests.made.fragment_vectors import scatter
 from tests.made.run_checks import WAITS, newest_applied, rollbacks, save_directory, until_owned_by, waiting_settings
 from tests.made.toy_replay import redo_toys
+from tests.pace import DEADLINE_S, scaled_s
 from tests.services.apart import REGIONS, apart, demand_one_log
-from tests.services.cluster import Cluster, Folded, check_accounts, small, some_versions
+from tests.services.cluster import NEVER_S, Cluster, Folded, check_accounts, small
 from tests.services.toy import SAMPLES, Regression, Toy
 
 from diloco.control.creation import Run
@@ -27,6 +27,8 @@ from diloco.service.rundir import RunDirectory
 from diloco.settings.run import RunSettings
 from diloco.wire.entries import RolledBack
 from diloco_ops import rollback, run_reader, verify
+
+pytestmark = pytest.mark.usefixtures("patient_commands")
 
 
 async def go_back(cluster: Cluster, version: int, reason: str = "a spike") -> int:
@@ -65,34 +67,33 @@ async def demand_one_run(cluster: Cluster) -> list[Folded]:
 class Spoiler:
     """Pushes a learner's parameters away from the truth before each step, while it is on."""
 
-    def __init__(self, gate: Callable[[Toy], None]) -> None:
-        self.gate, self.on = gate, False
+    on = False
 
     def __call__(self, toy: Toy) -> None:
-        self.gate(toy)
         if self.on and toy.task is not None:
             for tensor in toy.task.tensors.values():
                 tensor += np.float32(3)
 
 
+@pytest.mark.promise("an operator takes versions back while the run goes on")
 async def test_a_run_that_a_bad_learner_drove_off_goes_on_from_where_it_was(launch: Launch) -> None:
     # whatever a merge does is let in, so that there is something to go back from
-    cluster = launch(waiting_settings(steps=160, log__archive=True, quarantine__merge_factor=0.0))
-    spoiler = Spoiler(cluster.gate)
+    cluster = launch(waiting_settings(steps=120, log__archive=True, quarantine__merge_factor=0.0, liveness__dead_s=NEVER_S))
+    spoiler = Spoiler()
     for share in range(2):
-        cluster.toy(share)
-    cluster.toy(2, before_step=spoiler)
-    await cluster.begin()
-    await some_versions(cluster, 5)
+        cluster.toy(share, **cluster.answers_held)
+    cluster.toy(2, **cluster.answers_held | {"before_step": spoiler})
+    await cluster.begin(until_step=0)
+    await cluster.step_to_version(5)
     good = min(newest_applied(cluster))
-    with cluster.slowly():
-        at_good = await distance(cluster, good)
+    at_good = await distance(cluster, good)
     spoiler.on = True
-    await some_versions(cluster, 3)
+    await cluster.step_to_version(good + 3)
     bad = min(newest_applied(cluster))
+    assert await distance(cluster, bad) > 10 * at_good
+    spoiler.on = False
     with cluster.slowly():
-        assert await distance(cluster, bad) > 10 * at_good
-        spoiler.on = False
+        cluster.gate.open()
 
         assert await go_back(cluster, good) == 0
 
@@ -117,16 +118,17 @@ async def test_a_run_that_a_bad_learner_drove_off_goes_on_from_where_it_was(laun
 
 @pytest.mark.slow  # the simulation has many such schedules
 async def test_owners_that_die_or_freeze_over_an_order_leave_it_to_others_who_carry_it_out_once(launch: Launch) -> None:
-    cluster = launch(waiting_settings(steps=200))
+    patience = {"liveness__takeover_s": scaled_s(5.0), "liveness__dead_s": NEVER_S}  # none dies but those that the test kills
+    cluster = launch(waiting_settings(steps=200, **patience))
     await cluster.create()
     services = {service.name: service for service in [cluster.syncer(index) for index in range(4)]}
-    cluster.learners()
+    cluster.learners(**cluster.answers_held)
     await cluster.link()
     await cluster.all_ready()
-    cluster.gate.open()
-    await some_versions(cluster, 2)
+    await cluster.step_to_version(2)
     good = min(newest_applied(cluster))
-    await some_versions(cluster, 2)
+    await cluster.step_to_version(good + 2)
+    await cluster.until(lambda: len(cluster.shard_heartbeats) == len(services), "all syncers are heard")
     [killed, frozen] = [name for name in services if cluster.shard_heartbeats[name].fragments]
     services[frozen].process.send_signal(signal.SIGSTOP)
     services[killed].process.send_signal(signal.SIGSTOP)
@@ -141,8 +143,9 @@ async def test_owners_that_die_or_freeze_over_an_order_leave_it_to_others_who_ca
     await until_owned_by(cluster, *standbys)
     at = newest_applied(cluster)
     # and once more, to what the run was after the first: by then there are two versions of that state
-    await some_versions(cluster, 2)
+    await cluster.step_to_version(max(at) + 2)
     assert await go_back(cluster, max(at)) == 0
+    cluster.gate.open()
     folded = await demand_one_run(cluster)
     assert rollbacks(folded) == {index: [(1, good), (2, max(at))] for index in range(4)}
     assert {entry.syncer for log in folded for entry in log.entries if entry.rolled_back} == set(standbys)
@@ -150,22 +153,26 @@ async def test_owners_that_die_or_freeze_over_an_order_leave_it_to_others_who_ca
 
 @pytest.mark.slow
 async def test_a_learner_that_was_away_goes_on_from_where_the_run_went_and_not_from_what_it_had_saved(launch: Launch) -> None:
-    cluster = launch(waiting_settings(steps=150, round__quorum=2))
-    cluster.toy(0)
-    cluster.toy(1)
-    cluster.toy(2, checkpoint_s=0.2, leave_s=0.0)
-    await cluster.begin()
-    await some_versions(cluster, 4)
+    cluster = launch(waiting_settings(steps=150, round__quorum=2, liveness__dead_s=scaled_s(10.0)))
+    cluster.toy(0, **cluster.answers_held)
+    cluster.toy(1, **cluster.answers_held)
+    cluster.toy(2, checkpoint_s=0.2, leave_s=0.0, **cluster.answers_held)
+    await cluster.begin(until_step=0)
+    await cluster.step_to_version(4)
     good = min(newest_applied(cluster))
-    await some_versions(cluster, 2)
+    await cluster.step_to_version(good + 2)
     leaver = cluster.toys[2]
-    leaver.leave()  # with work that nobody merges any more, on its disk
+    assert leaver.member is not None
+    await cluster.step_until(leaver.member.step + 2)  # work that nobody merges any more
+    leaver.leave()
     await cluster.until(lambda: not leaver.running, "it has left")
     cluster.toys.remove(leaver)
+    await cluster.until(lambda: cluster.heartbeats["toy-2"][-1].state == "left", "its last heartbeat")
     cluster.heartbeats.pop("toy-2")
     assert await go_back(cluster, good) == 0
-    back = cluster.toy(2)
+    back = cluster.toy(2, **cluster.answers_held)
     await cluster.until(lambda: "toy-2" in cluster.heartbeats, "it is back")
+    cluster.gate.open()
     assert cluster.events("checkpoint_restored", "toy-2")
     folded = await demand_one_run(cluster)
     assert back.finished
@@ -177,12 +184,25 @@ async def test_a_learner_that_was_away_goes_on_from_where_the_run_went_and_not_f
         assert min(bases) >= went_back.version
 
 
+async def until_dropped(cluster: Cluster, version: int) -> None:
+    """Wait until the first fragment's log does not have a version any more: its owner drops it behind a keyframe."""
+    store, _ = await cluster.store()
+    genesis = await store.reader.genesis()
+    assert genesis is not None
+    async with asyncio.timeout(DEADLINE_S):
+        with contextlib.suppress(RunError):
+            while True:
+                await store.reader.state_at(0, version, *genesis)
+                await asyncio.sleep(0.1)
+
+
 async def test_what_cannot_be_gone_back_to_is_refused_before_anything_is_ordered(launch: Launch) -> None:
     # a keyframe at every version, and of the log what is between the last two of them
     cluster = launch(waiting_settings(steps=60, log__keyframe_factor=0.001, log__keep_bytes=0))
-    await cluster.begin()
-    await some_versions(cluster, 5)
-    cluster.gate.close()
+    cluster.learners(**cluster.answers_held)
+    await cluster.begin(until_step=0)
+    await cluster.step_to_version(5)
+    await until_dropped(cluster, 1)
     with pytest.raises(
         RunError, match=r"fragment 0: version 1 is not in the log, which has those from \d+ to the newest; how far"
     ):
@@ -253,14 +273,16 @@ async def test_where_a_run_cannot_go_back_it_is_told_another_way(tmp_path: Path)
 
 @pytest.mark.parametrize("merge", [pytest.param(False, marks=pytest.mark.slow), True])
 async def test_a_run_in_regions_goes_back_in_all_of_them(regions: Regions, merge: bool) -> None:
-    changes = {"regions__merge": merge, "regions__away_s": 600.0}
+    changes = {"regions__merge": merge, "regions__away_s": 600.0, "liveness__dead_s": NEVER_S}
     run = await regions(apart(learners=6 if merge else 3, tokens=(6 if merge else 3) * 45 * SAMPLES, **WAITS, **changes))
-    await run.begin()
-    await some_versions(run, 2)
+    run.learners(**run.answers_held)
+    await run.begin(until_step=0)
+    await run.step_to_version(2)
     good = min(newest_applied(run))
-    await some_versions(run, 2)
+    await run.step_to_version(good + 2)
     run.save()
     with run.slowly():
+        run.gate.open()
         assert await asyncio.to_thread(rollback.rollback, run.directory, good, "") == 0
     await run.ended()
     read = {region: await run.read(region) for region in REGIONS}
