@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.made.fixtures import Launch
+from tests.pace import DEADLINE_S
 from tests.services.cluster import small, some_versions
 
 import diloco
@@ -18,6 +19,7 @@ from diloco_ops.attach import attach
 from diloco_ops.broker.server import Server
 
 
+@pytest.mark.promise("a run that was started elsewhere is attached to and verified")
 async def test_a_run_that_others_started_is_verified_with_the_tapes_of_all_places(launch: Launch, tmp_path: Path) -> None:
     cluster = launch(small(tokens=10**9))
     await cluster.begin()
@@ -42,6 +44,9 @@ async def test_a_run_elsewhere_is_opened_by_its_address(launch: Launch) -> None:
         await asyncio.to_thread(diloco.open, cluster.url, run=cluster.name)
     await cluster.begin()
     await some_versions(cluster)
+    async with asyncio.timeout(DEADLINE_S):  # until its coordinator has heard what the learners say of their steps
+        while sum(bool(one.get("loss")) for one in (await cluster.status()).get("learners", {}).values()) < 3:
+            await asyncio.sleep(0.1)
     run = await asyncio.to_thread(diloco.open, cluster.url, run=cluster.name)
     status = await asyncio.to_thread(run.status)
     assert {"toy-0", "toy-1"} <= set(status["learners"])
