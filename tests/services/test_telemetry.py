@@ -6,8 +6,9 @@ from collections import defaultdict
 
 import pytest
 from tests.made.fixtures import Launch, Regions
+from tests.made.run_checks import WAITS
 from tests.services.apart import apart
-from tests.services.cluster import small
+from tests.services.cluster import NEVER_S, small
 
 from diloco.core.tracing import version_ids
 from diloco.wire.framing import run_id
@@ -36,6 +37,7 @@ def whole(collector: Collector) -> list[tuple[Seen, list[Seen], list[Seen]]]:
     return found
 
 
+@pytest.mark.promise("traces connect an offer with its version")
 async def test_the_spans_of_a_version_hang_together(launch: Launch) -> None:
     settings = small(tokens=10**9)
     cluster = launch(settings)
@@ -84,7 +86,8 @@ async def test_the_spans_of_a_version_hang_together(launch: Launch) -> None:
 
 
 async def test_a_regional_offer_links_to_what_it_merged_and_its_round_to_it(regions: Regions) -> None:
-    settings = apart(learners=6, tokens=10**9, round__quorum="all", regions__merge=True, round__learners_wait=True)
+    patience = {"liveness__dead_s": NEVER_S, "regions__away_s": 600.0}  # a regional offer has all of its region
+    settings = apart(learners=6, tokens=10**9, regions__merge=True, **WAITS, **patience)
     run = await regions(settings)
     identity = run_id(run.name, settings.digest())
     with collecting() as collector:
