@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 from tests.made.fixtures import Diloco, Launch
 from tests.made.fragment_vectors import scatter
-from tests.services.cluster import Cluster, small, some_versions
+from tests.services.cluster import Cluster, small
 
 from diloco.core.arrangement import Arrangement
 from diloco.core.fragments import FragmentMap, TensorSpec, build_map
@@ -241,16 +241,18 @@ async def tensors_at(cluster: Cluster, version: int) -> Tensors:
         return found
 
 
+@pytest.mark.promise("weights are exported during a run and after it")
 async def test_weights_of_a_run_that_goes_on_and_of_one_that_is_over(launch: Launch, diloco: Diloco, tmp_path: Path) -> None:
     cluster = launch(small(log__keep_keyframes=1000))
-    await cluster.begin()
+    cluster.learners(**cluster.answers_held)
+    await cluster.begin(until_step=0)
     RunDirectory(cluster.directory, cluster.name, cluster.url, None, cluster.settings).save()
-    with cluster.slowly():
-        await some_versions(cluster)
-        async with run_reader.opened(cluster.directory) as seen:
-            with in_one_file(seen, tmp_path / "live.safetensors") as weights:
-                versions = await write(seen, weights, None, 1)
-        assert min(versions) >= 1
+    await cluster.step_to_version(3)
+    async with run_reader.opened(cluster.directory) as seen:
+        with in_one_file(seen, tmp_path / "live.safetensors") as weights:
+            versions = await write(seen, weights, None, 1)
+    assert min(versions) >= 3
+    cluster.gate.open()
     await cluster.ended()
 
     file, at_3, mean = tmp_path / "last.safetensors", tmp_path / "3.safetensors", tmp_path / "mean.safetensors"

@@ -7,7 +7,9 @@ import re
 from datetime import datetime
 from typing import Any
 
+import pytest
 from tests.made.fixtures import Launch
+from tests.pace import DEADLINE_S, scaled_s
 from tests.services.cluster import small
 
 from diloco.process.logs import FIXED_KEYS, LEVELS
@@ -23,13 +25,20 @@ LIFE_LINES = 12
 PROGRESS_A_MINUTE = 2
 
 
+@pytest.mark.promise("every log line fits the documented schema")
 async def test_every_line_fits_the_schema_and_few_are_for_people(launch: Launch) -> None:
-    cluster = launch(small(tokens=6 * 60 * 16))
+    # nobody is taken for dead, which would be said; and versions keep step with learners
+    cluster = launch(
+        small(tokens=4 * 60 * 16, round__learners_wait=True, liveness__dead_s=DEADLINE_S, liveness__takeover_s=scaled_s(8.0))
+    )
+    cluster.gate.close()
     cluster.coordinator()
     cluster.syncers()
     for share in range(3):
         cluster.toy_process(share)
     await cluster.link()
+    await cluster.until(lambda: len(cluster.heartbeats) == 3, "all learners are there")
+    cluster.gate.open()
     await cluster.ended()
     read = {path.stem: path.read_text().splitlines() for path in (cluster.directory / "logs").iterdir()}
     assert read.keys() == ROLES.keys()
