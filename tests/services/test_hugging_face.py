@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from tests.made.fixtures import Diloco
+from tests.pace import DEADLINE_S
 
 from diloco.control import creation, genesis
 from diloco.errors import SettingsError
@@ -61,7 +62,7 @@ async def founded(server: Server, path: Path, settings: RunSettings, text: str) 
     island = island_of(settings, text)
     directory = RunDirectory(path, "run", server.url, text, settings)
     directory.save()
-    link = await NatsTransport.open(server.url, server.url, "test", get_logger(), 20)
+    link = await NatsTransport.open(server.url, server.url, "test", get_logger(), DEADLINE_S)
     run = await creation.create(link, directory.name, settings)
     fragments = island.fragments()
     await run.registry.create("map", fragments.pack())

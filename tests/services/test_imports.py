@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from tests.pace import DEADLINE_S
+
 FORBIDDEN = """
 import importlib, pkgutil, sys
 
@@ -25,6 +27,6 @@ print(count)
 
 
 def test_all_but_the_learner_imports_without_jax() -> None:
-    done = subprocess.run([sys.executable, "-c", FORBIDDEN], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", FORBIDDEN], capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 30  # modules, so that the walk has found them

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from tests.made import raw_messages
-from tests.pace import DEADLINE_S
+from tests.pace import DEADLINE_S, scaled_s
 from tests.services.cluster import small
 from tests.services.secured import Guest, guest, make_keys, members, put, serving
 
@@ -111,7 +111,7 @@ async def test_one_learner_uses_up_nobodys_consumers(syncer: Guest, server: Serv
             wanted = config(inactive_threshold=THIRTY_ONE_YEARS - number)
             await send(liar, f"CONSUMER.CREATE.{LOG}", wanted)
             await send(liar, f"CONSUMER.CREATE.{LOG}.many-{number}", wanted | {"name": f"many-{number}"})
-        await liar.link.bulk.flush()
+        await liar.flush()
         async with guest(server, keys, VICTIM) as newcomer, guest(server, keys, "syncer-0") as restarted:
             assert (await first(newcomer, LOG, ENTRIES)).data == b"entry"
             assert (await first(restarted, LOG, ENTRIES)).data == b"entry"
@@ -152,7 +152,7 @@ async def test_empty_messages_of_a_learner_hide_nobodys_offers(syncer: Guest, se
         before = await syncer.link.last(OFFERS, newest)
         for index in range(empty):
             await raw_messages.publish(liar.link.bulk, (part % index).encode(), b"")
-        await liar.link.bulk.flush()
+        await liar.flush()
         async with asyncio.timeout(DEADLINE_S):  # they are stored some time after the server has taken them
             while await syncer.link.last(OFFERS, newest) == before:
                 await asyncio.sleep(0.01)
@@ -225,7 +225,7 @@ async def test_an_operator_removes_the_consumers_of_one_who_was_revoked(
 async def test_a_reader_whose_rights_are_of_another_version_says_so_and_waits_for_its_own(
     syncer: Guest, server: Server, keys: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streams, "TIMEOUT_S", 0.5)
+    monkeypatch.setattr(streams, "TIMEOUT_S", scaled_s(0.5))
     file = keys.server_folder("nats") / "auth.conf"
     own = file.read_text()
     file.write_text(own.replace(f"{LOG}.{VICTIM}-", f"{LOG}.older-"))
