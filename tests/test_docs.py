@@ -62,7 +62,7 @@ def learner_rows() -> list[str]:
         if name.partition(".")[0] in ServiceSettings.model_fields:
             continue
         field = _field(name, TorchLearnerSettings)
-        default = "" if field.default is None else f"`{field.default}`".replace(str(Path.home()), "~")
+        default = "" if field.default is None else f"`{field.default}`"
         rows.append(f"| `{name}` | {default} | {_allowed(field)} | {field.description or ''} |")
     return rows
 

@@ -12,7 +12,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping
@@ -26,7 +25,9 @@ from numpy.typing import NDArray
 
 from diloco.core.rows import at
 from diloco.errors import BrokerError, DilocoError, RunError, SettingsError
+from diloco.process import kernel_cache
 from diloco.service import rundir
+from diloco.settings import folders
 from diloco.settings.loading import assignment
 from diloco_ops import attach, export, inspect, run_reader
 from diloco_ops.checking import found
@@ -221,6 +222,7 @@ def open_(
         SettingsError: an address without a name, or a directory with one.
         BrokerError: the server does not answer.
     """
+    kernel_cache.choose(folders.cache_dir())
     text = os.fspath(place)
     if "://" not in text:
         for name, given in (("run", run), ("bulk", bulk), ("identity", identity)):
@@ -230,7 +232,7 @@ def open_(
         return Run(Path(text))
     if run is None:
         raise SettingsError(f"diloco.open({text!r}): say which run: diloco.open({text!r}, run='NAME')")
-    folder = tempfile.TemporaryDirectory(prefix="diloco-")
+    folder = folders.temporary()
     atexit.register(folder.cleanup)
     path = Path(folder.name) / run
     file = None if identity is None else str(Path(identity).resolve())

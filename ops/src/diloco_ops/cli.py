@@ -12,7 +12,8 @@ import typer
 
 from diloco import __version__
 from diloco.errors import DilocoError
-from diloco.process import observe
+from diloco.process import kernel_cache, observe
+from diloco.settings import folders
 
 
 def _version(wanted: bool) -> None:
@@ -28,6 +29,7 @@ def _root(
 
 
 def _main() -> int | None:
+    kernel_cache.choose(folders.cache_dir())
     app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
     app.callback()(_root)
     elsewhere = dict.fromkeys(("simulate", "lab"), "diloco-lab")  # commands of other distributions

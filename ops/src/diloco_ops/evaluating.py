@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,6 +16,7 @@ import typer
 from safetensors import SafetensorError, safe_open
 
 from diloco.errors import RunError, SettingsError
+from diloco.settings import folders
 from diloco.settings.loading import parse_assignments
 from diloco.settings.presets import changed_settings
 from diloco.settings.run import RunSettings
@@ -104,7 +104,7 @@ def result(asked: Asked, drawn: dict[str, Any] | None) -> dict[str, Any]:
         return _evaluated(settings, asked.data, asked.path, drawn, other=asked.data is not None)
     if asked.assignments:
         raise SettingsError(f"{asked.path}: a run has its own settings: --set is for a file")
-    with tempfile.TemporaryDirectory(prefix="diloco-") as folder:
+    with folders.temporary() as folder:
         file = Path(folder) / "weights.safetensors"
         settings, own_data = asyncio.run(_write(asked, wanted, file))
         return _evaluated(settings, own_data if asked.data is None else asked.data, file, drawn, other=asked.data is not None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,6 +25,7 @@ from diloco.nats import streams
 from diloco.nats.transport import NatsTransport
 from diloco.process import observe
 from diloco.service.rundir import RunDirectory
+from diloco.settings import folders
 from diloco.settings.run import RunSettings
 from diloco.settings.validation import value_of
 from diloco.transport import Fence
@@ -131,7 +131,7 @@ async def _begin_other_kind(
     A log in regions tells what is committed by notices, and its epochs rise by more than one: so neither kind serves as the
     other, and what is before the cut stays in the checkpoint. Return what :func:`_shorten` does.
     """
-    with tempfile.TemporaryDirectory(prefix="diloco-") as folder:
+    with folders.temporary() as folder:
         server = Server(Path(folder) / "nats")
         server.start()
         scratch = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
-import tempfile
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -27,6 +26,7 @@ from diloco.process import observe
 from diloco.process.observe import Logger
 from diloco.service import rundir
 from diloco.service.rundir import RunDirectory
+from diloco.settings import folders
 from diloco.wire.entries import Genesis
 from diloco.wire.subjects import Subjects
 from diloco_ops import region_logs
@@ -214,7 +214,7 @@ async def _transports(directory: RunDirectory) -> AsyncIterator[tuple[dict[str, 
                 f"{directory.path}: no server at {directory.nats_url or '(none yet)'} has this run, and its files are not in "
                 f"{missing}; start the server again, or put its folder back"
             )
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="diloco-")))
+        folder = Path(stack.enter_context(folders.temporary()))
         servers: dict[str, Server] = {}
         for name in sorted(here):
             shutil.copytree(directory.path / name, folder / name)

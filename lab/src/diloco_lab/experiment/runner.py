@@ -17,6 +17,7 @@ from typing import Any
 import structlog
 
 from diloco.errors import DilocoError
+from diloco.settings import folders
 from diloco.settings.run import RunSettings
 from diloco_lab.experiment.methods import Measured, play, steps_of_each
 from diloco_lab.experiment.spec import Arm, Experiment
@@ -139,8 +140,10 @@ def _set_up() -> None:
 
     threading.Thread(target=_end_with_parent, daemon=True).start()
     update: Callable[[str, Any], None] = jax.config.update
-    folder = Path(os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))) / "diloco" / "lab"
-    update("jax_compilation_cache_dir", str(folder))
+    cache = folders.user_cache()
+    folder = None if cache is None else cache / "diloco" / "lab"
+    if folder is not None and folders.can_write(folder):
+        update("jax_compilation_cache_dir", str(folder))
     update("jax_persistent_cache_min_compile_time_secs", 0.0)
     update("jax_persistent_cache_min_entry_size_bytes", -1)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))

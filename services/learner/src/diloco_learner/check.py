@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from diloco.core.fragments import FragmentMap, check_same_map, unpack_map
 from diloco.errors import SettingsError
 from diloco.process import observe
+from diloco.settings import folders
 from diloco.settings.run import MixSettings, RunSettings
 from diloco.settings.service import LearnerSettings, MeshSettings
 from diloco.settings.validation import parse
@@ -80,7 +81,8 @@ def check(plan: Plan) -> Found:
         AdmissionError: the model is not that of the run that this one continues; the first differing tensor is named. Or the
             mix is not the run's.
         SettingsError: the task lacks something, one of its methods fails, or returns something else than a task's; or the mesh
-            does not fit the devices, the tensors or the batches; or the file of weights does not fit the model.
+            does not fit the devices, the tensors or the batches; or the file of weights does not fit the model; or learners
+            with JAX cannot write their ``cache_dir``.
         DataError: its data is missing, unreadable or too short.
     """
     settings, cache_dir = plan.settings, LearnerSettings(name="check").cache_dir  # with what DILOCO_* says, as learners have it
@@ -91,8 +93,12 @@ def check(plan: Plan) -> Found:
         own.validation()
         # its model follows from the settings, and from a mix
         if plan.mesh is None and plan.init is None and not (isinstance(own, Mix) and plan.fragment_map):
+            folders.made(cache_dir)
             return _found(settings, own.units, own, torch=False)
-    return checked(plan).found
+    found = checked(plan).found
+    if not found.torch:
+        folders.made(cache_dir)
+    return found
 
 
 def checked(plan: Plan) -> Checked:
@@ -105,7 +111,7 @@ def checked(plan: Plan) -> Checked:
         if not loaded.torch:
             from diloco_learner import programs
 
-            programs.keep(cache_dir)  # learners need the same ones
+            programs.keep_if_possible(cache_dir)  # learners need the same ones
         model = frameworks.make_model(loaded, settings, plan.mesh)
         batches = _first_batches(loaded, settings)
         model.check(batches[0])

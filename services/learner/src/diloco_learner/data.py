@@ -6,11 +6,11 @@ from pathlib import Path
 
 from diloco.errors import SettingsError
 from diloco.settings.run import TaskSettings
-from diloco_learner.mix.mix import CACHE, Mix, is_mix
+from diloco_learner.mix.mix import Mix, is_mix
 from diloco_learner.text import TextData
 
 
-def open_data(settings: TaskSettings, data: str | None, cache_dir: Path = CACHE) -> TextData | Mix:
+def open_data(settings: TaskSettings, data: str | None, cache_dir: Path | None = None) -> TextData | Mix:
     """Return the built-in task's data: text, or a mix where a ``mix.toml`` is named.
 
     Raises:

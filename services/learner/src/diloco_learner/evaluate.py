@@ -36,7 +36,7 @@ def evaluate(settings: RunSettings, data: str | None, path: Path, sample: dict[s
         if not loaded.torch:
             from diloco_learner import programs
 
-            programs.keep(own.cache_dir)
+            programs.keep_if_possible(own.cache_dir)
         island = frameworks.make_model(loaded, settings, own.mesh)
         weights.put(path, island, build_whole(island.specs()), setting="")
         if sample is None:

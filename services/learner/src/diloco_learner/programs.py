@@ -7,27 +7,40 @@ does not keep, each process compiles it for itself.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 import jax
 from blake3 import blake3
 
+from diloco.errors import SettingsError
+from diloco.settings import folders
+
 LOOK_S = 0.05  # small beside the second that loading takes, and 20 looks a second cost nothing
 PATIENCE_S = 300.0  # a process that compiles may be frozen; the others then compile, too
 
 
 def keep(cache_dir: Path) -> None:
-    """Have JAX keep compiled programs in a folder, for all processes that compile the same."""
+    """Have JAX keep compiled programs in a folder, for all processes that compile the same.
+
+    Raises:
+        SettingsError: it cannot be written.
+    """
     update: Callable[[str, Any], None] = jax.config.update
-    update("jax_compilation_cache_dir", str(cache_dir))
+    update("jax_compilation_cache_dir", str(folders.made(cache_dir)))
     update("jax_persistent_cache_min_compile_time_secs", 0.02)
     update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def keep_if_possible(cache_dir: Path) -> None:
+    """Have JAX keep compiled programs as :func:`keep` does, in a command that does as well without: where it can be written."""
+    with contextlib.suppress(SettingsError):
+        keep(cache_dir)
 
 
 def name_of(*about: str) -> str:
@@ -37,7 +50,7 @@ def name_of(*about: str) -> str:
     return blake3("\0".join(known).encode()).hexdigest(16)
 
 
-@contextmanager
+@contextlib.contextmanager
 def compiled_once(cache_dir: Path, name: str, stopping: Callable[[], bool]) -> Iterator[None]:
     """Wait while another process of this machine compiles the programs of this name for the first time.
 
@@ -45,10 +58,14 @@ def compiled_once(cache_dir: Path, name: str, stopping: Callable[[], bool]) -> I
 
     Raises:
         KeyboardInterrupt: this process is asked to end meanwhile.
-        OSError: the cache cannot be written to.
+        SettingsError: the cache cannot be written.
     """
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    with (cache_dir / f"{name}.compiled").open("ab") as mark:
+    path = folders.made(cache_dir) / f"{name}.compiled"
+    try:
+        mark = path.open("ab")
+    except OSError as error:  # the file is another user's
+        raise folders.not_writable(path, error) from None
+    with mark:
         if _has_turn(mark, stopping):
             yield
             mark.write(b"\n")  # stored when the file is closed, which ends the lock, too

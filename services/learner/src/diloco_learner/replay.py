@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,10 @@ from diloco.core.leases import data_of
 from diloco.core.schedule import Moment, learning_rate
 from diloco.errors import RunError
 from diloco.member.meeting import free_port
+from diloco.settings import folders
 from diloco.settings.run import RunSettings
-from diloco.settings.service import LearnerSettings, MeshSettings
+from diloco.settings.service import MeshSettings
+from diloco_learner import programs
 from diloco_learner.beginning import connect_jax
 from diloco_learner.island import Island
 from diloco_learner.mesh import AXES, make_mesh
@@ -76,8 +78,7 @@ class Redo:
     def __init__(
         self, settings: RunSettings, data: str | None, mesh: tape.Mesh | None, apart: bool, processes: int = 1
     ) -> None:
-        update: Callable[[str, Any], None] = jax.config.update
-        update("jax_compilation_cache_dir", str(LearnerSettings.model_fields["cache_dir"].default))
+        programs.keep_if_possible(folders.cache_dir())
         if processes > 1:
             add_up_as_processes()
         self.settings = settings

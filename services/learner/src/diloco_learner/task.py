@@ -18,7 +18,7 @@ from diloco.settings.run import TaskSettings
 from diloco_learner import gpt, members, options, tensors
 from diloco_learner.data import open_data
 from diloco_learner.leaves import difference, path_of
-from diloco_learner.mix.mix import CACHE, Mix
+from diloco_learner.mix.mix import Mix
 from diloco_learner.task_api import GPT, check_called, is_torch, made
 from diloco_learner.task_api import Aux as Aux
 from diloco_learner.task_api import Units as Units
@@ -89,7 +89,7 @@ CALLED: dict[str, tuple[int, tuple[str, ...]]] = {
 class GptTask:
     """The built-in GPT: on text, byte by byte, or on the tokens of a mix."""
 
-    def __init__(self, settings: TaskSettings, data: str | None, cache_dir: Path = CACHE) -> None:
+    def __init__(self, settings: TaskSettings, data: str | None, cache_dir: Path | None = None) -> None:
         self.data = open_data(settings, data, cache_dir)
         self.mix = self.data if isinstance(self.data, Mix) else None
         self.units = Units("byte" if self.mix is None else "token", self.data.units)
@@ -140,7 +140,7 @@ class GptTask:
         return self.data.decode(np.asarray(drawn))
 
 
-def load_task(settings: TaskSettings, data: str | None, cache_dir: Path = CACHE) -> Task:
+def load_task(settings: TaskSettings, data: str | None, cache_dir: Path | None = None) -> Task:
     """Return the built-in ``gpt``, or the result of the user's ``package.module:attribute`` for ``(settings, data)``.
 
     ``cache_dir``: where the built-in one keeps the tokens of a mix.

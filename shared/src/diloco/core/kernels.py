@@ -8,10 +8,14 @@ quantised codes are integer sums, which any order of additions leaves alike; sum
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
-from numba import njit, types
+from numba import config, njit, types
 
 from diloco.core.compiled import BLOCK
+from diloco.settings import folders
 
 # indices are unsigned: for signed ones numba emits code for counting from the end, which keeps loops from being vectorised
 U = np.uint64
@@ -24,10 +28,26 @@ _ROUND = np.float32(12582912.0)
 MAX_SCALE8 = np.float32(2.6793884e36)  # 127 times the next float32 is infinite
 _MAX_SCALE4 = np.uint16(0x7E12)  # seven times the next bfloat16 is infinite
 _SPLIT = np.float64(0.7875)  # 0.855 leaves 1 % more error of normal values
-_OPTIONS = {"nogil": True, "cache": True, "error_model": "numpy", "boundscheck": False}
+_OPTIONS = {"nogil": True, "error_model": "numpy", "boundscheck": False}
+
+# without a home directory numba would make a folder named ~ in the working directory
+if folders.user_cache() is None and not getattr(config, "CACHE_LOCATOR_CLASSES", ""):
+    config.CACHE_LOCATOR_CLASSES = "UserProvidedCacheLocator,InTreeCacheLocator"
 
 
-@njit("float32(float32[::1])", **_OPTIONS)
+def _kernel(signature: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Compile a function for a signature; its code is kept where numba finds a folder for it, else in memory alone."""
+
+    def compile_kernel(function: Callable[..., Any]) -> Any:
+        try:
+            return njit(signature, cache=True, **_OPTIONS)(function)
+        except Exception:  # no folder can be written, the disk is full, or a kept file is damaged; a wrong kernel raises again
+            return njit(signature, **_OPTIONS)(function)
+
+    return compile_kernel
+
+
+@_kernel("float32(float32[::1])")
 def absmax(values):
     """Return the largest magnitude; NaN and infinity give infinity."""
     bits = values.view(np.uint32)
@@ -42,13 +62,13 @@ def absmax(values):
     return out.view(np.float32)[0]
 
 
-@njit("uint16(uint32)", **_OPTIONS)
+@_kernel("uint16(uint32)")
 def _bfloat16(bits):
     """Upper half of a float32, rounded half to even."""
     return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
 
 
-@njit("int32(uint8[::1], uint64, uint64)", **_OPTIONS)
+@_kernel("int32(uint8[::1], uint64, uint64)")
 def _code(codes, at, j):
     """Code of element ``j`` of the int4 block whose bytes begin at ``at``."""
     byte = codes[at + j % U(HALF)]
@@ -56,7 +76,7 @@ def _code(codes, at, j):
     return np.int32(nibble) - np.int32(8)
 
 
-@njit("boolean(float32[::1], uint16[::1], uint8[::1], boolean)", **_OPTIONS)
+@_kernel("boolean(float32[::1], uint16[::1], uint8[::1], boolean)")
 def encode4(values, scales, codes, keep_error):
     """Encode int4: per block the scale absmax/7 as bfloat16, and two codes q + 8 a byte (element j low, element j + 32 high).
 
@@ -110,7 +130,7 @@ def encode4(values, scales, codes, keep_error):
     return most < np.uint32(0x7F800000)
 
 
-@njit("void(uint16[::1], uint8[::1], float32[::1], int64)", **_OPTIONS)
+@_kernel("void(uint16[::1], uint8[::1], float32[::1], int64)")
 def decode4(scales, codes, out, first_block):
     """Decode int4 to float32, from ``first_block`` on; ``out`` begins at that block."""
     n = U(out.size)
@@ -130,7 +150,7 @@ def decode4(scales, codes, out, first_block):
                 out[start + j] = np.float32(_code(codes, at, j)) * scale
 
 
-@njit("boolean(uint16[::1], uint8[::1])", **_OPTIONS)
+@_kernel("boolean(uint16[::1], uint8[::1])")
 def valid4(scales, codes):
     """Whether no scale is negative, subnormal, or infinite seven times over, and no nibble is 0 (which is no code)."""
     bad = np.uint32(0)
@@ -142,7 +162,7 @@ def valid4(scales, codes):
     return bad == 0 and zero == 0
 
 
-@njit("float64(float64[::1])", **_OPTIONS)
+@_kernel("float64(float64[::1])")
 def _lanes(lanes):
     """Return the sum of 16 lanes, the upper half added to the lower one until one is left. The lanes are overwritten."""
     for j in range(U(8)):
@@ -152,7 +172,7 @@ def _lanes(lanes):
     return (lanes[0] + lanes[2]) + (lanes[1] + lanes[3])
 
 
-@njit("float32(float32[::1], uint64, float64[::1], float64[::1])", **_OPTIONS)
+@_kernel("float32(float32[::1], uint64, float64[::1], float64[::1])")
 def _scale2(block, count, sums, squares):
     """Return the scale of a block's ``count`` values in 2 bits, as :func:`encode2` has it; the last two are scratch."""
     for j in range(U(LANES)):
@@ -179,7 +199,7 @@ def _scale2(block, count, sums, squares):
     return np.float32(scale64)
 
 
-@njit("boolean(float32[::1], uint16[::1], uint8[::1], boolean)", **_OPTIONS)
+@_kernel("boolean(float32[::1], uint16[::1], uint8[::1], boolean)")
 def encode2(values, scales, codes, keep_error):
     """Encode in 2 bits: per block a bfloat16 scale, and a code of -7, -2, 2 or 7 times it as 0 to 3, four codes a byte.
 
@@ -235,7 +255,7 @@ def encode2(values, scales, codes, keep_error):
     return most < np.uint32(0x7F800000)
 
 
-@njit("void(uint8[::1], uint8[::1])", **_OPTIONS)
+@_kernel("void(uint8[::1], uint8[::1])")
 def widen2(codes, out):
     """Turn codes of 2 bits into int4 codes of the same values: 0 to 3 into -7, -2, 2 and 7.
 
@@ -251,7 +271,7 @@ def widen2(codes, out):
             out[to + U(QUARTER) + j] = np.uint8(0x11) + np.uint8(5) * high - ((high >> np.uint8(1)) & np.uint8(0x11))
 
 
-@njit(types.int64(types.Array(types.uint8, 1, "C", readonly=True), types.int64), **_OPTIONS)
+@_kernel(types.int64(types.Array(types.uint8, 1, "C", readonly=True), types.int64))
 def zstd_blocks_end(piece, at):
     """Return ``-1 - end`` of a zstd frame's blocks (RFC 8878, 3.1.1.2), of which one begins at ``at`` of this piece of it.
 
@@ -266,7 +286,7 @@ def zstd_blocks_end(piece, at):
     return at
 
 
-@njit("void(float32[::1], float32[::1], int8[::1], boolean)", **_OPTIONS)
+@_kernel("void(float32[::1], float32[::1], int8[::1], boolean)")
 def encode8(values, scales, codes, keep_error):
     """Encode int8: per block the scale absmax/127 as float32, and a code a byte. ``keep_error`` as in :func:`encode4`."""
     n = U(values.size)
@@ -293,7 +313,7 @@ def encode8(values, scales, codes, keep_error):
             codes[start + j] = np.int8(0)
 
 
-@njit("void(float32[::1], int8[::1], float32[::1], int64)", **_OPTIONS)
+@_kernel("void(float32[::1], int8[::1], float32[::1], int64)")
 def decode8(scales, codes, out, first_block):
     """Decode int8 to float32, from ``first_block`` on; ``out`` begins at that block."""
     n = U(out.size)
@@ -304,7 +324,7 @@ def decode8(scales, codes, out, first_block):
             out[start + j] = np.float32(codes[at + j]) * scale
 
 
-@njit("void(float32[::1], uint16[::1], boolean)", **_OPTIONS)
+@_kernel("void(float32[::1], uint16[::1], boolean)")
 def encode16(values, codes, keep_error):
     """Encode float32 as bfloat16, half to even; a value that would round to infinity becomes the largest finite one.
 
@@ -323,14 +343,14 @@ def encode16(values, codes, keep_error):
             values[i] -= value[0]
 
 
-@njit("void(uint16[::1], uint32[::1])", **_OPTIONS)
+@_kernel("void(uint16[::1], uint32[::1])")
 def decode16(codes, out):
     """Decode bfloat16 to the bits of float32."""
     for i in range(out.size):
         out[i] = np.uint32(codes[i]) << np.uint32(16)
 
 
-@njit("void(uint16[::1], uint8[::1], int64[::1], float64[::1])", **_OPTIONS)
+@_kernel("void(uint16[::1], uint8[::1], int64[::1], float64[::1])")
 def squares4(scales, codes, segments, out):
     """Compute the squared norm of each segment of an int4 body: integer sums of squared codes, times squared scales."""
     word = np.empty(1, np.uint32)
@@ -358,7 +378,7 @@ def squares4(scales, codes, segments, out):
         out[s] = total
 
 
-@njit("void(uint16[::1], uint8[::1], int64[::1], float32[::1], float32[::1])", **_OPTIONS)
+@_kernel("void(uint16[::1], uint8[::1], int64[::1], float32[::1], float32[::1])")
 def add4(scales, codes, segments, factors, out):
     """Compute ``out += factor * value`` with one factor a segment, from an int4 body."""
     word = np.empty(1, np.uint32)
@@ -381,7 +401,7 @@ def add4(scales, codes, segments, factors, out):
             b += U(1)
 
 
-@njit("void(float32[::1], int64[::1], float64[::1])", **_OPTIONS)
+@_kernel("void(float32[::1], int64[::1], float64[::1])")
 def squares32(values, segments, out):
     """Compute the squared norm of each segment in float64, in ``LANES`` lanes that are then added from first to last."""
     lanes = np.empty(LANES, np.float64)
@@ -409,7 +429,7 @@ def squares32(values, segments, out):
         out[s] = total
 
 
-@njit("void(float32[::1], int64[::1], float32[::1], float32[::1])", **_OPTIONS)
+@_kernel("void(float32[::1], int64[::1], float32[::1], float32[::1])")
 def add32(values, segments, factors, out):
     """Compute ``out += factor * values`` with one factor a segment."""
     for s in range(U(factors.size)):
@@ -418,7 +438,7 @@ def add32(values, segments, factors, out):
             out[i] += values[i] * factor
 
 
-@njit("void(float32[::1], int64[::1], float32[::1])", **_OPTIONS)
+@_kernel("void(float32[::1], int64[::1], float32[::1])")
 def scale32(values, segments, factors):
     """Compute ``values *= factor`` with one factor a segment."""
     for s in range(U(factors.size)):
@@ -427,7 +447,7 @@ def scale32(values, segments, factors):
             values[i] *= factor
 
 
-@njit("void(float32[::1], float32[::1], float32[::1], float32, float32)", **_OPTIONS)
+@_kernel("void(float32[::1], float32[::1], float32[::1], float32, float32)")
 def nesterov(theta, momentum, delta, learning_rate, mu):
     """Compute ``momentum = mu * momentum + delta``, ``theta -= learning_rate * (delta + mu * momentum)``, in place."""
     for i in range(U(theta.size)):
@@ -436,10 +456,9 @@ def nesterov(theta, momentum, delta, learning_rate, mu):
         theta[i] = theta[i] - learning_rate * (delta[i] + mu * buffer)
 
 
-@njit(
+@_kernel(
     "void(float32[::1], float32[::1], float32[::1], float32[::1], float32, float32[::1], float32[::1], float32[::1], float32, "
-    "float32)",
-    **_OPTIONS,
+    "float32)"
 )
 def adamw(theta, mean, square, gradient, learning_rate, kept, taken, unbiased, epsilon, decay):
     """Take a step of AdamW, in place. Pairs of constants are for the mean of gradients and for that of their squares.

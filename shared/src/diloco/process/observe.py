@@ -218,7 +218,11 @@ def _record_defect(program: str, error: BaseException) -> str:
     values: EventDict = {"event": "internal_error", "level": "critical", "exc_info": error}
     for process in (_describe_exception, _Stamp(program, program, "", "")):
         process(None, "critical", values)
-    handle, path = tempfile.mkstemp(prefix="diloco-", suffix=".jsonl")
+    try:
+        handle, path = tempfile.mkstemp(prefix="diloco-", suffix=".jsonl")
+    except OSError:  # no folder for temporary files can be written
+        print(values["traceback"], file=sys.stderr)
+        return "the traceback above"
     with os.fdopen(handle, "wb") as file:
         _JsonLines(file).write(values)
     return path

@@ -18,7 +18,7 @@ from diloco.core.compiled import kernels
 from diloco.errors import DilocoError, SettingsError
 from diloco.nats.identity import Role, identity_file, of_service
 from diloco.nats.transport import NatsTransport
-from diloco.process import observe
+from diloco.process import kernel_cache, observe
 from diloco.process.observe import Logger
 from diloco.service import volume
 from diloco.settings.loading import load_service
@@ -111,6 +111,8 @@ async def connect(
         SettingsError: the identity is not one for ``role`` and these settings.
         BrokerError: there is a limit, and no server within it.
     """
+    caches = [settings.cache_dir] if isinstance(settings, LearnerSettings) else []
+    kernel_cache.choose(*caches, settings.state_dir)
     kernels.load()
     identity = None
     if settings.identity is not None:

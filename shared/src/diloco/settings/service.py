@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from diloco.errors import SettingsError
+from diloco.settings.folders import CACHE_DIR
 from diloco.settings.presets import run_settings
 from diloco.settings.run import Name, ProcessName, RegionName, RunSettings
 from diloco.settings.validation import nearest
@@ -241,7 +242,7 @@ class LearnerSettings(ServiceSettings):
         "only at the end",
     )
     cache_dir: Path = Field(
-        Path.home() / ".cache" / "diloco" / "jax",
+        CACHE_DIR,
         description="compiled programs, and tokens of a mix, so that a restart need not make them again",
     )
     checkpoint_s: float = Field(

@@ -13,16 +13,15 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from diloco.errors import AdmissionError, DataError, DilocoError, SettingsError
+from diloco.errors import AdmissionError, DataError, DilocoError
+from diloco.settings import folders
 from diloco.settings.run import MixedSource, MixSettings, RunSettings, TaskSettings
-from diloco.settings.service import LearnerSettings
 from diloco_learner.mix import documents, file, stored, tokenizer
 from diloco_learner.mix.file import BINARY, MixFile, SourceTable
 from diloco_learner.mix.stored import Stored
 from diloco_learner.mix.tokenizer import Tokenizer
 from diloco_learner.text import VALIDATION_WINDOWS, evenly
 
-CACHE = LearnerSettings.model_fields["cache_dir"].default
 HUNDREDTHS = 100  # of the smallest weight, to which weights are rounded: sources take turns by whole numbers
 MOST_WINDOWS = 1 << 32  # of a source: Grain shuffles 32-bit numbers
 
@@ -50,13 +49,13 @@ class Mix:
         AdmissionError: the run's learners have other data.
     """
 
-    def __init__(self, settings: TaskSettings, data: str, cache_dir: Path = CACHE) -> None:
+    def __init__(self, settings: TaskSettings, data: str, cache_dir: Path | None = None) -> None:
         self.batch, self.context, self.path = settings.batch, settings.context, Path(data)
         said = file.read(self.path)
         _check_installed(said)
-        with _locked(cache_dir / "data") as cache:
+        with _locked((cache_dir or folders.cache_dir()) / "data") as cache:
             texts = {
-                name: documents.documents(name, table, self._place(table.path))
+                name: documents.documents(name, table, self._place(name, table.path))
                 for name, table in said.sources.items()
                 if table.kind != BINARY
             }
@@ -135,13 +134,15 @@ class Mix:
                     f"sources.{name}.most_epochs = {most:g}: set fewer tokens, a smaller weight or more epochs"
                 )
 
-    def _place(self, path: str | None) -> Path | None:
-        return None if path is None else (self.path.parent / Path(path).expanduser()).resolve()
+    def _place(self, name: str, path: str | None) -> Path | None:
+        if path is None:
+            return None
+        return (self.path.parent / folders.expanded(Path(path), f"{self.path}: source {name!r}: path")).resolve()
 
     def _stored(self, name: str, table: SourceTable, texts: dict[str, documents.Documents], cache: Path) -> Stored:
         if table.kind != BINARY:
             return stored.of_documents(texts[name], self.tokenizer, cache)
-        place = self._place(table.path)
+        place = self._place(name, table.path)
         assert place is not None
         return stored.of_binary(name, table, place, self.vocabulary, cache)
 
@@ -222,11 +223,11 @@ def _locked(cache: Path) -> Iterator[Path]:
     Raises:
         SettingsError: it cannot be written.
     """
+    path = folders.made(cache) / "lock"
     try:
-        cache.mkdir(parents=True, exist_ok=True)
-        lock = (cache / "lock").open("w")
-    except OSError as error:
-        raise SettingsError(f"cache_dir: {cache} cannot be written: {error.strerror}") from None
+        lock = path.open("w")
+    except OSError as error:  # the file is another user's
+        raise folders.not_writable(path, error) from None
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        yield cache
+        yield path.parent
