@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import msgspec
 import pytest
 from tests.made.fixtures import MakeServer
 from tests.made.heartbeats import learner_heartbeat, shard_heartbeat
+from tests.pace import DEADLINE_S
 from tests.services.secured import make_keys, put
 
 from diloco.control import creation
@@ -46,7 +48,6 @@ from diloco_ops.keys.permissions import Who
 from diloco_ops.wan.config import checked
 from diloco_ops.wan.relay import Relay
 
-START_S = 20.0
 RATE_BITS_PER_S, DELAY_S = 2e6, 0.02
 
 # of runs that are short to listen to
@@ -123,14 +124,14 @@ async def test_a_learner_that_may_join(link: NatsTransport, nats_server: Server,
     run = await create(link, name)
     before = {info.config.name: info.state.messages for info in await link.bulk.jetstream().streams_info()}
     settings = DoctorSettings(name="learner-9", run=name, nats_url=nats_server.url, state_dir=tmp_path / "state")
-    async with alive(link, run, a=0.1, b=3.0, c=0.4):
+    async with alive(link, run, a=1.0, b=30.0, c=4.0):
         found = await examined(settings)
     assert named(found, "failed") == []
     assert re.fullmatch("4 members heard in .* s, of diloco 0.1.0, 0.2.0", found["members"].found)
     assert found["name"].found == "nobody is learner-9"
     assert found["run"].found == f"{name}: preset decoupled, 24 fragments, 64.0k parameters"
-    # 34,000 bytes in 0.8 of 24 steps of 0.4 s, the median
-    assert found["nats link"].needed == "0.0354 Mbit/s there, 0.0354 Mbit/s back, at 0.4 s a step"
+    # 34,000 bytes in 0.8 of 24 steps of 4 s, the median
+    assert found["nats link"].needed == "0.00354 Mbit/s there, 0.00354 Mbit/s back, at 4 s a step"
     assert {found[check].verdict for check in ("nats link", "nats round", "nats storage", "nats room", "memory")} == {"ok"}
     assert found["nats clock"].verdict == "ok"  # it is this machine's own
     assert found["nats permissions"].found == "10 things that its role does are allowed"
@@ -223,14 +224,21 @@ async def test_servers_that_are_none(tmp_path: Path) -> None:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[[str], str]]:
-    """``start(configuration)``: the URL of a server with just that."""
+    """``start(configuration)``: the address of a server with just that, which listens."""
     running: list[subprocess.Popen[bytes]] = []
 
     def make(text: str) -> str:
-        port, config = free_port(), tmp_path / "nats.conf"
-        config.write_text(f'listen: "127.0.0.1:{port}"\n{text}')
-        running.append(subprocess.Popen([find_binary(), "-c", config], stderr=subprocess.DEVNULL))
-        return f"127.0.0.1:{port}"
+        deadline_s = time.monotonic() + DEADLINE_S
+        while time.monotonic() < deadline_s:
+            if not running or running[-1].poll() is not None:  # it has ended: another one came to its port first
+                port, config, said = free_port(), tmp_path / "nats.conf", tmp_path / "nats.log"
+                config.write_text(f'listen: "127.0.0.1:{port}"\n{text}')
+                with said.open("wb") as output:
+                    running.append(subprocess.Popen([find_binary(), "-c", config], stderr=output))
+            if "Server is ready" in said.read_text():
+                return f"127.0.0.1:{port}"
+            time.sleep(0.02)
+        raise AssertionError(f"no server with {text}")
 
     yield make
     for process in running:
@@ -238,21 +246,8 @@ def start(tmp_path: Path) -> Iterator[Callable[[str], str]]:
         process.wait()
 
 
-async def up(url: str) -> None:
-    """Wait until a server listens."""
-    host, port = url.split(":")
-    async with asyncio.timeout(START_S):
-        while True:
-            with contextlib.suppress(OSError):
-                _, writer = await asyncio.open_connection(host, int(port))
-                writer.close()
-                return
-            await asyncio.sleep(0.02)
-
-
 async def test_a_server_without_jetstream(start: Callable[[str], str], tmp_path: Path) -> None:
     url = start("")
-    await up(url)
     found = await examined(DoctorSettings(name="a", nats_url=url, state_dir=tmp_path / "state"))
     assert named(found, "failed") == ["nats server"]
     assert found["nats server"].remedy == "start it with -js, or put a jetstream block into its configuration"
@@ -269,8 +264,7 @@ async def test_what_a_server_forbids(start: Callable[[str], str], name: str, tmp
         "authorization { users: [ { user: boss, password: b }, { user: a, password: a, permissions: {\n"
         f"publish: {{ deny: {forbidden} }}, subscribe: {{ deny: {listening} }} }} }} ] }}\n"
     )
-    await up(url)
-    boss = await NatsTransport.open(f"boss:b@{url}", f"boss:b@{url}", "boss", get_logger(), give_up_after_s=START_S)
+    boss = await NatsTransport.open(f"boss:b@{url}", f"boss:b@{url}", "boss", get_logger(), give_up_after_s=DEADLINE_S)
     await create(boss, name)
     await boss.close()
     found = await examined(DoctorSettings(name="a", run=name, nats_url=f"a:a@{url}", state_dir=tmp_path / "state"))
@@ -326,7 +320,7 @@ async def test_permissions_of_an_older_version(tmp_path: Path) -> None:
 
 async def test_a_server_that_is_too_small(make_server: MakeServer, name: str, tmp_path: Path) -> None:
     server = make_server(max_file_bytes=20_000_000)
-    transport = await NatsTransport.open(server.url, server.url, "test", get_logger(), give_up_after_s=START_S)
+    transport = await NatsTransport.open(server.url, server.url, "test", get_logger(), give_up_after_s=DEADLINE_S)
     # two keyframes of 12 bytes a parameter with their records, and the next one: 5 x 768 kB; with the bucket 14 MB
     await create(transport, name)
     settings = DoctorSettings(name="a", run=name, nats_url=server.url, state_dir=tmp_path / "state")
@@ -347,7 +341,7 @@ async def test_a_link_between_regions(make_server: MakeServer, name: str, tmp_pa
     conditions = {"rate_bits_per_s": RATE_BITS_PER_S, "delay_s": DELAY_S}
     relay = Relay(checked({"defaults": conditions, "routes": [route]}, "test"), get_logger())
     await relay.start()
-    transport = await NatsTransport.open(here.url, here.url, "test", get_logger(), give_up_after_s=START_S)
+    transport = await NatsTransport.open(here.url, here.url, "test", get_logger(), give_up_after_s=DEADLINE_S)
     await create(transport, name, run_settings(overrides=QUICK | {"regions.names": ["us", "eu"]}))
     settings = DoctorSettings(
         name="syncer-us",
@@ -364,8 +358,8 @@ async def test_a_link_between_regions(make_server: MakeServer, name: str, tmp_pa
         round_trip, up, down = (
             float(part.split()[-2]) for part in found["eu link"].found.replace(" there", "").replace(" back", "").split(", ")
         )
-        assert 40 <= round_trip < 400
-        assert all(1.0 < rate <= 2.2 for rate in (up, down)), found["eu link"]
+        assert round_trip >= 2000 * DELAY_S
+        assert all(0 < rate <= 1.1e-6 * RATE_BITS_PER_S for rate in (up, down)), found["eu link"]
         # entries of its half, 17,000 bytes, and the offers of two learners there, in 19.2 s
         assert found["eu link"].needed == "0.00708 Mbit/s there, 0.0142 Mbit/s back, at 1 s a step"
     finally:
@@ -405,7 +399,7 @@ async def begin(server: Server, keys: Folder) -> None:
     """Make the run, each by whom it has to be made."""
 
     async def connected(name: str) -> NatsTransport:
-        return await NatsTransport.open(server.url, server.url, name, get_logger(), START_S, load(keys.identity_file(name)))
+        return await NatsTransport.open(server.url, server.url, name, get_logger(), DEADLINE_S, load(keys.identity_file(name)))
 
     coordinator, founder, operator = [await connected(name) for name in ("coordinator", "a", "me")]
     made = await creation.create(coordinator, "demo", run_settings(overrides=QUICK))
@@ -512,6 +506,7 @@ def diloco(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], t
     """``diloco doctor ...`` in this process: its code, what it prints, and what it complains of."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cli, "entry_points", lambda group: [_Point()])
+    monkeypatch.delenv("DILOCO_TEST_PACE", raising=False)  # no setting of a service
 
     def run(*arguments: str, **environment: str) -> tuple[int, str, str]:
         for variable, value in environment.items():
