@@ -32,6 +32,12 @@ def leader(cluster: Cluster) -> str:
     return terms[max(terms)] if terms else "nobody"
 
 
+def series(cluster: Cluster) -> dict[str, Any]:
+    """What the leader has written of the run's course, if it has yet."""
+    file = cluster.directory / "series.json"
+    return dict(json.loads(file.read_text())) if file.exists() else {}
+
+
 async def training_status(cluster: Cluster) -> dict[str, Any]:
     """Wait until somebody answers that the run trains: the answer."""
     async with asyncio.timeout(DEADLINE_S):
@@ -60,6 +66,8 @@ async def test_a_standby_takes_over_and_one_that_comes_back_stands_by(launch: La
     second.process.send_signal(signal.SIGCONT)
     await cluster.until(lambda: bool(cluster.events("stepped_down", "coordinator-1")), "the second steps down")
     await training_status(cluster)
+    # who leads next goes on from it, though no learner may be heard any more
+    await cluster.until(lambda: len(series(cluster).get("learners", {})) == 3, "the series has all learners")
     await some_versions(cluster)
 
     await cluster.use_up()
@@ -67,14 +75,14 @@ async def test_a_standby_takes_over_and_one_that_comes_back_stands_by(launch: La
     terms = [values["revision"] for values in cluster.events("leading")]
     assert len(terms) == len(set(terms)), "each term has one leader"
     # anyone who led when: each version is in the series once
-    series = json.loads((cluster.directory / "series.json").read_text())
-    drawn = sorted((merge["fragment"], merge["version"]) for merge in series["merges"])
+    drawn = sorted((merge["fragment"], merge["version"]) for merge in series(cluster)["merges"])
     folded = await cluster.folded()
     assert drawn == [(log.index, record.version) for log in folded for record in log.versions]
     heartbeats = await cluster.finished_heartbeats()
-    assert series["learners"].keys() == heartbeats.keys()
+    learners = series(cluster)["learners"]
+    assert learners.keys() == heartbeats.keys()
     # of a learner that was late at the end, the coordinator may not have heard the last word
-    assert all(0 < series["learners"][name]["step"] <= heartbeat.step for name, heartbeat in heartbeats.items())
+    assert all(0 < learners[name]["step"] <= heartbeat.step for name, heartbeat in heartbeats.items())
 
 
 @pytest.mark.promise("training goes on without a coordinator")
