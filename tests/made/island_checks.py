@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from tests.services.cluster import Cluster
 
-PATIENCE_S = 300.0
-
 
 def stepping(cluster: Cluster, steps: int) -> bool:
     """Whether the learner's present generation has taken so many steps."""

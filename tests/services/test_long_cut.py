@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.pace import DEADLINE_S
 from tests.services.apart import REGIONS, Region, apart
 from tests.services.cluster import some_versions
 from tests.services.forking import Nursery
@@ -31,7 +32,7 @@ RUN = "long-cut"
 AWAY = "eu"
 AWAY_S = 300.0
 BESIDE_S = 40.0  # of training besides, before and after
-DEADLINE_S = 300.0  # from the region's return to the run's end
+CATCHING_UP_S = 3 * DEADLINE_S  # from the region's return to the run's end: it has minutes of steps left to take
 
 
 def granted(path: Path, regions: Sequence[str]) -> Folder:
@@ -138,7 +139,7 @@ async def test_a_region_that_was_away_for_minutes_is_believed(
         await away(run)
 
         await run.until(
-            lambda: all(service.process.poll() == 0 for service in run.services), "the run ends by itself", DEADLINE_S
+            lambda: all(service.process.poll() == 0 for service in run.services), "the run ends by itself", CATCHING_UP_S
         )
         heartbeats = await run.finished_heartbeats()
         assert heartbeats["toy-1"].step > before
