@@ -216,6 +216,22 @@ def test_an_excluded_learner_is_not_waited_for_and_what_is_held_of_it_is_not_mer
     assert names(round_.poll(0.5)) == [("ann", 1), ("bob", 1)]
 
 
+def test_where_all_who_made_a_quorum_are_excluded_the_round_waits_for_another_one_and_the_log_goes_on() -> None:
+    round_ = round_of("ann", "bob", **{"round.quorum": 1, "round.grace_factor": 0.9})
+    open_at(round_, 0)
+    assert hold(round_, offer("ann")) is None
+    assert round_.poll(1) is None  # within the grace window
+    round_.roster.change(round_.settings, frozenset({"ann"}))
+    round_.drop_unfit()
+    assert round_.poll(100) is None
+    assert hold(round_, offer("bob")) is None
+    merge = round_.poll(101)
+    assert names(merge) == [("bob", 1)]
+    assert merge is not None
+    commit(round_, merge, 101)
+    assert not round_.chain.closed
+
+
 def test_what_is_merged_of_an_excluded_learner_stays_counted() -> None:
     roster, chain = Roster(settings_of(ROUNDS, tokens=100)), log_of(60, bob=(1, 30), ann=(1, 30))
     roster.hear(learner_heartbeat("bob", tokens=90), 0)

@@ -258,7 +258,9 @@ class Round:
         answers = {answer.learner: answer.steps for answer in self.answers()}
         if answers or self.closing:
             self._blame(self._not_in(now_s) if self.closing else self._waiting_for(answers, now_s), now_s)
-        if self.quorum_at_s is None and len(answers) >= self.quorum(now_s) and any(answers.values()):
+        if not any(answers.values()):
+            self.quorum_at_s = None  # those who made it were excluded since: a merge of nothing would close the log
+        elif self.quorum_at_s is None and len(answers) >= self.quorum(now_s):
             self.quorum_at_s = now_s
             self.quorum_average.add(now_s - self.opened_at_s)
         if not answers and self._used_up(now_s) and not self._not_in(now_s):
