@@ -296,6 +296,13 @@ def test_an_unknown_variable_is_refused_with_the_nearest(monkeypatch: pytest.Mon
         load_service(LearnerSettings, None)
 
 
+def test_variables_of_tests_are_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DILOCO_NAME", "ann")
+    monkeypatch.setenv("DILOCO_RUN", "run")
+    monkeypatch.setenv("DILOCO_TEST_PACE", "2.5")
+    assert load_service(LearnerSettings, None).name == "ann"
+
+
 def test_a_variable_of_another_service_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DILOCO_NAME", "ann")
     monkeypatch.setenv("DILOCO_SHARD", "1")

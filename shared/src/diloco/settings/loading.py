@@ -42,6 +42,7 @@ def assignment(key: str, value: Any) -> str:
 
 
 V = TypeVar("V", bound=ServiceSettings)
+OF_TESTS = "DILOCO_TEST_"  # variables of the project's tests, which services inherit from them
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -67,7 +68,7 @@ def load_service(cls: type[V], config: Path | None) -> V:
     values = {} if config is None else read_toml(config)
     known = {f"DILOCO_{name.upper()}": name for name in cls.model_fields}
     for variable in os.environ:
-        if variable.startswith("DILOCO_") and variable not in known:
+        if variable.startswith("DILOCO_") and variable not in known and not variable.startswith(OF_TESTS):
             raise SettingsError(f"environment: no setting {variable}{nearest(variable, list(known))}")
     try:
         settings = cls(**values)
