@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,9 @@ import pytest
 from numpy.typing import NDArray
 
 from diloco.control import creation
-from diloco.control.genesis import await_genesis
+from diloco.control.genesis import await_genesis, decision
 from diloco.core.fragments import TensorSpec, build_map
+from diloco.errors import RunError
 from diloco.log.log import Log
 from diloco.process.observe import get_logger
 from diloco.settings.presets import run_settings
@@ -80,3 +82,58 @@ def test_of_two_that_found_it_the_slower_one_goes_by_the_other_ones_record() -> 
     founding.play()
     assert founding.founders == {"ann": "bob", "bob": "bob"}
     assert founding.gave["ann"] < FRAGMENTS, "it learns that it was replaced, and gives no more"
+
+
+def test_a_run_whose_log_was_purged_is_not_founded_again() -> None:
+    world, said = World(1), list[str]()
+
+    async def serve(process: Any) -> None:
+        run = await creation.create(process.transport, "run", SETTINGS)
+        log = Log(process.transport, "run", run.identity, MAP, SETTINGS)
+
+        async def initial(index: int) -> NDArray[np.float32]:
+            return np.zeros(MAP.fragments[index].size, np.float32)
+
+        await await_genesis(run, log, "ann", initial, get_logger())
+        await process.transport.purge(log.subjects.log_stream, ">", 2**62)
+        with pytest.raises(RunError) as refused:
+            await await_genesis(run, log, "ann", initial, get_logger())
+        said.append(str(refused.value))
+        assert await log.reader.genesis() is None
+
+    play_alone(world, serve)
+    [reason] = said
+    assert reason.startswith("run 'run': the bucket's key 'genesis' says that it was founded, but its log is empty")
+    assert "diloco up --resume" in reason
+
+
+def test_a_founder_that_dies_between_the_key_and_the_record_is_completed() -> None:
+    world, founders = World(1), list[str]()
+
+    async def serve(process: Any) -> None:
+        run = await creation.create(process.transport, "run", SETTINGS)
+        log = Log(process.transport, "run", run.identity, MAP, SETTINGS)
+        hashes = [await log.writer.append_first(f.index, np.ones(f.size, np.float32)) for f in MAP.fragments]
+
+        async def dies(frame: bytes) -> bool:
+            await decision(run)(frame)
+            return False  # the record is never stored
+
+        await log.writer.conclude("ann", SETTINGS.digest(), hashes, dies)
+        assert await log.reader.genesis() is None
+        genesis, _ = await await_genesis(run, log, "bob", None, get_logger())
+        founders.append(genesis.founder)
+        assert list(genesis.fragments) == hashes
+
+    play_alone(world, serve)
+    assert founders == ["ann"]
+
+
+def play_alone(world: World, serve: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
+    process = Process(world, "ann", CONTROL, serve)
+    world.processes.append(process)
+    process.start()
+    world.scheduler.run(1000.0)
+    world.dispose()
+    if world.error is not None:
+        raise world.error

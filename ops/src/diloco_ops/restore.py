@@ -156,7 +156,7 @@ async def _copy_states(
     known = (
         {} if source.manifest.residuals is None else residuals.read(source.path / source.manifest.residuals.file, fragment_map)
     )
-    if settings.regions.names and await run.registry.get("genesis") is None:
+    if await run.registry.get("genesis") is None:
         await run.registry.create("genesis", frame)
     logs = []
     for home in homes:

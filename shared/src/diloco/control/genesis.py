@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from typing import TypeAlias
@@ -15,6 +16,7 @@ from diloco.control.tables import Table
 from diloco.errors import AppendUncertainError, BrokerError, FenceError, MessageError, RunError
 from diloco.log.log import Log
 from diloco.process.observe import Logger
+from diloco.process.retry import Complaint
 from diloco.wire import framing
 from diloco.wire.entries import Genesis
 
@@ -33,13 +35,18 @@ async def await_genesis(
 
     A run that continues another one is founded before it has members, and by no learner: nobody else has its version 0.
     The founder is elected by compare-and-set, and says meanwhile that it goes on. One that has not for ``liveness.dead_s`` of
-    this member's clock is replaced; should both finish, the log's fence lets one genesis record through.
+    this member's clock is replaced; should both finish, the bucket's key ``genesis`` holds the record of one of them.
+
+    A run with versions is never founded twice: where the key exists and the log is empty, the log was purged or lost.
 
     Args:
         initial: gives version 0 of a fragment, float32 [size]; a learner has it. It is asked for one after another.
+
+    Raises:
+        RunError: a learner could found the run, but the key says that it was founded, and its log is empty.
     """
     watched: tuple[int, float] | None = None
-    clock = asyncio.get_running_loop().time
+    clock, complaint = asyncio.get_running_loop().time, Complaint(logger)
     founder = Table[bytes](run.registry, "founder", lambda stored: stored or b"", bytes)
 
     async def values(revision: int) -> AsyncIterator[NDArray[np.float32]]:
@@ -61,7 +68,10 @@ async def await_genesis(
             continue
         if found is not None:
             return found
-        if learner is not None and run.created.continues is None:
+        founds = learner is not None and run.created.continues is None
+        before = not run.regions and await _was_founded(run, log, founds, complaint)
+        if founds and not before:
+            assert learner is not None
             _, revision = await founder.read()
             if watched is None or watched[0] != revision:
                 watched = (revision, clock())
@@ -76,9 +86,41 @@ async def await_genesis(
         await asyncio.sleep(POLL_S)
 
 
-def decision(run: Run) -> Callable[[bytes], Awaitable[bool]] | None:
-    """Return how to find out whether a genesis record is the run's; None: as the log's fence says, since there is one log."""
-    return partial(_decide, run) if run.regions else None
+async def _was_founded(run: Run, log: Log, founds: bool, complaint: Complaint) -> bool:
+    """Whether the key ``genesis`` says that the run was founded; one that ``founds`` stores the record if it is missing."""
+    decided = await decided_genesis(run)
+    if decided is None:
+        return False
+    if await _is_empty(log):
+        if founds:
+            raise RunError(_emptied(run))
+        complaint.warn("log_is_empty", reason=_emptied(run))
+    elif founds:  # the founder has died between the key and the record
+        with contextlib.suppress(FenceError):
+            await log.writer.append_genesis(decided)
+    return True
+
+
+async def _is_empty(log: Log) -> bool:
+    """Whether a fragment has no keyframe, though version 0 of each is stored before the key ``genesis``."""
+    names = log.subjects
+    for fragment in log.map.fragments:
+        if await log.transport.last(names.log_stream, names.keyframe(fragment.index)) is None:
+            return True
+    return False
+
+
+def _emptied(run: Run) -> str:
+    return (
+        f"run {run.name!r}: the bucket's key 'genesis' says that it was founded, but its log is empty: the log was purged or "
+        f"lost, and founding it again would begin the training at version 0; go on from a checkpoint (diloco up --resume), or "
+        f"remove the run (diloco runs remove {run.name}) and begin a new one"
+    )
+
+
+def decision(run: Run) -> Callable[[bytes], Awaitable[bool]]:
+    """Return how to find out whether a genesis record is the run's: whether it becomes the bucket's key ``genesis``."""
+    return partial(_decide, run)
 
 
 async def _decide(run: Run, genesis_frame: bytes) -> bool:
