@@ -19,6 +19,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from diloco.errors import DataError
+from diloco_learner.mix import forms
 from diloco_learner.mix.documents import Documents, content, seen
 from diloco_learner.mix.file import SourceTable
 from diloco_learner.mix.tokenizer import Tokenizer
@@ -52,7 +53,8 @@ def of_binary(name: str, table: SourceTable, path: Path, vocabulary: int, cache:
     """Return the tokens of a ``.bin``, as it lies on the disk.
 
     Raises:
-        DataError: it is missing or empty, its size is no multiple of a token's, or a token is none of the vocabulary.
+        DataError: it is missing or empty, its size is no multiple of a token's, a token is none of the vocabulary, or it has
+            another form than the table states (:mod:`diloco_learner.mix.forms`).
     """
     dtype = np.dtype(table.dtype).newbyteorder("<")
     try:
@@ -67,6 +69,8 @@ def of_binary(name: str, table: SourceTable, path: Path, vocabulary: int, cache:
         tokens = np.memmap(path, dtype, "r")
         return {"digest": content(paths, path), "largest": max(int(block.max()) for block in _blocks(tokens))}
 
+    if fault := forms.fault(path, table.dtype, vocabulary):
+        raise DataError(f"source {name!r}: {path}: {fault}")
     found = seen([path], path, cache, look, table.dtype)
     if found["largest"] >= vocabulary:
         raise DataError(
