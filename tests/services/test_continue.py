@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from diloco.errors import RunError, SettingsError
 from diloco.log.log import Log
 from diloco.member import state
 from diloco.process import observe
+from diloco.process.retry import until_available
 from diloco.service.rundir import RunDirectory
 from diloco_ops import continuing, resume, run_reader, verify
 from diloco_ops.manifest import MANIFEST
@@ -38,6 +40,11 @@ def may_be_trained(directory: RunDirectory, fragments: FragmentMap) -> RunDirect
     return directory
 
 
+async def prepared(source: continuing.Source, new: RunDirectory, trained: Any = may_be_trained) -> RunDirectory:
+    """Prepare the continuation, again where the connection is lost: of one that fails nothing is left."""
+    return await until_available(lambda: continuing.prepare(source, new, trained), observe.get_logger())
+
+
 async def continued(
     launch: Launch, run: Cluster, name: str, data: str | None = None, **overrides: Any
 ) -> tuple[Cluster, list[str]]:
@@ -47,7 +54,7 @@ async def continued(
     settings = source.changed(source.directory.settings)
     name = f"{run.name}-{name}"  # the server has other tests' runs, too
     new = RunDirectory(run.directory.parent / name, name, run.url, data, settings)
-    made = await continuing.prepare(source, new, may_be_trained)
+    made = await prepared(source, new)
     cluster: Cluster = launch(made.settings, run.url, name, made.path)
     return cluster, source.notes
 
@@ -76,7 +83,8 @@ async def test_a_run_that_is_over_begins_again_at_an_earlier_version(
     again = RunDirectory(tmp_path / "again", run.name, make_server().url, None, run.settings)
     await resume.prepare(found.checkpoint, again, at=1)
     begun = launch(run.settings, again.nats_url, run.name, again.path)
-    chains = await read_chains((await begun.store())[0])
+    log, _ = await begun.store()
+    chains = await until_available(lambda: read_chains(log), observe.get_logger())
     assert [(chain.version, chain.closed) for chain in chains] == [(1, False)] * run.settings.fragments.count
 
 
@@ -90,7 +98,7 @@ async def test_a_run_in_regions_that_is_over_goes_on_in_each_of_them(regions: Re
     source = continuing.find(run.directory, {"tokens": TOKENS})
     new = RunDirectory(tmp_path / "on", "on", "", None, source.changed(run.settings))
 
-    await continuing.prepare(source, new, may_be_trained)
+    await prepared(source, new)
 
     async with run_reader.opened(new.path) as seen:  # a majority of regions has it, or that would be refused
         chains = await read_chains(seen.log)
@@ -106,9 +114,10 @@ def batches_of(run: Cluster) -> list[tuple[int, int]]:
 async def first_states(run: Cluster) -> list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
     """Parameters and momentum of version 0, by fragment."""
     store, fragments = await run.store()
-    genesis = await store.reader.genesis()
+    genesis = await until_available(store.reader.genesis, observe.get_logger())
     assert genesis is not None
-    loaded = [await store.reader.load_first(fragment.index, *genesis) for fragment in fragments.fragments]
+    loading = [partial(store.reader.load_first, fragment.index, *genesis) for fragment in fragments.fragments]
+    loaded = [await until_available(load, observe.get_logger()) for load in loading]
     return [(first.replica.theta, first.replica.momentum) for first in loaded]
 
 
@@ -135,7 +144,7 @@ async def test_a_run_that_is_over_goes_on_twice_with_its_model_momentum_and_data
     assert second.settings.tokens == 2 * TOKENS
     assert second.settings.round.steps == 5
     ended_again = await to_its_end(second)
-    checked = await verify.check(save_directory(second))
+    checked = await until_available(lambda: verify.check(save_directory(second)), observe.get_logger())
     assert checked.holds, checked
     assert {check.name for check in checked.checks if check.state == "unchecked"} == {"merges", "report"}
 
@@ -178,7 +187,7 @@ async def test_a_run_that_is_not_over_is_not_continued(launch: Launch, tmp_path:
     count = run.settings.fragments.count
     said = f"run '{run.name}' is not over, it is going on: {count} of the {count} logs"
     with pytest.raises(RunError, match=said):
-        await continuing.prepare(source, new, may_be_trained)
+        await prepared(source, new)
     assert not new.path.exists()
 
 
@@ -188,7 +197,7 @@ async def test_nothing_is_left_of_a_continuation_that_fails(make_server: MakeSer
     source = continuing.find(save_directory(first), {"tokens": TOKENS})
     taken = RunDirectory(tmp_path / "x", first.name, first.url, None, first.settings)
     with pytest.raises(RunError, match=f"run '{first.name}' exists at its server already; choose another --run-dir"):
-        await continuing.prepare(source, taken, may_be_trained)
+        await prepared(source, taken)
 
     def refused(directory: RunDirectory, fragments: FragmentMap) -> RunDirectory:
         raise SettingsError("the task's model is another one")
@@ -196,13 +205,13 @@ async def test_nothing_is_left_of_a_continuation_that_fails(make_server: MakeSer
     name = f"{first.name}-new"
     new = RunDirectory(tmp_path / name, name, first.url, "/elsewhere", first.settings)
     with pytest.raises(SettingsError, match="another one"):
-        await continuing.prepare(source, new, refused)
+        await prepared(source, new, refused)
     assert not new.path.exists()
     state.weights_before(new.path).mkdir(parents=True)  # where a file is to be written
     with pytest.raises(OSError, match="weights"):
-        await continuing.prepare(source, new, may_be_trained)
+        await prepared(source, new)
     state.weights_before(new.path).rmdir()
-    made = await continuing.prepare(source, new, may_be_trained)  # of the failed one nothing is at the server
+    made = await prepared(source, new)  # of the failed one nothing is at the server
     said = "other data: its shares begin at their beginning, and losses cannot be compared with those before"
     assert said in source.notes
     kept = json.loads((made.path / "run.json").read_text())["settings"]["continues"]

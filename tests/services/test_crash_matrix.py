@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from blake3 import blake3
-from tests.services.cluster import Cluster, Folded, Service, check_accounts, check_all_merged, small
+from tests.services.cluster import NEVER_S, Cluster, Folded, Service, check_accounts, check_all_merged, small
 from tests.services.forking import Forked, Nursery, When
 from tests.services.toy import SAMPLES
 
@@ -20,6 +20,7 @@ from diloco_ops.broker.server import Server
 
 AT_ONCE = 3  # runs; they sleep most of their time
 LEARNERS = 2
+DEAD_S = 5.0  # then another learner makes version 0 in the place of a dead one
 PROMISE = pytest.mark.promise("a process killed before or after any durable action loses nothing and merges nothing twice")
 
 
@@ -27,7 +28,7 @@ class CrashCluster(Cluster):
     """A cluster whose processes note their durable actions; ``crash`` says who dies: (name, before or after, its n-th one)."""
 
     def __init__(self, nursery: Nursery, crash: tuple[str, When, int] | None, directory: Path, url: str) -> None:
-        super().__init__(nursery, directory, url, f"crash-{uuid.uuid4().hex[:8]}", short())
+        super().__init__(nursery, directory, url, f"crash-{uuid.uuid4().hex[:8]}", short(crash[0] if crash else ""))
         self.crash = crash
 
     def _fork(self, name: str, module: str, config: Path, output: Path, environment: Mapping[str, str]) -> Forked:
@@ -48,8 +49,11 @@ class CrashCluster(Cluster):
         return self.directory / f"{name}.actions"
 
 
-def short() -> RunSettings:
-    """Two learners, two fragments, some four versions each, and keyframes with purges in between."""
+def short(dies: str) -> RunSettings:
+    """Two learners, two fragments, some four versions each, and keyframes with purges in between.
+
+    Unless a learner ``dies``, no run ends without one that is only slow: it would hold work that is in no version.
+    """
     return small(
         learners=LEARNERS,
         shards=1,
@@ -57,7 +61,7 @@ def short() -> RunSettings:
         round__steps=5,
         tokens=LEARNERS * 22 * SAMPLES,
         log__keyframe_factor=0.3,
-        liveness__dead_s=5.0,
+        liveness__dead_s=DEAD_S if dies.startswith("toy") else NEVER_S,
     )
 
 
