@@ -14,7 +14,16 @@ from typing import Any
 import pytest
 from tests.made.fixtures import Diloco, Launch, MakeServer
 from tests.pace import DEADLINE_S
-from tests.services.cluster import Cluster, check_accounts, check_all_merged, fill, newest_entries, small, some_versions
+from tests.services.cluster import (
+    NEVER_S,
+    Cluster,
+    check_accounts,
+    check_all_merged,
+    fill,
+    newest_entries,
+    small,
+    some_versions,
+)
 from tests.services.toy import Regression
 
 from diloco.core.fragments import TensorSpec
@@ -274,7 +283,7 @@ def test_up_at_a_server_without_jetstream_names_it(diloco: Diloco, without_jetst
 
 async def test_full_storage_delays_versions_and_loses_nothing(make_server: MakeServer, launch: Launch) -> None:
     server = make_server(max_file_bytes=STORAGE_BYTES)
-    cluster = launch(small(shards=1, tokens=10**9), server.url)
+    cluster = launch(small(shards=1, tokens=10**9, liveness__dead_s=NEVER_S), server.url)
     await cluster.begin(coordinator=False)
     await cluster.until(lambda: min(cluster.heartbeats["toy-0"][-1].versions) >= 2, "some versions")
     api = (await cluster.link()).bulk.jetstream(timeout=DEADLINE_S)

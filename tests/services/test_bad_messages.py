@@ -18,7 +18,7 @@ from tests.made.fixtures import Launch
 from tests.made.heartbeats import learner_heartbeat
 from tests.made.log_entries import record_of
 from tests.made.run_checks import merged_of
-from tests.services.cluster import Cluster, check_accounts, check_all_merged, small, some_versions
+from tests.services.cluster import NEVER_S, Cluster, check_accounts, check_all_merged, small, some_versions
 from tests.services.toy import SAMPLES, Toy
 
 from diloco.control import admission
@@ -150,7 +150,7 @@ def bad_offers(forger: Forger) -> dict[str, tuple[str, str, bytes]]:
 
 @pytest.mark.promise("damaged and foreign messages are refused and counted, never merged")
 async def test_bad_messages_are_refused_counted_logged_once_and_never_merged(launch: Launch) -> None:
-    cluster = launch(small(shards=1, tokens=10**9))
+    cluster = launch(small(shards=1, tokens=10**9, liveness__dead_s=NEVER_S))
     cluster.coordinator()
     cluster.syncer(0)
     toys = cluster.learners()
