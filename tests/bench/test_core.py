@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.pace import DEADLINE_S
 
 pytestmark = pytest.mark.services
 
@@ -18,7 +19,7 @@ TARGETS = {"encode": 0.8, "decode": 1.5, "merge of 4": 1.2, "merge of 8": 1.2, "
 
 def run(*arguments: str) -> str:
     command = [sys.executable, str(CORE), "--values", "4096", "--repeat", "2", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=4 * DEADLINE_S)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

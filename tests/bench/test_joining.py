@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.pace import DEADLINE_S
 
 pytestmark = pytest.mark.services
 
@@ -18,7 +19,7 @@ SCRIPT = Path(__file__).parents[2] / "bench" / "joining.py"
 def test_json_has_a_row_for_each_rate_and_no_more_is_read_than_there_is() -> None:
     smallest = ["--parameters", "1000000", "--fragments", "2", "--delay", "0.01", "--samples", "1", "--rates", "100", "50"]
     done = subprocess.run(
-        [sys.executable, SCRIPT, *smallest, "--json"], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, SCRIPT, *smallest, "--json"], capture_output=True, text=True, timeout=2 * DEADLINE_S, check=True
     )
     result = json.loads(done.stdout)
     assert result["stored_bytes"] > 9e6

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.pace import DEADLINE_S
 
 pytestmark = pytest.mark.services
 
@@ -17,7 +18,9 @@ MEMORY = Path(__file__).parents[2] / "bench" / "memory.py"
 @pytest.mark.slow  # `make bench` runs it, too
 def test_json_output() -> None:
     sizes = ["--parameters", "200000", "--fragments", "3", "--learners", "1", "--cycles", "1"]
-    done = subprocess.run([sys.executable, str(MEMORY), *sizes, "--json"], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, str(MEMORY), *sizes, "--json"], capture_output=True, text=True, timeout=4 * DEADLINE_S
+    )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert (result["parameters"], result["fragments"], result["learners"], result["cycles"]) == (200_000, 3, 1, 1)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.pace import DEADLINE_S
 
 pytestmark = pytest.mark.services
 
@@ -20,7 +21,7 @@ def test_json_has_a_row_for_every_failure() -> None:
         [sys.executable, SCRIPT, "--kills", "1", "--freezes", "1", "--json"],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=4 * DEADLINE_S,
         check=True,
     )
     result = json.loads(done.stdout)

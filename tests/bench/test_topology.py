@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.pace import DEADLINE_S
 
 pytestmark = pytest.mark.services
 
@@ -17,7 +18,7 @@ SCRIPT = Path(__file__).parents[2] / "bench" / "topology.py"
 @pytest.mark.slow
 def test_json_has_both_shapes_and_unlinked_servers_need_nobody() -> None:
     done = subprocess.run(
-        [sys.executable, SCRIPT, "--cut", "8", "--json"], capture_output=True, text=True, timeout=400, check=False
+        [sys.executable, SCRIPT, "--cut", "8", "--json"], capture_output=True, text=True, timeout=4 * DEADLINE_S, check=False
     )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from tests.made import kustomize
 from tests.made.island_pods import LEFT, OVERLAY, POD_SCRIPT, pod_environment
+from tests.pace import DEADLINE_S
 
 from diloco.errors import (
     AdmissionError,
@@ -99,7 +100,7 @@ class Pod:
         self.process = subprocess.Popen(["sh", POD_SCRIPT], env=os.environ | told | path)
 
     def begun(self) -> None:
-        ends_s = time.monotonic() + 60
+        ends_s = time.monotonic() + DEADLINE_S
         while not (self.own / "ready").exists():
             assert time.monotonic() < ends_s
             time.sleep(0.01)
@@ -114,7 +115,7 @@ UNTIL_ANOTHER_IS_ASKED = 'touch "$OWN/ready"; until [ -e "$DILOCO_STATE_DIR/lear
 def test_a_process_that_ends_by_itself_gives_its_code_to_the_job(tmp_path: Path, code: int) -> None:
     (tmp_path / "learner-0.leaving").touch()  # of an earlier generation
     os.utime(tmp_path / "learner-0.leaving", (1, 1))
-    assert Pod(tmp_path, 0, f"exit {code}").process.wait(60) == code
+    assert Pod(tmp_path, 0, f"exit {code}").process.wait(DEADLINE_S) == code
 
 
 @pytest.mark.services
@@ -123,9 +124,9 @@ def test_all_processes_of_a_learner_that_leaves_with_notice_are_to_be_replaced(t
     for pod in pods:
         pod.begun()
     pods[1].process.send_signal(signal.SIGTERM)  # the node of one is drained
-    assert [pod.process.wait(60) for pod in pods] == [LEFT, LEFT]
+    assert [pod.process.wait(DEADLINE_S) for pod in pods] == [LEFT, LEFT]
 
 
 @pytest.mark.services
 def test_a_killed_process_counts_as_killed(tmp_path: Path) -> None:
-    assert Pod(tmp_path, 0, "kill -9 $$").process.wait(60) == 128 + signal.SIGKILL
+    assert Pod(tmp_path, 0, "kill -9 $$").process.wait(DEADLINE_S) == 128 + signal.SIGKILL

@@ -17,6 +17,7 @@ from typing import Any
 
 import nats
 import pytest
+from tests.pace import DEADLINE_S
 from tests.services.secured import HOST, make_keys, put
 
 from diloco.errors import BrokerError
@@ -34,8 +35,6 @@ pytestmark = pytest.mark.services
 
 CONFIGURATIONS = Path(__file__).parents[2] / "deploy" / "datacenter"
 REGIONS = ("us", "eu", "ap")
-STARTS_S = 60.0
-DEADLINE_S = 20.0
 
 
 class Started:
@@ -60,7 +59,7 @@ class Started:
         """Give it the keys as they are now, as a bundle and SIGHUP do."""
         shutil.copytree(self.keys, self.folder / "keys", dirs_exist_ok=True)
         self.process.send_signal(signal.SIGHUP)
-        end_s = time.monotonic() + STARTS_S
+        end_s = time.monotonic() + DEADLINE_S
         while "Reloaded server configuration" not in (self.folder / "log").read_text():
             assert time.monotonic() < end_s, "the server has not read its configuration again"
             time.sleep(0.02)
@@ -81,7 +80,7 @@ def started() -> Iterator[list[Started]]:
 
 
 @contextlib.asynccontextmanager
-async def connected(url: str, file: Path, give_up_after_s: float = STARTS_S) -> AsyncIterator[NatsTransport]:
+async def connected(url: str, file: Path, give_up_after_s: float = DEADLINE_S) -> AsyncIterator[NatsTransport]:
     known = identity.load(file)
     link = await NatsTransport.open(url, url, known.name, get_logger(), give_up_after_s, known)
     yield link

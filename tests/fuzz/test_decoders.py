@@ -105,7 +105,7 @@ from diloco_ops.doctor import server as doctor
 from diloco_ops.report.build import load_json
 from diloco_ops.wan import config, control
 
-WANTED = os.environ.get("DILOCO_FUZZ_EXAMPLES")
+WANTED = os.environ.pop("DILOCO_FUZZ_EXAMPLES", None)  # services refuse variables that they do not know
 EXAMPLES_EACH = int(WANTED or 30)
 PER_BYTE = 256  # an empty list in JSON takes two bytes, and 56 of memory and a place in another one
 SAID = 4000  # characters of an error, beside what it shows of the input

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.pace import DEADLINE_S
 from typer.testing import CliRunner
 
 from diloco.errors import FormatError, SettingsError
@@ -385,7 +386,7 @@ if __name__ == "__main__":
 """)
     killed = subprocess.run([sys.executable, str(code)], capture_output=True, text=True, check=False)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    until_s = time.monotonic() + 60
+    until_s = time.monotonic() + DEADLINE_S
     while psutil.pid_exists(int(killed.stdout)):
         assert time.monotonic() < until_s
         time.sleep(0.05)

@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.pace import DEADLINE_S
 
 from diloco.errors import SettingsError
 from diloco_lab import bandwidth, page, pictures, storm
@@ -142,7 +143,7 @@ def test_a_file_that_cannot_be_written_is_named_before_anything_is_simulated(tmp
 def test_the_command_writes_page_and_pictures(tmp_path: Path) -> None:
     line = [sys.executable, "-c", "from diloco_ops.cli import main; main()", "simulate", "report", str(tmp_path / "page.html")]
     line += ["--days", "0.01", "--seeds", "1", "--jobs", "1", "--svg", str(tmp_path / "svg")]
-    subprocess.run(line, check=True, capture_output=True, timeout=300)
+    subprocess.run(line, check=True, capture_output=True, timeout=2 * DEADLINE_S)
     assert "Simulated" in (tmp_path / "page.html").read_text()
     names = sorted(path.name for path in (tmp_path / "svg").iterdir())
     assert names == ["simulator-bandwidth.svg", "simulator-goodput.svg", "simulator-storm.svg", "simulator-uptime.svg"]

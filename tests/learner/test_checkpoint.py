@@ -16,6 +16,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 from structlog.testing import capture_logs
 from tests.made.trainer_script import SETTINGS, Slope
+from tests.pace import DEADLINE_S
 
 from diloco.core.learner import Dump
 from diloco.core.tape import Borrowed, Copied, Event, Restored
@@ -140,12 +141,12 @@ def test_no_boundary_waits_for_the_one_before(rig: Rig, monkeypatch: pytest.Monk
 
     def slowly(*arguments: Any) -> state.Saved:
         begun.set()
-        assert may_end.wait(30)
+        assert may_end.wait(DEADLINE_S)
         return save(*arguments)
 
     monkeypatch.setattr(state, "save", slowly)
     first = rig.step()
-    assert begun.wait(30)
+    assert begun.wait(DEADLINE_S)
     for _ in range(3):
         rig.step()
     assert rig.accounts.recorded == [Copied()]  # nothing more was begun
@@ -339,17 +340,17 @@ def test_where_no_copy_fits_the_next_step_waits_until_the_state_has_been_read(
 
     def slowly(path: Path, write: Callable[[Path], None], previous: Path | None = None) -> None:
         begun.set()
-        assert may_end.wait(30)
+        assert may_end.wait(DEADLINE_S)
         hash_of(path, write, previous)
 
     monkeypatch.setattr(files, "replace", slowly)
     boundary = threading.Thread(target=rig.step)
     boundary.start()
-    assert begun.wait(30)
+    assert begun.wait(DEADLINE_S)
     boundary.join(0.05)
     assert boundary.is_alive()
     may_end.set()
-    boundary.join(30)
+    boundary.join(DEADLINE_S)
     at_boundary = rig.island.state()
     for _ in range(3):
         rig.island.step(np.float32(1), 0.1).wait()

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from blake3 import blake3
 from structlog.testing import capture_logs
+from tests.pace import DEADLINE_S
 
 from diloco.core.chunks import Chunk
 from diloco.core.tape import Event, Restored
@@ -195,7 +196,7 @@ class Again:
             for thread in threads:
                 thread.start()
             for thread in threads:
-                thread.join(60)
+                thread.join(DEADLINE_S)
         for group in groups:
             group.ending()
         for group in groups:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.made.trainer_script import FINISHED, NOTHING, TRAINER_RULES, train
+from tests.pace import DEADLINE_S
 
 from diloco.core.delta import Apply
 from diloco.errors import RunError, SettingsError
@@ -232,7 +233,7 @@ def test_no_call_of_a_boundary_waits_for_the_step_in_flight() -> None:
     class Held(Slope):
         def loss(self, module: Any, batch: Any) -> Any:
             if held_up:
-                assert held.wait(60)
+                assert held.wait(DEADLINE_S)
             return super().loss(module, batch)
 
     held_up = False

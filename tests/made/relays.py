@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.pace import DEADLINE_S
+
 from diloco.process import observe
 from diloco_ops.wan import control
 from diloco_ops.wan.config import checked
@@ -15,7 +17,6 @@ from diloco_ops.wan.connection import address_of
 from diloco_ops.wan.control import Control, asked
 from diloco_ops.wan.relay import Relay
 
-RELAY_DEADLINE_S = 20.0
 TRAFFIC = ("bulk", "control")
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -52,7 +53,7 @@ class RelayWorld:
         return self._kept(await asyncio.open_connection(*self.relay.addresses[TRAFFIC.index(traffic)].split(":")))
 
     async def accept(self) -> Stream:
-        return self._kept(await asyncio.wait_for(self.target.connections.get(), RELAY_DEADLINE_S))
+        return self._kept(await asyncio.wait_for(self.target.connections.get(), DEADLINE_S))
 
     async def pair(self, traffic: str = "bulk") -> tuple[Stream, Stream]:
         """A connection: the client's end and the target's."""
@@ -73,7 +74,7 @@ class RelayWorld:
         return await asyncio.to_thread(lambda: list(asked(self.at, request)))
 
     async def until(self, name: str, key: str, value: object) -> None:
-        async with asyncio.timeout(RELAY_DEADLINE_S):
+        async with asyncio.timeout(DEADLINE_S):
             while self.link(name)[key] != value:
                 await asyncio.sleep(0.005)
 

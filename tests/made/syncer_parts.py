@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from tests.made.fragment_vectors import each
 from tests.made.log_entries import offer_of
+from tests.pace import DEADLINE_S, scaled_s
 
 from diloco.control import creation
 from diloco.control.creation import Run
@@ -45,7 +46,7 @@ SETTINGS: dict[str, Any] = {
     "outer.momentum": 0.0,
     "merge.method": "average",
     "task.name": "tests:parts",
-    "liveness.takeover_s": 0.6,
+    "liveness.takeover_s": scaled_s(0.6),
     "log.keyframe_factor": 1000.0,
 }
 
@@ -135,7 +136,7 @@ async def send_offer(owner: FragmentOwner, held: Held) -> None:
     frame = framing.pack(held.offer, context.run.identity, inline)
     head = context.store.subjects.offer(held.offer.fragment, held.offer.learner)
     identifier = f"offer/{held.offer.learner}/1/{held.offer.fragment}/{held.offer.number}"
-    await context.transport.append(head, frame, message_id=identifier, fence=None, timeout_s=10)
+    await context.transport.append(head, frame, message_id=identifier, fence=None, timeout_s=DEADLINE_S)
 
 
 async def take_fragment(begun: Begun, context: Context | None = None, *, wanted: bool = True) -> FragmentOwner | None:

@@ -17,6 +17,7 @@ import pytest
 from blake3 import blake3
 from tests.made.heartbeats import learner_heartbeat, shard_heartbeat
 from tests.made.log_entries import record_of
+from tests.pace import DEADLINE_S
 
 from diloco.core.chain import Chain
 from diloco.errors import RunError
@@ -33,7 +34,6 @@ from diloco_ops.chaos.revert import JOURNAL, FaultJournal
 from diloco_ops.chaos.witness import Recovery, Witness
 from diloco_ops.failures import Failure
 
-DEADLINE_S = 100.0  # a process that imports much begins late on a busy machine
 START = blake3(b"genesis").digest()
 
 
@@ -248,7 +248,7 @@ def test_in_regions_each_ones_server_streams_and_links_are_met() -> None:
 
 @pytest.fixture
 def sleeper() -> Iterator[psutil.Process]:
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
     yield psutil.Process(process.pid)
     process.kill()
     process.wait()
@@ -287,7 +287,7 @@ watchdog = revert.start_watchdog(directory)
 revert.FaultJournal(directory).add(what="frozen", pid=pid, began=revert.began(pid))
 revert.send(pid, revert.began(pid), signal.SIGSTOP)
 print("frozen", flush=True)
-time.sleep(60)
+time.sleep(3600)
 """
 
 

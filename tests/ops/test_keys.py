@@ -16,6 +16,7 @@ from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID
 from tests.made.command_line import Command, commanding
 from tests.made.fixtures import Ended
+from tests.pace import DEADLINE_S
 
 from diloco.nats import identity
 from diloco.wire.subjects import reader_of
@@ -147,7 +148,9 @@ def test_a_server_takes_the_file(command: Command, tmp_path: Path) -> None:
     for name in ("nats-us", "nats-eu"):
         config = tmp_path / "k" / "servers" / name / "nats.conf"
         config.write_text('jetstream { store_dir: "js" }\ninclude "auth.conf"\n')
-        done = subprocess.run([find_binary(), "-t", "-c", config], capture_output=True, text=True, timeout=20, check=False)
+        done = subprocess.run(
+            [find_binary(), "-t", "-c", config], capture_output=True, text=True, timeout=DEADLINE_S, check=False
+        )
         assert done.returncode == 0, done.stderr
 
 

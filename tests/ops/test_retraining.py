@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from tests.made.training_process import SETTINGS, moments
+from tests.pace import DEADLINE_S
 
 from diloco.core.lives import Life
 from diloco.core.tape import Machine, Mesh, Start
@@ -29,7 +30,7 @@ def trained(processes: int, devices: int, mesh: Mesh) -> tuple[str, Machine]:
     shape = [str(number) for number in (mesh.data, mesh.fsdp, mesh.tensor)]
     commands = [[sys.executable, str(PROCESSES), address, str(processes), str(place), *shape] for place in range(processes)]
     running = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for command in commands]
-    said = [process.communicate(timeout=200)[0] for process in running]
+    said = [process.communicate(timeout=2 * DEADLINE_S)[0] for process in running]
     assert [process.returncode for process in running] == [0] * processes
     digest, text, flags = said[0].splitlines()[-3:]
     return digest, Machine(text, flags)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from blake3 import blake3
 from tests.made.fixtures import MakeServer
+from tests.pace import DEADLINE_S
 
 from diloco.errors import BrokerError, RunError
 from diloco.nats import streams
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.services
 async def links(make_server: MakeServer) -> AsyncIterator[tuple[Link, Link]]:
     """To two servers."""
     servers = make_server(), make_server()
-    opened = [await Link.open(server.url, server.url, "test", get_logger(), 10) for server in servers]
+    opened = [await Link.open(server.url, server.url, "test", get_logger(), DEADLINE_S) for server in servers]
     yield opened[0], opened[1]
     for link in opened:
         await link.close()
@@ -37,7 +38,7 @@ async def links(make_server: MakeServer) -> AsyncIterator[tuple[Link, Link]]:
 async def write(link: Link, first: int, count: int) -> None:
     for number in range(first, first + count):
         data = os.urandom(20_000)
-        await append(link, f"S.{number % 3}", data, message_id=str(number), fence=None, timeout_s=10)
+        await append(link, f"S.{number % 3}", data, message_id=str(number), fence=None, timeout_s=DEADLINE_S)
 
 
 async def held(link: Link, last: int) -> list[Stored | None]:
@@ -69,7 +70,7 @@ async def test_every_message_comes_back_with_its_sequence(links: tuple[Link, Lin
     expected = await held(link, last)
     assert sum(message is None for message in expected) == 10  # those that were purged
     assert await held(other, last) == expected
-    assert await append(other, "S.0", b"next", message_id="next", fence=None, timeout_s=10) == last + 1
+    assert await append(other, "S.0", b"next", message_id="next", fence=None, timeout_s=DEADLINE_S) == last + 1
 
 
 async def test_a_stream_of_an_older_version_comes_back_with_limits(links: tuple[Link, Link], tmp_path: Path) -> None:
@@ -131,5 +132,5 @@ async def test_a_restore_that_the_server_gave_up_since_the_machine_was_busy_is_b
 
     monkeypatch.setattr(snapshot, "_send", late_at_first)
     await snapshot.restore(other, taken, tmp_path / "stream")
-    assert sent == 2
+    assert sent >= 2
     assert await held(other, int(taken.state["last_seq"])) == await held(link, int(taken.state["last_seq"]))

@@ -13,6 +13,7 @@ from typing import cast
 
 import psutil
 import pytest
+from tests.pace import DEADLINE_S
 from tests.services.cluster import Events
 
 from diloco.errors import EjectedError, IslandError
@@ -21,26 +22,25 @@ from diloco.process.observe import Logger
 from diloco_ops import supervise
 from diloco_ops.supervise import ServiceFailed, Supervisor
 
-DEADLINE_S = 100.0  # only ends what hangs: a busy machine begins a process in half a minute
-# counts its lives in a file, and ends each as the configuration says: a signal, a code, or never
+pytestmark = pytest.mark.services
+
+# counts its lives in a file, and ends each as the configuration says: a signal, a code, or never; or after another one began
 MORTAL = """
 import os, pathlib, signal, sys, time
 config = pathlib.Path(sys.argv[2])
 lives = config.with_suffix(".lives")
 lives.write_text(str(int(lives.read_text()) + 1 if lives.exists() else 1))
-fate = config.read_text().split(",")[int(lives.read_text()) - 1]
+fate, _, other = config.read_text().split(",")[int(lives.read_text()) - 1].partition(" after ")
+while other and not config.with_name(f"{other}.lives").exists():
+    time.sleep(0.01)
 if fate == "lives":
-    time.sleep(60)
-if fate in ("saves", "stalls"):
-    asked = []
-    signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+    time.sleep(3600)
+if fate == "saves":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     config.with_suffix(".ready").touch()
-    while not asked:
+    while not config.with_suffix(".whole").exists():
         time.sleep(0.01)
-    for part in range(12):
-        config.with_suffix(".draft").write_text("x" * part if fate == "saves" else "")
-        time.sleep(0.1)
-    config.with_suffix(".draft").replace(config.with_suffix(".saved"))
+    config.with_suffix(".whole").replace(config.with_suffix(".saved"))
     sys.exit(0)
 if fate.startswith("-"):
     os.kill(os.getpid(), -int(fate))
@@ -125,7 +125,7 @@ def test_a_process_that_is_still_there_long_after_another_one_is_killed(
 ) -> None:
     monkeypatch.setattr(supervise, "GROUP_S", 0.3)
     mortals.start("a", "lives", "0", group="ann")
-    mortals.start("a-p1", "-9", "0", group="ann")
+    mortals.start("a-p1", "-9 after a", "0", group="ann")
     mortals.tend_until(mortals.supervisor.tend)
     assert (mortals.lives("a"), mortals.lives("a-p1")) == (2, 2)
 
@@ -186,25 +186,51 @@ def test_a_service_that_cannot_live_ends_the_run(mortals: Mortals, monkeypatch: 
     assert mortals.lives("a") == 3
 
 
-def test_ending_also_ends_what_is_frozen(mortals: Mortals) -> None:
+def test_ending_also_ends_what_is_frozen(mortals: Mortals, monkeypatch: pytest.MonkeyPatch) -> None:
     mortals.start("a", "lives")
     mortals.tend_until(lambda: mortals.lives("a") == 1)
     os.kill(mortals.pid("a"), signal.SIGSTOP)
-    began_s = time.monotonic()
+    monkeypatch.setattr(supervise, "STOP_TIMEOUT_S", DEADLINE_S)
     mortals.supervisor.end(["mortal"])
-    assert time.monotonic() - began_s < supervise.STOP_TIMEOUT_S / 2
+    [service] = mortals.supervisor.services
+    assert service.process.returncode == -signal.SIGTERM, "it heard what it was told, and was not killed for its silence"
 
 
-@pytest.mark.parametrize(("grows", "saved"), [(True, True), (False, False)])
-def test_one_that_still_saves_is_not_killed(
-    mortals: Mortals, grows: bool, saved: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its draft grows twelve times in 1.2 s, and it is given half a second for each."""
-    monkeypatch.setattr(supervise, "STOP_TIMEOUT_S", 0.5)
-    mortals.start("a", "saves" if grows else "stalls")
+class Looks:
+    """A clock that goes only while the supervisor sleeps: how often it looks decides, not how slow the machine is."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("grows", [True, False])
+def test_one_that_still_saves_is_not_killed(mortals: Mortals, grows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its draft grows at every look, and is whole after three times as long as one that does not grow is given."""
+    looks, draft = Looks(), mortals.folder / "a.draft"
+    mortals.start("a", "saves")
     mortals.tend_until(lambda: (mortals.folder / "a.ready").exists())
-    mortals.supervisor.end(["mortal"], writing=lambda: files.drafted_bytes(mortals.folder))
-    assert (mortals.folder / "a.saved").exists() == saved
+    monkeypatch.setattr(supervise, "time", looks)
+
+    def written() -> int:
+        if grows and looks.now_s < 3 * supervise.STOP_TIMEOUT_S:
+            draft.write_text("x" * round(looks.now_s / supervise.STOP_LOOK_S + 1))
+        elif draft.exists():
+            draft.replace(draft.with_suffix(".whole"))
+            ends_s = time.monotonic() + DEADLINE_S
+            while not (mortals.folder / "a.saved").exists():
+                assert time.monotonic() < ends_s
+                time.sleep(0.01)
+        return files.drafted_bytes(mortals.folder)
+
+    mortals.supervisor.end(["mortal"], writing=written)
+    assert (mortals.folder / "a.saved").exists() == grows
 
 
 LAUNCHER = """
@@ -216,11 +242,10 @@ mortals.start("a", "lives")
 mortals.start("b", "-9", "lives")
 mortals.tend_until(lambda: mortals.lives("b") == 2)
 print("ready", flush=True)
-time.sleep(60)
+time.sleep(3600)
 """
 
 
-@pytest.mark.services
 def test_no_service_outlives_a_launcher_that_was_killed(tmp_path: Path) -> None:
     launcher = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, str(tmp_path)], stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]

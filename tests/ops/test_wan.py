@@ -22,7 +22,8 @@ import pytest
 from nats.aio.msg import Msg
 from tests.made.command_line import Command, commanding
 from tests.made.fixtures import Ended
-from tests.made.relays import RELAY_DEADLINE_S, Stream, close_streams, relay_world
+from tests.made.relays import Stream, close_streams, relay_world
+from tests.pace import DEADLINE_S, FACTOR, scaled_s
 
 from diloco.errors import SettingsError, WanError
 from diloco.nats import opening
@@ -38,11 +39,11 @@ HEADER = {"format": "diloco-failures", "version": 1, "duration_s": 0.0}
 
 
 async def read(stream: Stream, count: int) -> bytes:
-    return await asyncio.wait_for(stream[0].readexactly(count), RELAY_DEADLINE_S)
+    return await asyncio.wait_for(stream[0].readexactly(count), DEADLINE_S)
 
 
 async def read_all(stream: Stream) -> bytes:
-    return await asyncio.wait_for(stream[0].read(), RELAY_DEADLINE_S)
+    return await asyncio.wait_for(stream[0].read(), DEADLINE_S)
 
 
 async def silent(stream: Stream) -> bool:
@@ -123,10 +124,10 @@ async def test_a_link_carries_no_more_than_its_rate() -> None:
 
 
 async def test_control_passes_a_queue_of_bulk() -> None:
-    async with relay_world(rate_bits_per_s=2e5) as there:
+    async with relay_world(rate_bits_per_s=2e4) as there:
         bulk, sink = await there.pair()
         heartbeats, heard = await there.pair("control")
-        send(bulk, bytes(300_000))  # 12 s
+        send(bulk, bytes(300_000))  # two minutes
         await read(sink, 1)
         send(heartbeats, b"heartbeat")
         await read(heard, 5)
@@ -147,7 +148,7 @@ async def test_a_receiver_that_does_not_read_stops_its_sender_and_nobody_else() 
         assert not sending.done()
         assert there.link("us-eu")["bulk_bytes"] < size // 2
         assert len(await read(server, size)) == size
-        await asyncio.wait_for(sending, RELAY_DEADLINE_S)
+        await asyncio.wait_for(sending, DEADLINE_S)
 
 
 async def test_a_reset_goes_to_the_other_end() -> None:
@@ -254,7 +255,7 @@ async def test_a_nats_client_goes_on_after_a_cut(nats_server: Server) -> None:
             await asyncio.sleep(SILENCE_S)
             assert heard.empty()
             await there.ask(control.Heal())
-            assert await asyncio.wait_for(heard.get(), RELAY_DEADLINE_S) == b"in the cut"
+            assert await asyncio.wait_for(heard.get(), DEADLINE_S) == b"in the cut"
             await near.flush()
         finally:
             await near.close()
@@ -265,9 +266,9 @@ async def test_a_nats_client_goes_on_after_a_cut(nats_server: Server) -> None:
 async def test_a_link_is_not_given_up_while_what_it_was_asked_for_is_still_coming(
     nats_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(opening, "PING_S", 0.2)  # silence is noticed after 0.6 s, and 1 MB takes 4 s
+    monkeypatch.setattr(opening, "PING_S", scaled_s(0.5))  # silence is noticed after 1.5 s, and 1 MB takes 10 s
     pieces = [bytes([number]) * 50_000 for number in range(20)]
-    async with relay_world(nats_server.url.removeprefix("nats://"), rate_bits_per_s=2e6) as there:
+    async with relay_world(nats_server.url.removeprefix("nats://"), rate_bits_per_s=8e5 / FACTOR) as there:
         arrived: list[bytes] = []
 
         async def hear(message: Msg) -> None:
@@ -280,7 +281,7 @@ async def test_a_link_is_not_given_up_while_what_it_was_asked_for_is_still_comin
             for piece in pieces:
                 await far.publish("across", piece)
             await far.flush()
-            async with asyncio.timeout(RELAY_DEADLINE_S):
+            async with asyncio.timeout(DEADLINE_S):
                 while len(arrived) < len(pieces):
                     await asyncio.sleep(0.01)
             assert (arrived, near.bulk.stats["reconnects"]) == (pieces, 0)
@@ -355,7 +356,7 @@ async def test_what_is_no_request_is_answered_with_why(sent: bytes, says: str) -
     async with relay_world() as there:
         reader, writer = await there.command()
         writer.write(sent)
-        answer = json.loads(await asyncio.wait_for(reader.readline(), RELAY_DEADLINE_S))
+        answer = json.loads(await asyncio.wait_for(reader.readline(), DEADLINE_S))
         assert answer["exit_code"] == WanError.exit_code
         assert says in answer["error"]
 
@@ -583,7 +584,7 @@ def test_a_relay_is_served_commanded_and_ended(wan: Command, tmp_path: Path) -> 
             "     0.0 s  link_cut for 0.01 s: us-eu\n     0.0 s  link_cut ends: us-eu\nplayed: 1 failures\n"
         )
         process.send_signal(signal.SIGTERM)
-        _, err = process.communicate(timeout=RELAY_DEADLINE_S)
+        _, err = process.communicate(timeout=DEADLINE_S)
         assert process.returncode == 0
         last = [json.loads(line) for line in err.splitlines()[-3:]]
         assert [(event["event"], event.get("link"), event.get("bulk_bytes")) for event in last] == [

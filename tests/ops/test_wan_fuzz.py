@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from tests.made.hostile_values import JSON
-from tests.made.relays import RELAY_DEADLINE_S, relay_world
+from tests.made.relays import relay_world
+from tests.pace import DEADLINE_S
 
 from diloco_ops.wan import control
 
@@ -49,7 +50,7 @@ async def test_no_request_ends_a_relay_or_is_left_without_an_answer() -> None:
             reader, writer = await there.command()
             writer.write(request.replace(b"\n", b" ") + b"\n")
             line = b""
-            async with asyncio.timeout(RELAY_DEADLINE_S):
+            async with asyncio.timeout(DEADLINE_S):
                 while not line.endswith(b"\n"):
                     line += await reader.readexactly(1)
             answer = json.loads(line)

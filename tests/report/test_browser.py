@@ -17,6 +17,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, sync_playwright
 from tests.made.browser import CHROMIUM
 from tests.made.reports import HOSTILE, fake_report, report_with_regions
+from tests.pace import DEADLINE_S
 
 from diloco_coordinator.page.server import HEADERS
 from diloco_report import actions, page
@@ -146,7 +147,7 @@ class Site:
         if name == "/events":
             self.asked += 1
             if self.freezes:
-                self.thaw.wait(30)
+                self.thaw.wait(DEADLINE_S)
             sent = "".join(
                 f"id: {self.process}.{n + 2}\nevent: parts\ndata: {json.dumps(parts)}\n\n"
                 for n, parts in enumerate(self.frames)

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 from tests.made.log_versions import log_of_versions
+from tests.pace import DEADLINE_S
 
 from diloco.core import merging
 from diloco.core.fold import Replica
@@ -27,7 +28,6 @@ from diloco_syncer.copies import Copies
 
 pytestmark = pytest.mark.services
 
-WAIT_S = 10.0
 
 Events = AsyncIterator[Event]
 
@@ -57,7 +57,7 @@ async def followed(link: NatsTransport) -> Followed:
 
 
 async def coming(events: Events) -> Event:
-    async with asyncio.timeout(WAIT_S):
+    async with asyncio.timeout(DEADLINE_S):
         return await anext(events)
 
 
@@ -132,7 +132,7 @@ async def test_copies_that_are_kept_are_not_loaded_again(followed: Followed, mon
             raise AssertionError("nothing comes")
 
         following = asyncio.create_task(copies.follow([0], ready.set, folded, lambda: None))
-        async with asyncio.timeout(WAIT_S):
+        async with asyncio.timeout(DEADLINE_S):
             await ready.wait()
         following.cancel()
         await asyncio.wait([following])

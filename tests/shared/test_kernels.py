@@ -23,6 +23,7 @@ from numba import njit
 from numba.core.codegen import get_host_cpu_features
 from numba.core.dispatcher import Dispatcher
 from numpy.typing import NDArray
+from tests.pace import DEADLINE_S
 
 from diloco.core import kernels, outer, quantise
 from diloco.core.merge import Accumulator
@@ -410,7 +411,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[s
         started[cpu] = subprocess.Popen([sys.executable, __file__], env=environment, stdout=subprocess.PIPE)
     said: dict[str, dict[str, Any]] = {}
     for cpu, process in started.items():
-        output, _ = process.communicate(timeout=300)
+        output, _ = process.communicate(timeout=4 * DEADLINE_S)
         assert process.returncode == 0
         said[cpu] = json.loads(output)
     return said.__getitem__

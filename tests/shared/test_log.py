@@ -15,6 +15,7 @@ from msgspec.structs import replace as replace_struct
 from structlog.testing import capture_logs
 from tests.made.fragment_vectors import each
 from tests.made.log_versions import log_of_versions
+from tests.pace import DEADLINE_S
 
 from diloco.core import merging, outer
 from diloco.core.chain import NO_ENTRY, Chain
@@ -70,7 +71,7 @@ class Written:
         transport, head = self.log.transport, self.log.subjects.keyframe(0)
         newest = await transport.last(self.log.subjects.log_stream, head)
         assert newest is not None
-        return await transport.append(head, forge(newest.data), message_id=uuid.uuid4().hex, fence=None, timeout_s=10)
+        return await transport.append(head, forge(newest.data), message_id=uuid.uuid4().hex, fence=None, timeout_s=DEADLINE_S)
 
     async def drop(self, *sequences: int) -> None:
         assert isinstance(self.log.transport, NatsTransport)
@@ -205,7 +206,7 @@ async def test_messages_that_are_lost_while_they_are_read_are_left_out(
 
     monkeypatch.setattr(log_stream, "last", last)
     monkeypatch.setattr(stream, "LOOK_S", 0.05)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(DEADLINE_S):
         assert await written.log.reader.keyframe_sequences(0) == [written.first, *written.heads[:2]]
 
 
@@ -256,7 +257,7 @@ async def test_a_keyframe_whose_state_is_not_its_entrys_is_refused(written: Writ
 
 
 async def store(log: Log, subject: str, data: bytes) -> int:
-    return await log.transport.append(subject, data, message_id=uuid.uuid4().hex, fence=None, timeout_s=10)
+    return await log.transport.append(subject, data, message_id=uuid.uuid4().hex, fence=None, timeout_s=DEADLINE_S)
 
 
 async def test_what_is_stored_later_on_the_subject_of_a_part_changes_no_keyframe(written: Written) -> None:
@@ -407,7 +408,7 @@ async def test_the_first_genesis_record_is_the_runs(link: NatsTransport) -> None
     log, genesis, _ = await log_of_versions(link, 1, set())
     later = framing.pack(replace_struct(genesis[0], founder="mallory"), log.stream.run)
     for data in (b"", b"x", later):
-        await link.append(log.subjects.genesis, data, message_id=uuid.uuid4().hex, fence=None, timeout_s=10)
+        await link.append(log.subjects.genesis, data, message_id=uuid.uuid4().hex, fence=None, timeout_s=DEADLINE_S)
         assert await log.reader.genesis() == genesis
 
 

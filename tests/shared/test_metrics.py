@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
+from tests.pace import DEADLINE_S
 
 from diloco.errors import SettingsError
 from diloco.nats.transport import NatsTransport
@@ -86,7 +87,7 @@ async def send(exporter: Exporter, data: bytes, *, end: bool = False) -> bytes:
     if end:
         writer.write_eof()
     try:
-        return await asyncio.wait_for(reader.read(), 30)
+        return await asyncio.wait_for(reader.read(), DEADLINE_S)
     except ConnectionError:
         return b""
     finally:
@@ -322,7 +323,7 @@ async def test_connections_are_few_and_who_holds_them_keeps_nobody_else_from_an_
         await asyncio.sleep(0.01)
     assert (await ask(exporter, "/healthz"))[0] == 200
     assert len(exporter._connections) <= metrics.MAX_CONNECTIONS
-    assert await asyncio.wait_for(held[0][0].read(), 30) == b""  # the oldest one gave way
+    assert await asyncio.wait_for(held[0][0].read(), DEADLINE_S) == b""  # the oldest one gave way
     assert not any(reader.at_eof() for reader, _ in held[1:])
     for _, writer in held:
         writer.close()

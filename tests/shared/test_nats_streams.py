@@ -9,6 +9,7 @@ from typing import Any
 import nats.js.api
 import pytest
 from nats.js.api import StreamConsumerLimits
+from tests.pace import DEADLINE_S
 
 from diloco.errors import BrokerError, RunError, StorageFullError
 from diloco.nats import streams
@@ -34,7 +35,7 @@ async def change(link: Link, name: str, **values: Any) -> None:
 
 
 async def store(link: Link, subject: str, data: bytes) -> int:
-    return await append(link, subject, data, message_id=uuid.uuid4().hex, fence=None, timeout_s=10)
+    return await append(link, subject, data, message_id=uuid.uuid4().hex, fence=None, timeout_s=DEADLINE_S)
 
 
 async def test_a_stream_is_made_once_with_what_the_protocol_says(link: Link, name: str) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from tests.made.fixtures import MakeServer
 from tests.made.fragment_vectors import each
+from tests.pace import DEADLINE_S
 
 from diloco.core import merging
 from diloco.core.fold import Replica
@@ -61,7 +62,9 @@ class Region:
         claim = Claim(0, epoch, "mallory", last.epoch, last.version, False, last.entry_hash, last.sequence)
         frame = framing.pack(msgspec.structs.replace(claim, **lies), self.log.run)
         subject = self.log.subjects.record(0)
-        self.fence = await self.log.transport.append(subject, frame, message_id=uuid.uuid4().hex, fence=None, timeout_s=10)
+        self.fence = await self.log.transport.append(
+            subject, frame, message_id=uuid.uuid4().hex, fence=None, timeout_s=DEADLINE_S
+        )
 
     async def found(self, known_epoch: int = 0) -> tuple[int, bytes, int]:
         """Return the highest epoch, the last entry, and the last message."""
@@ -88,7 +91,7 @@ async def test_an_old_entry_that_is_stored_once_more_hides_none_behind_it(region
     await region.entry(2)
     epoch, newest, _ = await region.found()
     await region.log.transport.append(
-        region.log.subjects.record(0), old.data, message_id=uuid.uuid4().hex, fence=None, timeout_s=10
+        region.log.subjects.record(0), old.data, message_id=uuid.uuid4().hex, fence=None, timeout_s=DEADLINE_S
     )
     assert (await region.found())[:2] == (epoch, newest) == (2, region.replica.chain.head)
 
@@ -193,7 +196,7 @@ async def test_what_is_no_entry_and_no_notice_stops_no_owner(region: Region) -> 
     log, names = region.log, region.log.subjects
 
     async def garbage(subject: str) -> int:
-        return await log.transport.append(subject, b"garbage", message_id=uuid.uuid4().hex, fence=None, timeout_s=10)
+        return await log.transport.append(subject, b"garbage", message_id=uuid.uuid4().hex, fence=None, timeout_s=DEADLINE_S)
 
     assert await log.region.last_notice(0) is None
     await region.entry(1)
@@ -287,7 +290,7 @@ async def test_a_region_that_begins_again_gets_no_snapshot_behind_one_that_an_ow
     await log.writer.append_keyframe(region.replica, None, Fence(log.subjects.record(0), region.fence))
     genesis = await log.transport.last(log.subjects.log_stream, log.subjects.genesis)
     assert genesis is not None
-    link = await NatsTransport.open(url, url, "test", get_logger(), give_up_after_s=20)
+    link = await NatsTransport.open(url, url, "test", get_logger(), give_up_after_s=DEADLINE_S)
     try:
         home = Log(link, log.subjects.run, log.run, log.map, SETTINGS)
         await link.ensure_stream(home.subjects.log_stream, home.subjects.log_filters())

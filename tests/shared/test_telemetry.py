@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 from blake3 import blake3
+from tests.pace import DEADLINE_S
 
 from diloco.core.tracing import Span, is_sampled, offer_ids, version_ids
 from diloco.errors import SettingsError
@@ -98,7 +99,7 @@ def test_an_endpoint_without_the_libraries_is_refused(monkeypatch: pytest.Monkey
 
 
 def until(reached: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + DEADLINE_S
     while not reached():
         assert time.monotonic() < deadline_s
         time.sleep(0.01)

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from tests.pace import DEADLINE_S
 
 from diloco import __version__
 from diloco.errors import RunError
@@ -66,7 +67,13 @@ def test_a_service_on_another_runs_volume_ends_with_one_line(tmp_path: Path, ser
     volume.claim(tmp_path, "demo")
     environment = os.environ | {"DILOCO_NAME": "one", "DILOCO_RUN": "other", "DILOCO_STATE_DIR": str(tmp_path)}
     ended = subprocess.run(
-        [sys.executable, "-m", service], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-m", service],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=DEADLINE_S,
     )
     assert ended.returncode == RunError.exit_code
     assert ended.stderr.count("\n") == 1

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from tests.made.syncer_parts import SIZE, Begun, begin, merge, offer
+from tests.pace import DEADLINE_S
 
 from diloco.core import outer
 from diloco.core.chain import Chain, WrongEntries
@@ -21,8 +22,6 @@ from diloco_syncer.owner import FragmentOwner
 from diloco_syncer.takeover import Takeover
 
 pytestmark = pytest.mark.services
-
-WAIT_S = 20.0
 
 
 async def right(owner: FragmentOwner, number: int) -> None:
@@ -67,7 +66,7 @@ async def reading(link: NatsTransport) -> Reading:
 
 
 async def coming(events: Any) -> Any:
-    async with asyncio.timeout(WAIT_S):
+    async with asyncio.timeout(DEADLINE_S):
         return await anext(events)
 
 

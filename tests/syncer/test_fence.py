@@ -10,6 +10,7 @@ import pytest
 from msgspec import structs
 from structlog.testing import capture_logs
 from tests.made.syncer_parts import SIZE, Begun, begin, merge, offer, take_fragment
+from tests.pace import DEADLINE_S
 from tests.services.adversary import Adversary
 
 import diloco.log.stream
@@ -52,7 +53,7 @@ async def store(begun: Begun, data: bytes = b"no entry", subject: str | None = N
     link = transport.link if isinstance(transport, Meddled) else transport
     identifier = transport.random_bytes(8).hex()
     return await link.append(
-        subject or begun.context.store.subjects.record(0), data, message_id=identifier, fence=None, timeout_s=10
+        subject or begun.context.store.subjects.record(0), data, message_id=identifier, fence=None, timeout_s=DEADLINE_S
     )
 
 

@@ -12,6 +12,7 @@ import pytest
 from structlog.testing import capture_logs
 from tests.made.heartbeats import shard_heartbeat
 from tests.made.syncer_parts import Begun, begin, merge, offer
+from tests.pace import DEADLINE_S
 
 from diloco.control import tables
 from diloco.core.ownership import Ownership, OwnersTable
@@ -73,7 +74,7 @@ async def governed(link: NatsTransport, **overrides: Any) -> AsyncIterator[Gover
     made = Governed(begun, ownership, governor)
     governor.begin(begun.copies)
     made.hear()
-    async with asyncio.timeout(15), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
         tasks = [group.create_task(governor.govern(group)), group.create_task(governor.check_heads())]
         yield made
         await end(*tasks)

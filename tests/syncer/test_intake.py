@@ -10,6 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 from tests.made import syncer_parts
 from tests.made.syncer_parts import Begun, begin, merge, offer, send_offer
+from tests.pace import DEADLINE_S
 
 from diloco.control.admission import join
 from diloco.core import codec, quantise
@@ -28,7 +29,7 @@ async def reading(begun: Begun, *owners: FragmentOwner) -> AsyncIterator[tuple[I
     held = asyncio.Event()
     intake = Intake(begun.context, None, held.set)
     owned = {owner.index: owner for owner in owners}
-    async with asyncio.timeout(10), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
         await intake.read(owned, begun.ownership(), group)
         yield intake, held
         await intake.stop()
@@ -99,7 +100,7 @@ async def test_parts_without_a_head_take_no_more_memory_than_an_offer(
         for number, (subject, data) in enumerate(
             [(subjects.offer_part(head, index), b"attempt." + bytes(PART_BYTES - 8)) for index in range(17)] + [(head, b"none")]
         ):
-            await transport.append(subject, data, message_id=f"eve/{number}", fence=None, timeout_s=10)
+            await transport.append(subject, data, message_id=f"eve/{number}", fence=None, timeout_s=DEADLINE_S)
         while not begun.context.refused.total:
             await asyncio.sleep(0.01)
         [collector] = intake.collectors.values()

@@ -10,6 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 from tests.made.heartbeats import learner_heartbeat, shard_heartbeat
 from tests.made.syncer_parts import Begun, begin
+from tests.pace import DEADLINE_S
 
 from diloco.nats.transport import NatsTransport
 from diloco.process.observe import get_logger
@@ -29,7 +30,7 @@ async def until(done: Callable[[], bool]) -> None:
 async def serving(link: NatsTransport) -> AsyncIterator[tuple[Begun, Shard]]:
     begun = await begin(link)
     shard = Shard(link, begun.context.run, begun.context.map, begun.context.settings, get_logger())
-    async with asyncio.timeout(15), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
         group.create_task(shard.serve())
         await until(lambda: len(shard.owned) == 2)
         yield begun, shard

@@ -10,6 +10,7 @@ from typing import cast
 
 import pytest
 from tests.made.syncer_parts import Begun, begin, merge, offer
+from tests.pace import DEADLINE_S
 
 from diloco.core.chain import Chain
 from diloco.core.ownership import Ownership
@@ -60,7 +61,7 @@ async def following(begun: Begun, home: Home | None, *, keeps: bool) -> AsyncIte
     ownership, aggregator = cast(Ownership, Keeps(keeps)), cast(RegionalAggregator, combines)
     standby = Standby(context, begun.copies, ownership, aggregator, lambda: None)
     assert not standby.follows
-    async with asyncio.timeout(10), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
         standby.follow([0, 1], group)
         assert [await combines.heard.get() for _ in range(2)] == [(0, 0), (1, 0)]
         yield combines
