@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 from tests.services.cluster import Cluster, Folded, small
-from tests.services.toy import SAMPLES
+from tests.services.toy import SAMPLES, Toy
 
 from diloco.service.rundir import RunDirectory
 from diloco.settings.run import RunSettings
@@ -34,6 +34,12 @@ WAITS: dict[str, Any] = {"round__learners_wait": True, "round__quorum": "all"}  
 
 def waiting_settings(steps: int = 200, **changes: Any) -> RunSettings:
     return small(**({"tokens": 3 * steps * SAMPLES} | WAITS | changes))
+
+
+def has_whole_rounds(toy: Toy) -> bool:
+    """Whether a learner has taken all steps of a round: one that is slower than others would answer with fewer."""
+    member = toy.member
+    return member is not None and member.step % member.run.created.round.steps == 0
 
 
 def save_directory(cluster: Cluster) -> Path:

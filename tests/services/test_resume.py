@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.made.fixtures import Launch, MakeServer
-from tests.made.run_checks import save_directory
+from tests.made.run_checks import has_whole_rounds, save_directory
 from tests.services.cluster import NEVER_S, Cluster, Folded, check_accounts, small, some_versions
 from tests.services.toy import SAMPLES, Regression, Toy
 
@@ -69,7 +69,7 @@ async def test_a_run_goes_on_from_its_checkpoint_to_the_same_bits(
     codec = {"codec__offer_bits": bits, "codec__record_bits": bits, "codec__error_feedback": True}
     settings = small("diloco", tokens=3 * 90 * SAMPLES, liveness__dead_s=NEVER_S, **codec)
     unbroken = launch(settings)
-    unbroken.learners(**unbroken.answers_held)
+    unbroken.learners(hands_over=has_whole_rounds, **unbroken.answers_held)
     await unbroken.begin(until_step=0)
     await unbroken.step_to_version(4)
 
@@ -82,7 +82,7 @@ async def test_a_run_goes_on_from_its_checkpoint_to_the_same_bits(
     [cut] = taken.manifest.fragments
     assert 4 <= cut.version < end.entries[-1].version
     resumed = await restored(taken, launch, make_server(), tmp_path / "resumed")
-    [again] = await go_on(resumed)
+    [again] = await go_on(resumed, hands_over=has_whole_rounds)
     assert [record.version for record in again.versions] == [record.version for record in end.versions]
     assert [record.state_hash for record in again.versions] == [record.state_hash for record in end.versions]
     for before, after in zip(unbroken.toys, resumed.toys, strict=True):

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.made.fixtures import Launch
+from tests.made.run_checks import has_whole_rounds
 from tests.services.cluster import NEVER_S, Cluster, Folded, check_accounts, small
 from tests.services.toy import SAMPLES, Toy
 
@@ -142,6 +143,7 @@ async def test_streaming_waits_for_every_learner_and_overlaps(launch: Launch) ->
 async def test_diloco_synchronises_the_whole_model_and_learners_wait(launch: Launch) -> None:
     # a model of more than a megabyte: its only fragment travels in parts
     cluster = launch(small("diloco", task__context=75_000, liveness__dead_s=NEVER_S))
+    cluster.learners(hands_over=has_whole_rounds)
     await cluster.begin(coordinator=False)
 
     await cluster.ended()
