@@ -23,6 +23,7 @@ from xdist.scheduler import LoadScopeScheduling
 from diloco.nats.transport import NatsTransport
 from diloco.process import observe
 from diloco.process.observe import get_logger
+from diloco_ops.broker import server
 from diloco_ops.broker.server import Server
 
 if TYPE_CHECKING:
@@ -205,13 +206,21 @@ def _logs_as_before() -> Iterator[None]:
     observe.reset()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _patient_servers() -> None:
+    """Have a server of a test start as late as it will: what a person waits for is no bound here."""
+    from tests import pace
+
+    server.START_TIMEOUT_S = pace.DEADLINE_S
+
+
 @pytest.fixture(scope="session")
 def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server that tests share: they use names of their own, and leave it running."""
-    server = Server(tmp_path_factory.mktemp("nats"))
-    server.start()
-    yield server
-    server.kill()
+    shared = Server(tmp_path_factory.mktemp("nats"))
+    shared.start()
+    yield shared
+    shared.kill()
 
 
 @pytest.fixture
@@ -220,20 +229,22 @@ def make_server(tmp_path: Path) -> Iterator[MakeServer]:
     servers: list[Server] = []
 
     def make(*, start: bool = True, port: int | None = None, max_file_bytes: int | None = None) -> Server:
-        server = Server(tmp_path / f"nats-{len(servers)}", port, max_file_bytes=max_file_bytes)
-        servers.append(server)
+        made = Server(tmp_path / f"nats-{len(servers)}", port, max_file_bytes=max_file_bytes)
+        servers.append(made)
         if start:
-            server.start()
-        return server
+            made.start()
+        return made
 
     yield make
-    for server in servers:
-        server.kill()  # also ends a frozen one
+    for each in servers:
+        each.kill()  # also ends a frozen one
 
 
 @pytest.fixture
 async def link(nats_server: Server) -> AsyncIterator[NatsTransport]:
     """Connections to the shared server."""
-    opened = await NatsTransport.open(nats_server.url, nats_server.url, "test", get_logger(), give_up_after_s=10)
+    from tests import pace
+
+    opened = await NatsTransport.open(nats_server.url, nats_server.url, "test", get_logger(), give_up_after_s=pace.DEADLINE_S)
     yield opened
     await opened.close()
