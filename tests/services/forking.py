@@ -23,6 +23,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from tests.pace import DEADLINE_S
+
 ROOT = Path(__file__).parents[2]
 T = TypeVar("T")
 When = Literal["before", "after"]
@@ -216,7 +218,7 @@ class Nursery:
 
     def close(self) -> None:
         """End it, and all that it forked."""
-        self._process.communicate(timeout=60)
+        self._process.communicate(timeout=DEADLINE_S)
 
 
 class Forked:
@@ -233,7 +235,7 @@ class Forked:
             os.close(self._end)
         return self.returncode
 
-    def wait(self, timeout: float = 60.0) -> int:
+    def wait(self, timeout: float = DEADLINE_S) -> int:
         ends_s = time.monotonic() + timeout
         while self.poll() is None:
             if time.monotonic() > ends_s:
