@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
+
+import psutil
+from tests.pace import DEADLINE_S
+
 from diloco.nats.connection import Link
 from diloco.process.observe import get_logger
 from diloco_ops.broker.server import Server
 
 
 async def open_link(server: Server) -> Link:
-    return await Link.open(server.url, server.url, "test", get_logger(), give_up_after_s=10)
+    return await Link.open(server.url, server.url, "test", get_logger(), give_up_after_s=DEADLINE_S)
+
+
+async def freeze(server: Server) -> None:
+    """Stop it, and return when it has stopped: on a busy machine it may answer once more before that."""
+    server.send_signal(signal.SIGSTOP)
+    while psutil.Process(server.pid).status() != psutil.STATUS_STOPPED:
+        await asyncio.sleep(0.01)

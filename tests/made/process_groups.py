@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from tests.pace import DEADLINE_S, scaled_s
+
 from diloco.member.group import Group
 from diloco.member.links import Links
 from diloco.member.meeting import free_port
@@ -14,13 +16,18 @@ from diloco.wire.island import facts
 
 RUN = bytes(8)
 FACTS = facts({"mesh": "fsdp 2", "software": "1"})
-PATIENCE_S = 20.0
+REGROUP_S = scaled_s(0.5)
 OPEN_LINKS: list[Links] = []  # of the test that runs
 OPEN_GROUPS: list[Group] = []
 
 
 def group(
-    index: int, address: str, count: int = 2, start_s: float = PATIENCE_S, least: int | None = None, regroup_s: float = 0.3
+    index: int,
+    address: str,
+    count: int = 2,
+    start_s: float = DEADLINE_S,
+    least: int | None = None,
+    regroup_s: float = REGROUP_S,
 ) -> Group:
     processes = ProcessesSettings(count=count, index=index, address=address, start_s=start_s, least=least, regroup_s=regroup_s)
     made = Group(LearnerSettings(name="ann", processes=processes, mesh=MeshSettings(data=count)), RUN, get_logger())
@@ -41,6 +48,6 @@ async def met(count: int = 2) -> list[Group]:
 
 
 async def until(reached: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(DEADLINE_S):
         while not reached():
             await asyncio.sleep(0.01)

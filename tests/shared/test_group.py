@@ -13,7 +13,8 @@ from typing import Any, NoReturn
 import numpy as np
 import pytest
 from blake3 import blake3
-from tests.made.process_groups import FACTS, OPEN_GROUPS, OPEN_LINKS, PATIENCE_S, RUN, address, group, met, until
+from tests.made.process_groups import FACTS, OPEN_GROUPS, OPEN_LINKS, REGROUP_S, RUN, address, group, met, until
+from tests.pace import DEADLINE_S, scaled_s
 
 from diloco.core.fragments import Piece
 from diloco.core.rows import RowLayout, Rows
@@ -21,7 +22,7 @@ from diloco.errors import FormatError, HashError, IslandError, SettingsError
 from diloco.member import links, meeting, proving
 from diloco.member.group import Group
 from diloco.member.links import Links
-from diloco.member.proving import MAX_STRANGERS, PROVING_S, prove, secret_of
+from diloco.member.proving import MAX_STRANGERS, prove, secret_of
 from diloco.member.shipping import Shipping
 from diloco.member.stream import HELLO_BYTES, LENGTHS, Stream
 from diloco.process import renewal
@@ -32,6 +33,8 @@ from diloco.wire.framing import Message
 from diloco.wire.island import Arrival, Challenge, Greeting, Leaving, Proof, Staged, facts
 
 pytestmark = pytest.mark.usefixtures("groups_closed")
+
+START_S = scaled_s(1.5)  # of a process that gives up, since the others do not come
 
 
 async def served(talk: Callable[[Stream], Coroutine[Any, Any, None]], host: str, port: int) -> asyncio.Server:
@@ -92,16 +95,17 @@ async def test_models_that_differ_end_all() -> None:
 
 async def test_a_doubled_index_is_refused_and_the_others_wait_on() -> None:
     where = address()
-    leading = asyncio.create_task(group(0, where, 3).meet(FACTS, 5))
+    leader = group(0, where, 3)
+    leading = asyncio.create_task(leader.meet(FACTS, 5))
     first = asyncio.create_task(group(1, where, 3).meet(FACTS, 5))
-    await asyncio.sleep(0.3)
+    await until(lambda: leader._meeting is not None and leader._meeting.waiting == {1})
     with pytest.raises(SettingsError, match=r"processes\.index = 1 is there already"):
         await group(1, where, 3).meet(FACTS, 5)
     await asyncio.gather(leading, first, group(2, where, 3).meet(FACTS, 5))
 
 
 async def test_a_process_that_was_lost_with_its_host_while_it_waited_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "SIGNS_S", 0.2)
+    monkeypatch.setattr(meeting, "SIGNS_S", scaled_s(0.5))
     where = address()
     leader = group(0, where, 3)
     leading = asyncio.create_task(leader.meet(FACTS, 5))
@@ -129,7 +133,7 @@ def addresses(count: int) -> str:
     return ",".join(address() for _ in range(count))
 
 
-def several(index: int, where: str, count: int = 3, start_s: float = PATIENCE_S, regroup_s: float = 0.3) -> Group:
+def several(index: int, where: str, count: int = 3, start_s: float = DEADLINE_S, regroup_s: float = REGROUP_S) -> Group:
     return group(index, where, count, start_s, least=count // 2 + 1, regroup_s=regroup_s)
 
 
@@ -141,10 +145,10 @@ async def test_another_process_leads_where_process_0_does_not_come_and_0_is_take
     assert one.links.members == two.links.members == [1, 2]
     found = await asyncio.gather(one.difference("model", {"devices": 4}), two.difference("model", {"devices": 8}))
     assert list(found) == 2 * ["process 2 differs from process 1 in devices: 8 there, 4 at process 1"]
-    zero = several(0, where, start_s=1.5)
+    zero = several(0, where, start_s=START_S)
     coming = asyncio.create_task(zero.meet(FACTS, 5))
     await until(lambda: one.grows)
-    await asyncio.sleep(2.0)  # longer than it would look for others
+    await asyncio.sleep(1.5 * START_S)  # longer than it would look for others
     assert not coming.done()
     for each in (one, two):
         each.ending()
@@ -158,10 +162,10 @@ async def test_another_process_leads_where_process_0_does_not_come_and_0_is_take
 async def test_who_has_others_come_gives_way_to_a_smaller_index() -> None:
     """Process 1 has been there first, and process 2 has come to it."""
     where = addresses(3)
-    one, two = several(1, where, regroup_s=20.0), several(2, where, regroup_s=20.0)
+    one, two = several(1, where, regroup_s=DEADLINE_S), several(2, where, regroup_s=DEADLINE_S)
     meeting = [asyncio.create_task(each.meet(FACTS, 7)) for each in (one, two)]
     await until(lambda: one._meeting is not None and one._meeting.waiting == {2})
-    zero = several(0, where, regroup_s=20.0)
+    zero = several(0, where, regroup_s=DEADLINE_S)
     await asyncio.gather(zero.meet(FACTS, 5), *meeting)
     assert [each.links.members for each in (zero, one, two)] == 3 * [[0, 1, 2]]
     assert {each.generation for each in (zero, one, two)} == {5}
@@ -171,7 +175,7 @@ async def test_of_the_parts_of_a_cut_network_the_larger_one_goes_on_alone() -> N
     """Processes 0 and 1 reach each other, and 2 to 4 do; of these 4 has no address."""
     reached = [address() for _ in range(4)]
     left, right = ",".join([*reached[:2], address(), address()]), ",".join([address(), address(), *reached[2:]])
-    smaller = [several(index, left, 5, start_s=1.5) for index in (0, 1)]
+    smaller = [several(index, left, 5, start_s=START_S) for index in (0, 1)]
     larger = [several(index, right, 5) for index in (2, 3, 4)]
     found = await asyncio.gather(*(each.meet(FACTS, 5 + each.index) for each in (*smaller, *larger)), return_exceptions=True)
     assert found[2:] == 3 * [None]
@@ -246,8 +250,9 @@ async def test_a_leader_that_the_others_have_missed_keeps_no_state(missed: bool,
     leader = groups[0]
     leader.rescue, leader.may_renew = Rescue(), lambda: True
     if missed:
-        leader.links._said_s = asyncio.get_running_loop().time() - 10.1  # silent_s is 10
-        await asyncio.sleep(links.PING_S)  # it says something again
+        missed_s = asyncio.get_running_loop().time() - 10.1  # silent_s is 10
+        leader.links._said_s = missed_s
+        await until(lambda: leader.links._said_s != missed_s)  # it says something again
     begun: list[bool] = []
 
     def renew(expected: Iterable[int] = ()) -> NoReturn:
@@ -278,10 +283,10 @@ async def test_where_the_leader_is_lost_those_that_are_left_know_each_other(monk
 async def test_who_does_not_come_is_named_in_time() -> None:
     where = address()
     leading, _ = await asyncio.gather(
-        group(0, where, 3, 0.5).meet(FACTS, 5), group(1, where, 3, 1.5).meet(FACTS, 5), return_exceptions=True
+        group(0, where, 3, START_S).meet(FACTS, 5), group(1, where, 3, 2 * START_S).meet(FACTS, 5), return_exceptions=True
     )
     assert isinstance(leading, IslandError)
-    assert re.search(r"of its 3 processes, process 2 did not come to .* within 0.5 s", str(leading))
+    assert re.search(rf"of its 3 processes, process 2 did not come to .* within {START_S:g} s", str(leading))
 
 
 async def test_a_leader_that_cannot_be_reached_is_named_in_time() -> None:
@@ -306,7 +311,7 @@ async def test_a_generation_of_those_that_came_has_places_without_gaps() -> None
 
 async def test_those_that_are_left_tell_the_leader_which_then_waits_for_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
     where = address()
-    groups = [group(index, where, 4, least=1, regroup_s=20.0) for index in (0, 1, 2, 3)]
+    groups = [group(index, where, 4, least=1, regroup_s=DEADLINE_S) for index in (0, 1, 2, 3)]
     await asyncio.gather(*(each.meet(FACTS, 5) for each in groups))
     assert await begun_again(groups, 2, monkeypatch) == {0: (0, 1, 3), 1: (), 3: ()}
 
@@ -346,10 +351,10 @@ async def test_a_process_that_comes_later_waits_and_is_in_the_next_generation() 
     leading = group(0, where, least=1)
     await leading.meet(FACTS, 5)
     assert (leading.size, leading.links.others) == (1, [])
-    late = group(1, where, start_s=1.5, least=1)
+    late = group(1, where, start_s=START_S, least=1)
     coming = asyncio.create_task(late.meet(FACTS, 0))
     await until(lambda: leading.grows)
-    await asyncio.sleep(2.0)  # longer than it would try to reach a leader that does not answer
+    await asyncio.sleep(1.5 * START_S)  # longer than it would try to reach a leader that does not answer
     assert not coming.done()
     await leading.close()  # the generation ends
     again = group(0, where, least=1)
@@ -360,7 +365,7 @@ async def test_a_process_that_comes_later_waits_and_is_in_the_next_generation() 
 async def test_one_too_many_waits_until_more_have_come() -> None:
     """Of four replicas, with at least two: three processes of four hold three, and five of eight none whole."""
     where = address()
-    processes = ProcessesSettings(count=8, index=0, address=where, least=2, regroup_s=0.3)
+    processes = ProcessesSettings(count=8, index=0, address=where, least=2, regroup_s=REGROUP_S)
     leading = Group(LearnerSettings(name="ann", processes=processes, mesh=MeshSettings(data=4)), RUN, get_logger())
     others = []
     for index in (3, 5):
@@ -424,8 +429,9 @@ async def test_too_few_are_named_with_the_setting() -> None:
 )
 async def test_strangers_change_nothing(bytes_: bytes) -> None:
     where = address()
-    leading = asyncio.create_task(group(0, where).meet(FACTS, 5))
-    await asyncio.sleep(0.1)
+    leader = group(0, where)
+    leading = asyncio.create_task(leader.meet(FACTS, 5))
+    await until(lambda: leader._meeting is not None and leader._meeting._server is not None)
     host, _, port = where.partition(":")
     _, writer = await asyncio.open_connection(host, int(port))
     writer.write(bytes_)
@@ -441,8 +447,11 @@ def made(handle: Any = None) -> tuple[Links, list[IslandError]]:
 
 
 async def connected(both: list[Links], secrets: tuple[bytes, bytes] = (b"s" * 32, b"s" * 32)) -> None:
+    within_s = DEADLINE_S if secrets[0] == secrets[1] else 2.0
     addresses = [("127.0.0.1", await each.listen("127.0.0.1")) for each in both]
-    await asyncio.gather(*(each.connect(place, [0, 1], addresses, 5, secrets[place], 2.0) for place, each in enumerate(both)))
+    await asyncio.gather(
+        *(each.connect(place, [0, 1], addresses, 5, secrets[place], within_s) for place, each in enumerate(both))
+    )
 
 
 async def linked(secrets: tuple[bytes, bytes] = (b"s" * 32, b"s" * 32)) -> tuple[list[Links], list[list[IslandError]]]:
@@ -606,7 +615,7 @@ async def test_rows_that_do_not_fit_are_refused() -> None:
 ANN, BOB = b"a" * 32, b"b" * 32  # keys of two learners' identities
 
 
-def keyed(index: int, address: str, key: bytes, start_s: float = PATIENCE_S) -> Group:
+def keyed(index: int, address: str, key: bytes, start_s: float = DEADLINE_S) -> Group:
     made = group(index, address, start_s=start_s)
     made._key = key
     return made
@@ -619,7 +628,7 @@ async def test_a_process_with_another_identity_is_refused_at_once_and_the_right_
     for key in (BOB, proving.OPEN):
         with pytest.raises(SettingsError, match="does not have the key of this process's identity: give all processes"):
             await keyed(1, where, key).meet(FACTS, 5)
-    assert time.monotonic() - began_s < PATIENCE_S / 2
+    assert time.monotonic() - began_s < DEADLINE_S / 2
     await asyncio.gather(leading, keyed(1, where, ANN).meet(FACTS, 5))
 
 
@@ -631,12 +640,12 @@ async def test_who_overhears_the_meeting_does_not_know_the_secret_of_the_links()
 
 async def stranger(where: str) -> Stream:
     host, _, port = where.partition(":")
-    for _ in range(100):  # until the leader listens
-        try:
-            return await Stream.connect(host, int(port), RUN)
-        except OSError:
-            await asyncio.sleep(0.05)
-    raise TimeoutError
+    async with asyncio.timeout(DEADLINE_S):
+        while True:  # until the leader listens
+            try:
+                return await Stream.connect(host, int(port), RUN)
+            except OSError:
+                await asyncio.sleep(0.05)
 
 
 async def test_what_a_process_proved_serves_nobody_else() -> None:
@@ -660,13 +669,12 @@ async def test_what_a_process_proved_serves_nobody_else() -> None:
     await asyncio.gather(leading, keyed(1, where, ANN).meet(FACTS, 5))
 
 
-async def test_strangers_without_a_word_keep_no_process_from_meeting() -> None:
+async def test_strangers_without_a_word_keep_no_process_from_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proving, "PROVING_S", 10 * DEADLINE_S)  # for whoever waited until they have said who they are
     where = address()
     leading = asyncio.create_task(keyed(0, where, ANN).meet(FACTS, 5))
     holding = [await stranger(where) for _ in range(MAX_STRANGERS + 20)]
-    began_s = time.monotonic()
     await asyncio.gather(leading, keyed(1, where, ANN).meet(FACTS, 5))
-    assert time.monotonic() - began_s < PROVING_S
     for each in holding:
         each.abort()
 

@@ -7,7 +7,8 @@ import threading
 
 import numpy as np
 import pytest
-from tests.made.process_groups import PATIENCE_S, met, until
+from tests.made.process_groups import met, until
+from tests.pace import DEADLINE_S
 
 from diloco.core.chunks import Chunk
 from diloco.errors import RunError
@@ -87,7 +88,7 @@ async def test_a_process_that_gives_nothing_in_time_is_named_and_its_late_answer
     answered, may_answer = threading.Event(), threading.Event()
 
     def late(wanted: Chunk) -> Values:
-        assert may_answer.wait(PATIENCE_S)
+        assert may_answer.wait(DEADLINE_S)
         answered.set()
         return InMemory.read(halves[1], wanted)
 

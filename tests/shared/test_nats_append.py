@@ -13,7 +13,8 @@ import pytest
 from nats.aio.msg import Msg
 from nats.js.api import StreamState
 from tests.made.fixtures import MakeServer
-from tests.made.nats_links import open_link
+from tests.made.nats_links import freeze, open_link
+from tests.pace import DEADLINE_S, scaled_s
 
 from diloco.errors import AppendUncertainError, BrokerError, FenceError, StorageFullError
 from diloco.nats import append as appending
@@ -25,6 +26,7 @@ from diloco_ops.broker import snapshot
 from diloco_ops.broker.server import Server
 
 PART_BYTES = 1 << 19
+ATTEMPT_S = scaled_s(2.0)  # what was on its way to a server that ended is never answered
 
 
 @dataclass
@@ -39,7 +41,7 @@ class Log:
         return f"{self.name}.head"
 
     async def append(
-        self, data: bytes, parts: list[bytes], fence: int | None, identifier: str = "", timeout_s: float = 10
+        self, data: bytes, parts: list[bytes], fence: int | None, identifier: str = "", timeout_s: float = DEADLINE_S
     ) -> int:
         return await append(
             self.link,
@@ -195,7 +197,9 @@ async def test_a_broken_disk_is_uncertain_until_it_is_fixed_and_the_server_resta
         silent = r"no answer within 0.5 s; .* its log says why \(a full disk"
         with pytest.raises(AppendUncertainError, match=rf"{log.head}: ({silent}|batch publish ID unknown)"):
             await log.append(b"head", parts, 0, "same", timeout_s=0.5)
-    assert "file too large" in server.log_file.read_text()
+    async with asyncio.timeout(DEADLINE_S):
+        while "file too large" not in server.log_file.read_text():
+            await asyncio.sleep(0.01)
     retrying = asyncio.create_task(retried(log, bodies(6)))
     await asyncio.to_thread(server.stop)
     await asyncio.to_thread(server.start)
@@ -225,24 +229,32 @@ async def test_who_tries_again_at_once_does_not_keep_the_connection_from_coming_
     log = Log(link)
     await streams.ensure(link, log.name, [f"{log.name}.>"])
     await asyncio.to_thread(server.kill)
-    attempts = 0
+    attempts = since = 0  # in all, and since something else has run
 
     async def send() -> int:
-        nonlocal attempts
+        nonlocal attempts, since
         while True:
-            attempts += 1
-            assert attempts < 100, "it spins, and nothing else runs"
+            attempts, since = attempts + 1, since + 1
+            assert since < 100, "it spins, and nothing else runs"
             try:
-                return await log.append(b"head", bodies(parts), 0, "same", timeout_s=0.3)
+                within_s = DEADLINE_S if link.bulk.is_connected else 0.3
+                return await log.append(b"head", bodies(parts), 0, "same", timeout_s=within_s)
             except AppendUncertainError:
                 pass
 
-    async with asyncio.timeout(20):
-        sending = asyncio.create_task(send())
+    async def run_beside() -> None:
+        nonlocal since
+        while True:
+            since = 0
+            await asyncio.sleep(0.01)
+
+    async with asyncio.timeout(DEADLINE_S):
+        beside, sending = asyncio.create_task(run_beside()), asyncio.create_task(send())
         while attempts < 4:
             await asyncio.sleep(0.01)
         await asyncio.to_thread(server.start)
         assert await sending == parts + 1
+    beside.cancel()
     assert (await log.state()).messages == parts + 1
     await link.close()
 
@@ -253,7 +265,7 @@ async def test_a_refusal_is_an_error_of_its_own(log: Log) -> None:
         with pytest.raises(BrokerError, match=r"the server's max_payload is 1048576"):
             await log.append(data, parts, None)
     with pytest.raises(AppendUncertainError):  # no stream takes it
-        await append(log.link, "nobody.listens", b"x", message_id="1", fence=None, timeout_s=2)
+        await append(log.link, "nobody.listens", b"x", message_id="1", fence=None, timeout_s=DEADLINE_S)
 
 
 @pytest.mark.services
@@ -262,7 +274,9 @@ async def test_what_goes_wrong_inside_a_batch_names_its_head(log: Log) -> None:
     with pytest.raises(FenceError, match=rf"^{log.head}: somebody else appended first"):
         await log.append(b"head", bodies(2), 0)
     with pytest.raises(AppendUncertainError, match=r"^nobody.listens: no stream takes it"):
-        await append(log.link, "nobody.listens", b"x", parts=[b"x"], part_subject=str, message_id="1", fence=None, timeout_s=2)
+        await append(
+            log.link, "nobody.listens", b"x", parts=[b"x"], part_subject=str, message_id="1", fence=None, timeout_s=DEADLINE_S
+        )
     # what should store it answers something else
     for answer, said in ((b"hello", "b'hello' came for an answer"), (b'{"type": "gap"}', "the batch was broken off")):
         strange = f"strange.{log.name}"
@@ -280,7 +294,7 @@ async def test_what_goes_wrong_inside_a_batch_names_its_head(log: Log) -> None:
                 part_subject=f"{strange}.{{}}".format,
                 message_id="1",
                 fence=None,
-                timeout_s=2,
+                timeout_s=DEADLINE_S,
             )
         await subscription.unsubscribe()
 
@@ -301,7 +315,7 @@ async def test_a_frozen_server_is_uncertain_and_a_retry_stores_once(make_server:
     link = await open_link(server)
     log = Log(link)
     await streams.ensure(link, log.name, [f"{log.name}.>"])
-    server.send_signal(signal.SIGSTOP)
+    await freeze(server)
     with pytest.raises(AppendUncertainError, match="no answer"):
         await log.append(b"head", bodies(parts), 0, "same", timeout_s=0.5)
     server.send_signal(signal.SIGCONT)
@@ -321,8 +335,8 @@ async def test_kill_in_the_middle_of_a_batch_then_retry_stores_once(
     log = Log(link)
     await streams.ensure(link, log.name, [f"{log.name}.>"])
     parts = bodies(60)  # 30 MB
-    sending = asyncio.create_task(log.append(b"head", parts, 0, "same", timeout_s=1))
-    while link.bulk.stats["out_msgs"] < sent:
+    sending = asyncio.create_task(log.append(b"head", parts, 0, "same", timeout_s=ATTEMPT_S))
+    while link.bulk.stats["out_msgs"] < sent and not sending.done():
         await asyncio.sleep(0)
     await asyncio.to_thread(server.kill)
     with pytest.raises(AppendUncertainError):
@@ -343,12 +357,12 @@ async def test_a_cancelled_append_ends_at_once(make_server: MakeServer) -> None:
     link = await open_link(server)
     log = Log(link)
     await streams.ensure(link, log.name, [f"{log.name}.>"])
-    server.send_signal(signal.SIGSTOP)
-    sending = asyncio.create_task(log.append(b"head", bodies(200), 0, timeout_s=30))
+    await freeze(server)
+    sending = asyncio.create_task(log.append(b"head", bodies(200), 0, timeout_s=10 * DEADLINE_S))
     await asyncio.sleep(0.3)  # by now it waits: for an answer, or for room in the socket's buffer
     sending.cancel()
     with pytest.raises(asyncio.CancelledError):
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(DEADLINE_S):
             await sending
     server.kill()
     await link.close()
@@ -358,7 +372,7 @@ async def retried(log: Log, parts: list[bytes]) -> int:
     """Append as a caller does: again, with the same id, until the answer comes."""
     while True:
         try:
-            return await log.append(b"head", parts, None, "same", timeout_s=2)
+            return await log.append(b"head", parts, None, "same", timeout_s=ATTEMPT_S)
         except AppendUncertainError:
             await asyncio.sleep(0.1)
 

@@ -17,6 +17,7 @@ from nats.aio.msg import Msg
 from structlog.testing import capture_logs
 from tests.made import raw_messages
 from tests.made.fixtures import MakeServer
+from tests.pace import DEADLINE_S, scaled_s
 from tests.services.secured import make_keys
 
 from diloco.core.bandwidth import Moved
@@ -31,7 +32,7 @@ from diloco_ops.keys.permissions import Who
 Events = list[Any]
 
 
-async def opened(url: str, give_up_after_s: float | None = 10) -> Link:
+async def opened(url: str, give_up_after_s: float | None = DEADLINE_S) -> Link:
     return await Link.open(url, url, "test", get_logger(), give_up_after_s)
 
 
@@ -39,7 +40,7 @@ def named(events: Events, name: str) -> Events:
     return [event for event in events if event["event"] == name]
 
 
-async def until(condition: Callable[[], bool], limit_s: float = 10) -> None:
+async def until(condition: Callable[[], bool], limit_s: float = DEADLINE_S) -> None:
     async with asyncio.timeout(limit_s):
         while not condition():
             await asyncio.sleep(0.01)
@@ -140,7 +141,7 @@ async def test_a_listener_that_says_nothing_is_given_up_and_its_socket_closed() 
             await opened(f"nats://127.0.0.1:{listener.getsockname()[1]}", 0.3)
         peer, _ = listener.accept()
         with peer:
-            peer.settimeout(5)
+            peer.settimeout(DEADLINE_S)
             assert await asyncio.to_thread(peer.recv, 1) == b""
 
 
@@ -165,7 +166,7 @@ async def test_a_refused_identity_leaves_no_socket_behind(tmp_path: Path) -> Non
                 pass
             secure.sendall(b"-ERR 'Authorization Violation'\r\n")
             with socket.socket(fileno=secure.detach()) as bare:  # so that nothing answers its end of TLS
-                bare.settimeout(10)
+                bare.settimeout(DEADLINE_S)
                 while more := bare.recv(1 << 16):
                     gone.append(more)
 
@@ -173,7 +174,7 @@ async def test_a_refused_identity_leaves_no_socket_behind(tmp_path: Path) -> Non
         refusing = asyncio.create_task(asyncio.to_thread(refuse, listener))
         url = f"nats://127.0.0.1:{listener.getsockname()[1]}"
         with pytest.raises(BrokerError, match="does not know the identity"):
-            await Link.open(url, url, "a", get_logger(), 10, load(keys.identity_file("a")))
+            await Link.open(url, url, "a", get_logger(), DEADLINE_S, load(keys.identity_file("a")))
         gc.collect()  # a warning of asyncio's for what is left open ends the test
         await refusing
     assert gone, "it said the end of TLS before that of the connection"
@@ -184,7 +185,7 @@ async def test_a_server_that_reads_its_users_again_keeps_nobody_out(tmp_path: Pa
     """Such a server refuses each client that has connected and has not said its name yet, known or not."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        opening = asyncio.create_task(opened(f"nats://me:right@127.0.0.1:{port}", 10))
+        opening = asyncio.create_task(opened(f"nats://me:right@127.0.0.1:{port}"))
         plain, _ = await asyncio.to_thread(listener.accept)
         with plain:
             plain.sendall(b'INFO {"version": "2.12.0", "auth_required": true}\r\n')
@@ -256,6 +257,7 @@ async def test_connections_are_remade_and_it_is_logged(own: tuple[Server, Link],
     assert heard == [b"0", b"1"]
     assert [event["log_level"] for event in named(events, "nats_disconnected")] == ["warning"] * 4
     assert {event["connection"] for event in named(events, "nats_disconnected")} == {"test-control", "test-bulk"}
+    await until(lambda: len(named(events, "nats_reconnected")) >= 4)
     assert len(named(events, "nats_reconnected")) == 4
     assert not named(events, "nats_error"), "a disconnect is told once"
 
@@ -266,9 +268,9 @@ async def test_a_frozen_server_is_noticed(make_server: MakeServer, monkeypatch: 
     server = make_server()
     link = await opened(server.url)
     server.send_signal(signal.SIGSTOP)
-    await until(lambda: bool(named(events, "nats_disconnected")), limit_s=15)
+    await until(lambda: bool(named(events, "nats_disconnected")))
     server.send_signal(signal.SIGCONT)
-    await until(lambda: link.control.is_connected and link.bulk.is_connected, limit_s=15)
+    await until(lambda: link.control.is_connected and link.bulk.is_connected)
     await link.close()
 
 
@@ -314,7 +316,7 @@ async def test_another_regions_server_without_jetstream_is_waited_for(tmp_path: 
         process.kill()
         process.wait()
         process, _ = plain_server(tmp_path, f'jetstream {{ store_dir: "{tmp_path}" }}', int(url.rsplit(":", 1)[1]))
-        link = await asyncio.wait_for(opening, 20)
+        link = await asyncio.wait_for(opening, DEADLINE_S)
         await link.close()
     finally:
         process.kill()
@@ -338,7 +340,7 @@ async def test_a_server_is_too_old_or_not(version: str, is_said: bool) -> None:
     expected = f"{url}: nats-server {version} is too old: at least 2.14 is needed" if is_said else "JetStream does not answer"
     try:
         with pytest.raises(BrokerError, match=expected):
-            await opened(url, 1)
+            await opened(url, DEADLINE_S if is_said else scaled_s(1))
     finally:
         server.close()
 
@@ -349,7 +351,7 @@ async def test_wrong_credentials_end_the_waiting(tmp_path: Path) -> None:
     try:
         await until(lambda: listens(url))
         with pytest.raises(BrokerError, match=r"no connection to .*[Aa]uthorization"):
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(DEADLINE_S):
                 await opened(url.replace("//", "//me:wrong@"), None)
     finally:
         process.kill()
@@ -370,15 +372,16 @@ async def test_silent_jetstream_is_an_error_or_waited_for(
     jetstream = f'jetstream {{ store_dir: "{tmp_path}" }}'
     process, url = plain_server(tmp_path, user.format('"$JS.API.INFO"') + jetstream)  # such a question is never answered
     try:
+        await until(lambda: listens(url))
         url_as_me = url.replace("//", "//me:right@")
         with pytest.raises(BrokerError, match=rf"NATS at {url}: JetStream does not answer"):
-            await opened(url_as_me, 2)
+            await opened(url_as_me, scaled_s(2))
         opening = asyncio.create_task(opened(url_as_me, None))
         await until(lambda: any("JetStream" in event["reason"] for event in named(events, "waiting_for_nats")))
         config = tmp_path / "plain.conf"
         config.write_text(config.read_text().replace("$JS.API.INFO", "nothing"))
         process.send_signal(signal.SIGHUP)
-        link = await asyncio.wait_for(opening, 10)
+        link = await asyncio.wait_for(opening, DEADLINE_S)
         await link.close()
     finally:
         process.kill()
@@ -393,13 +396,13 @@ async def test_waiting_for_a_connection_ends(own: tuple[Server, Link]) -> None:
     await until(lambda: not link.bulk.is_connected)
     with pytest.raises(AppendUncertainError, match=r"subject: NATS: no connection for 0.1 s"):
         await wait_connected(link.bulk, 0.1, "subject")
-    waiting = asyncio.create_task(wait_connected(link.bulk, 10, "subject"))
+    waiting = asyncio.create_task(wait_connected(link.bulk, DEADLINE_S, "subject"))
     await asyncio.to_thread(server.start)
     await waiting
     assert link.bulk.is_connected
     await link.close()
     with pytest.raises(BrokerError, match="connection is closed"):
-        await wait_connected(link.bulk, 10, "subject")
+        await wait_connected(link.bulk, DEADLINE_S, "subject")
 
 
 @pytest.mark.services
@@ -433,7 +436,7 @@ async def test_bytes_are_counted(nats_server: Server) -> None:
     heard: asyncio.Queue[Msg] = asyncio.Queue()
     await subscribe(link.control, "bytes", heard.put)
     await link.bulk.publish("bytes", bytes(1000))
-    await asyncio.wait_for(heard.get(), 5)
+    await asyncio.wait_for(heard.get(), DEADLINE_S)
     assert (link.bytes_out - sent, link.bytes_in - received) == (1000, 1000)
     await link.close()
 

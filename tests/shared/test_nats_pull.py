@@ -13,7 +13,8 @@ import pytest
 from nats.js.api import StorageType
 from tests.made import raw_messages
 from tests.made.fixtures import MakeServer
-from tests.made.nats_links import open_link
+from tests.made.nats_links import freeze, open_link
+from tests.pace import DEADLINE_S
 
 from diloco.errors import BrokerError, RewoundError
 from diloco.nats import streams
@@ -45,11 +46,11 @@ async def fill(link: Link, stream: str, bodies: Sequence[bytes], first: int = 0)
         part_subject=lambda index: f"{stream}.{numbers[index]}",
         message_id=uuid.uuid4().hex,
         fence=None,
-        timeout_s=10,
+        timeout_s=DEADLINE_S,
     )
 
 
-async def take(puller: Puller, count: int, limit_s: float = 20) -> list[Message]:
+async def take(puller: Puller, count: int, limit_s: float = DEADLINE_S) -> list[Message]:
     """The next ``count`` messages."""
     messages: list[Message] = []
     async with asyncio.timeout(limit_s):
@@ -185,11 +186,11 @@ async def test_a_process_reads_with_eight_consumers_of_its_name_at_most(link: Li
     await streams.last(link, stream, f"{stream}.2")  # its answer came after that of any consumer that was asked for
     assert not waiting.done()
     await pullers[5].aclose()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(DEADLINE_S):
         assert (await waiting).sequence == 1
     for puller in pullers:
         await puller.aclose()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(DEADLINE_S):
         while await names(link, stream):
             await asyncio.sleep(0.01)
 
@@ -201,7 +202,7 @@ async def test_processes_of_one_name_all_read_all(link: Link, stream: str, nats_
     await fill(link, stream, texts(50))
 
     async def read(own: Link) -> list[bytes]:
-        return [message.data for message in await take(Puller(own, stream, [f"{stream}.>"], 1, window_bytes=1), 100, 60)]
+        return [message.data for message in await take(Puller(own, stream, [f"{stream}.>"], 1, window_bytes=1), 100)]
 
     reading = [asyncio.create_task(read(own)) for own in (link, other) for _ in range(6)]
     for first in range(50, 100, 5):
@@ -232,9 +233,9 @@ async def test_a_message_that_another_process_of_the_name_took_is_not_missed(lin
         await link.control.publish(f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{name}", b"", reply="theirs")
         await link.control.flush()
         await fill(link, stream, texts(20, first), first)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(DEADLINE_S):
             assert [(await anext(reading)).data for _ in range(20)] == texts(20, first)
-        assert (await theirs.next_msg(20)).data in texts(20, first)
+        assert (await theirs.next_msg(DEADLINE_S)).data in texts(20, first)
         await reading.aclose()
         while await names(link, stream):
             await asyncio.sleep(0.01)
@@ -252,7 +253,7 @@ async def test_reading_goes_on_when_the_server_is_back(
     bodies = [bytes([number]) * (1 << 18) for number in range(160)]  # 40 MB, more than a window
     await fill(link, "S", bodies[:100])
     messages: list[Message] = []
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(DEADLINE_S):
         async for message in Puller(link, "S", ["S.>"], 1, window_bytes=4 << 20):
             messages.append(message)
             if message.sequence in (50, 100):
@@ -269,14 +270,14 @@ async def test_reading_goes_on_when_the_server_is_back(
 async def test_a_reader_goes_on_when_the_connection_is_remade_and_does_not_wait_for_silence(
     make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("diloco.nats.pull.SILENCE_S", 60.0)
-    monkeypatch.setattr("diloco.nats.pull.EXPIRES_S", 60.0)
+    monkeypatch.setattr("diloco.nats.pull.SILENCE_S", 10 * DEADLINE_S)
+    monkeypatch.setattr("diloco.nats.pull.EXPIRES_S", 10 * DEADLINE_S)
     server = make_server()
     link = await open_link(server)
     await streams.ensure(link, "S", ["S.>"])
     await fill(link, "S", texts(5))
     puller = Puller(link, "S", ["S.>"], 1)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(DEADLINE_S):
         async for message in puller:
             if message.sequence == 5:
                 await disturb(server, "kill")
@@ -291,7 +292,7 @@ FROZEN_S = 1.2  # longer than the reader waits for a heartbeat
 
 async def disturb(server: Server, harm: str) -> None:
     if harm == "freeze":
-        server.send_signal(signal.SIGSTOP)
+        await freeze(server)
         await asyncio.sleep(FROZEN_S)
         server.send_signal(signal.SIGCONT)
         return
@@ -325,7 +326,7 @@ async def test_a_stream_deleted_while_it_is_read_is_an_error(link: Link) -> None
     await fill(link, name, texts(1))
 
     async def delete_while_reading() -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(DEADLINE_S):
             async for _ in Puller(link, name, [f"{name}.>"], 1):
                 await streams.delete(link, name)
 
@@ -340,7 +341,7 @@ async def test_a_cancelled_reader_leaves_nothing_behind(link: Link, stream: str)
     reading.cancel()
     with pytest.raises(asyncio.CancelledError):
         await reading
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(DEADLINE_S):
         while len(asyncio.all_tasks()) > before:
             await asyncio.sleep(0.01)
 
@@ -352,12 +353,12 @@ async def test_a_stream_that_lost_what_was_read_is_told_of_but_not_a_purged_one(
     link = await open_link(server)
     await streams.ensure(link, "S", ["S.>"])
     await fill(link, "S", texts(3))
-    server.send_signal(signal.SIGSTOP)
+    await freeze(server)
     shutil.copytree(server.directory / "jetstream", tmp_path / "older")
     server.send_signal(signal.SIGCONT)
     reading = aiter(Puller(link, "S", ["S.>"], 1))
     await fill(link, "S", texts(3, 3), 3)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(DEADLINE_S):
         assert [(await anext(reading)).data for _ in range(6)] == texts(6)
         await streams.purge(link, "S", "S.>", 7)
         await asyncio.to_thread(server.stop)
@@ -373,7 +374,7 @@ async def test_a_stream_that_lost_what_was_read_is_told_of_but_not_a_purged_one(
     going_on = aiter(Puller(link, "S", ["S.>"], newest.sequence + 1, read=newest))  # has not read anything itself
     for reader in (reading, going_on):
         with pytest.raises(RewoundError, match="stream S: it lost message 7, which had been stored"):
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(DEADLINE_S):
                 await anext(reader)
     await link.close()
 

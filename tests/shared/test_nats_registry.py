@@ -13,7 +13,7 @@ import nats.js.errors
 import pytest
 from nats.js.api import KeyValueConfig
 from tests.made.fixtures import MakeServer
-from tests.made.nats_links import open_link
+from tests.made.nats_links import freeze, open_link
 
 from diloco.errors import AppendUncertainError, BrokerError, FenceError, FormatError, StorageFullError
 from diloco.nats import registry as module
@@ -202,7 +202,8 @@ async def test_a_frozen_server_is_waited_for_then_given_up(make_server: MakeServ
     server = make_server()
     link = await open_link(server)
     registry = await Registry.open(link, "B", create=True)
-    server.send_signal(signal.SIGSTOP)
+    monkeypatch.setattr(module, "ATTEMPTS", 10**6)
+    await freeze(server)
     writing = asyncio.create_task(registry.create("key", b"a"))
     reading = asyncio.create_task(registry.get("key"))
     await asyncio.sleep(0.5)
@@ -210,7 +211,7 @@ async def test_a_frozen_server_is_waited_for_then_given_up(make_server: MakeServ
     assert await writing == 1
     assert await reading in (None, (b"a", 1))
     monkeypatch.setattr(module, "ATTEMPTS", 2)
-    server.send_signal(signal.SIGSTOP)
+    await freeze(server)
     for call in (registry.put("key", b"b"), registry.get("key")):
         with pytest.raises(AppendUncertainError, match="bucket B: no answer"):
             await call

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from blake3 import blake3
 from numpy.typing import NDArray
+from tests.pace import scaled_s
 
 from diloco.core.chunks import Chunk
 from diloco.member import peer
@@ -127,7 +128,7 @@ async def test_one_copy_serves_all_who_ask(lab: Lab) -> None:
 
 @pytest.mark.services
 async def test_a_copy_is_dropped_when_nobody_asks_for_it_any_more(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer, "KEEP_S", 0.5)
+    monkeypatch.setattr(peer, "KEEP_S", scaled_s(0.5))
     lender = await lab.lender("learner-0")
     same(await lab.borrow("learner-0"), "learner-0")
     while lender._lent is not None:
@@ -137,7 +138,7 @@ async def test_a_copy_is_dropped_when_nobody_asks_for_it_any_more(lab: Lab, monk
 
 @pytest.mark.services
 async def test_the_next_peer_is_asked_if_one_has_none(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer, "READY_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(peer, "READY_TIMEOUT_S", scaled_s(1.0))
     await lab.lender("warming", healthy=False)
     await lab.lender("busy", gives=False)
     await lab.lender("learner-2")

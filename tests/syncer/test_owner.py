@@ -10,6 +10,7 @@ from msgspec import structs
 from structlog.testing import capture_logs
 from tests.made.heartbeats import learner_heartbeat
 from tests.made.syncer_parts import SIZE, begin, change, merge, offer
+from tests.pace import scaled_s
 
 from diloco.core.changes import Changes, Repair, Rollback
 from diloco.errors import FenceError, FormatError, UnmergeableError
@@ -17,6 +18,8 @@ from diloco.nats.transport import NatsTransport
 from diloco_syncer.context import clock_s
 
 pytestmark = pytest.mark.services
+
+DEAD_S = scaled_s(2.0)
 
 
 async def test_a_version_is_the_mean_of_its_offers_and_loads_as_the_owner_has_it(link: NatsTransport) -> None:
@@ -65,13 +68,13 @@ async def test_a_merge_that_overflows_is_not_appended(link: NatsTransport) -> No
 async def test_the_only_learner_that_lives_moves_as_far_as_it_likes_but_not_before_others_can_have_been_heard(
     link: NatsTransport,
 ) -> None:
-    begun = await begin(link, **{"liveness.dead_s": 0.3})
+    begun = await begin(link, **{"liveness.dead_s": DEAD_S})
     owner = await begun.taken_over()
     far = merge(owner, offer(owner, "ann", 1000.0))  # of norm 8000, where 0.8 times 100 may be
     begun.context.roster.hear(learner_heartbeat("ann", 4, 0, 0, tokens=40, step_s=0.1), clock_s())
     with pytest.raises(UnmergeableError, match=r"with offers of ann, .* is longer than 80"):
         await owner.commit(far, 32)
-    await asyncio.sleep(0.3)
+    await asyncio.sleep(DEAD_S)
     begun.context.roster.hear(learner_heartbeat("ann", 5, 0, 0, tokens=50, step_s=0.1), clock_s())
     await owner.commit(far, 32)
     assert owner.chain.version == 1
