@@ -48,6 +48,7 @@ def test_the_run_is_one_of_three_regions_whose_control_store_outlives_each(path:
     assert settings.shards == settings.learners == 3
 
 
+@pytest.mark.tool
 @pytest.mark.parametrize("name", ["nats.conf", "control.conf"])
 def test_the_servers_take_their_files(name: str) -> None:
     checked = subprocess.run(

@@ -349,6 +349,7 @@ print(names.count("tf_XLAEigen"))
     assert ended.stdout.strip() == "1"
 
 
+@pytest.mark.services
 def test_a_trial_finds_a_task_in_the_folder_of_the_command(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a_task_of_mine.py").write_text("LAYERS = 7")
     monkeypatch.chdir(tmp_path)
@@ -400,6 +401,7 @@ def test_what_needs_too_long_is_refused_before_it_begins(tiny: Path, tmp_path: P
     assert "more than --max-hours 0" in str(ended.exception)
 
 
+@pytest.mark.services
 @pytest.mark.slow
 def test_smoke_is_played_once_and_then_known(tmp_path: Path) -> None:
     arguments = ["run", "smoke", "--out", str(tmp_path / "out"), "--json"]

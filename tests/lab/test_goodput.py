@@ -158,6 +158,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], 
 
 
 class TestCommand:
+    @pytest.mark.services
     def test_json_has_a_row_for_each_cell_however_many_processes_make_them(self, command: Command) -> None:
         arguments = ("--chips", "600k,1.2m", "--learners", "8", "--days", "0.02", "--seeds", "2", "--json")
         alone, together = command(*arguments, "--jobs", "1"), command(*arguments, "--jobs", "2")
