@@ -152,9 +152,24 @@ def test_a_torch_task_of_another_model_is_refused_by_name_before_services_start(
 
 # a step adds RATES to an array that is merged; each learner counts its own steps, and has a running mean of its own
 RATES = np.array([1, 2, 4])
+# learners wait for each other in the folder MEET after their first steps, and take a step in PACE_S at least
 COUNTED_DATA = """
 import itertools
+import os
+import sys
+import time
+from pathlib import Path
 import numpy as np
+
+def paced(share, start):
+    met, is_learner = Path(os.environ["MEET"]), "--config" in sys.argv
+    for number in itertools.count(start):
+        if is_learner and number >= start + 4:  # it has compiled, and founded the run
+            (met / f"{share}").touch()
+            while len(list(met.iterdir())) < 2:
+                time.sleep(0.02)
+            time.sleep(float(os.environ["PACE_S"]))
+        yield number
 
 def drawn(*seed):
     x = np.random.default_rng(seed).normal(size=(8, 4)).astype(np.float32)
@@ -163,7 +178,7 @@ def drawn(*seed):
 class Data:
     tokens_per_batch = 8
     evaluate_every_s = 0.5
-    def batches(self, share, shares, seed, start): return (drawn(share, number) for number in itertools.count(start))
+    def batches(self, share, shares, seed, start): return (drawn(share, number) for number in paced(share, start))
     def validation(self): return [drawn(2**31)]
 """
 COUNTED = """
@@ -227,15 +242,18 @@ COUNTING = {
 NAMES = ("learner-0", "learner-1")
 
 
-def slowly(factor: int) -> list[str]:
-    return [option for name in NAMES for option in ("--slow", f"{name}={factor}")]
+def meet(monkeypatch: pytest.MonkeyPatch, folder: Path, pace_s: float = 0.0) -> None:
+    """Have the next run's learners wait for each other, and take a step in so much time at least."""
+    folder.mkdir()
+    monkeypatch.setenv("MEET", str(folder))
+    monkeypatch.setenv("PACE_S", str(pace_s))
 
 
 def killed_in_the_middle(run: Path, options: Sequence[str]) -> None:
     """Start a run, and kill all its processes once each learner has saved its state twice."""
     up = subprocess.Popen([str(Path(sys.executable).parent / "diloco"), "up", *options], stdout=subprocess.DEVNULL)
     files = [state.generations(run, name)[1] for name in NAMES]  # the states before the newest
-    until_s = time.monotonic() + 5 * DEADLINE_S
+    until_s = time.monotonic() + 2 * DEADLINE_S  # both import and compile first
     try:
         while not all(file.exists() for file in files):
             assert up.poll() is None
@@ -320,11 +338,13 @@ def test_a_run_of_which_all_was_killed_goes_on_with_its_averages_and_each_learne
     monkeypatch.setenv("DILOCO_CHECKPOINT_S", "0.3")
     options = [part for key, value in COUNTING.items() for part in ("--set", f"{key}={value}")]
     options += ["--torch", "learner-1=counted_torch:make"] if beside == "torch" else []
-    killed_in_the_middle(Path("run"), ["--run-dir", "run", "--learners", "2", "--tokens", "24000", *options, *slowly(60)])
+    meet(monkeypatch, tmp_path / "met", 0.1)  # a budget of 150 s at least
+    killed_in_the_middle(Path("run"), ["--run-dir", "run", "--learners", "2", "--tokens", "24000", *options])
     began = {name: own(Path("run"), name, "mean") for name in NAMES}
     # the same state goes on in a new directory, and where it was
     for goes_on in (["--resume", "run", "--run-dir", "again"], ["--run-dir", "run"]):
-        ended = diloco("up", "--plain", *goes_on, *slowly(10))
+        meet(monkeypatch, tmp_path / f"met-{goes_on[-1]}")
+        ended = diloco("up", "--plain", *goes_on)
         assert ended.code == 0, ended.err
         path = Path(goes_on[-1])
         for name in NAMES:
@@ -344,7 +364,8 @@ def test_a_run_of_which_all_was_killed_goes_on_with_its_averages_and_each_learne
     assert others == ({"learner-1"} if beside == "torch" else set())
     assert sum(life["parameters"] is True for life in in_jax) == len(NAMES) - len(others), lives
 
-    ended = diloco("up", "--plain", "--continue", "run", "--run-dir", "on", "--tokens", "8000", "--archive", *slowly(40))
+    meet(monkeypatch, tmp_path / "met-on")
+    ended = diloco("up", "--plain", "--continue", "run", "--run-dir", "on", "--tokens", "8000", "--archive")
     assert ended.code == 0, ended.err
     on = Left.of(Path("on"))
     on.check(dict.fromkeys(NAMES, np.zeros(4)))  # each counts its steps from 0
