@@ -77,6 +77,7 @@ async def learners_points(own: History) -> tuple[int, dict[str, list[Any]]]:
     return stored.term, {name: learner["points"] for name, learner in stored.curves["learners"].items()}
 
 
+@pytest.mark.promise("the live page goes on when the coordinator dies")
 async def test_a_standbys_page_shows_the_run_and_goes_on_when_the_leader_has_died(launch: Launch) -> None:
     cluster = launch(small(tokens=10**9, round__steps=24))
     services = {COORDINATORS[0]: coordinator(cluster, COORDINATORS[0])}

@@ -53,6 +53,7 @@ def lists_merges(app: Top) -> bool:
     return re.search(r"version \d+ .*: toy-\d", seen(app)) is not None
 
 
+@pytest.mark.promise("diloco top watches a run by keyboard, also without a coordinator")
 async def test_a_run_is_watched_by_keys_and_also_when_its_coordinator_is_dead(launch: Launch, tmp_path: Path) -> None:
     cluster = launch(small(tokens=10**9))
     await cluster.begin()
