@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import jax
@@ -13,6 +12,11 @@ import pytest
 from diloco_learner import gpt
 
 SHAPE = gpt.Shape(layers=2, width=16, heads=2, context=12)
+WINDOWS = np.asarray(jax.random.randint(jax.random.key(2), (3, 13), 0, 256))
+
+# compiled once: operation by operation, each is a program of its own
+logits = jax.jit(gpt.logits, static_argnums=2)
+loss_and_gradients = jax.jit(jax.value_and_grad(gpt.loss), static_argnums=2)
 
 
 @pytest.fixture(scope="module")
@@ -29,29 +33,29 @@ def test_shapes(params: gpt.Params) -> None:
         "mlp": {"norm": (16,), "gate_up": (96, 16), "down": (16, 48)},
     }
     assert (shapes["embedding"], shapes["head"], shapes["norm"]) == ((256, 16), (256, 16), (16,))
-    assert gpt.logits(params, jnp.zeros((3, 12), jnp.int32), SHAPE).shape == (3, 12, 256)
+    assert jax.eval_shape(lambda: gpt.logits(params, jnp.zeros((3, 12), jnp.int32), SHAPE)).shape == (3, 12, 256)
 
 
 def test_first_loss_is_that_of_a_uniform_guess() -> None:
-    windows = jax.random.randint(jax.random.key(2), (3, 13), 0, 256)
-    assert float(gpt.loss(gpt.init(jax.random.key(0), SHAPE), windows, SHAPE)) == pytest.approx(math.log(256), rel=1e-6)
+    loss, _ = loss_and_gradients(gpt.init(jax.random.key(0), SHAPE), WINDOWS, SHAPE)
+    assert float(loss) == pytest.approx(math.log(256), rel=1e-6)
 
 
 def test_loss_is_the_mean_of_negative_log_probabilities(params: gpt.Params) -> None:
-    windows = jax.random.randint(jax.random.key(2), (3, 13), 0, 256)
-    scores = np.asarray(gpt.logits(params, windows[:, :-1], SHAPE), np.float64)
+    scores = np.asarray(logits(params, WINDOWS[:, :-1], SHAPE), np.float64)
     probabilities = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
-    expected = -np.mean([np.log(probabilities[b, t, windows[b, t + 1]]) for b in range(3) for t in range(12)])
-    assert float(gpt.loss(params, windows, SHAPE)) == pytest.approx(expected, rel=1e-5)
+    expected = -np.mean([np.log(probabilities[b, t, WINDOWS[b, t + 1]]) for b in range(3) for t in range(12)])
+    assert float(loss_and_gradients(params, WINDOWS, SHAPE)[0]) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("changed", [0, 5, 11])
 def test_later_bytes_change_nothing_before_them(params: gpt.Params, changed: int) -> None:
-    tokens = jax.random.randint(jax.random.key(3), (2, 12), 0, 256)
-    before = gpt.logits(params, tokens, SHAPE)
-    after = gpt.logits(params, tokens.at[:, changed].add(1) % 256, SHAPE)
+    tokens = WINDOWS[:, :-1]
+    later = tokens.copy()
+    later[:, changed] = (later[:, changed] + 1) % 256
+    before, after = (np.asarray(logits(params, each, SHAPE)) for each in (tokens, later))
     np.testing.assert_array_equal(before[:, :changed], after[:, :changed])
-    assert (jnp.abs(before - after).max(axis=(0, 2)) > 1e-6)[changed:].all()
+    assert (np.abs(before - after).max(axis=(0, 2)) > 1e-6)[changed:].all()
 
 
 def test_rms_norm_by_hand() -> None:
@@ -103,13 +107,8 @@ def test_generated_bytes_follow_a_certain_model() -> None:
 def test_generation_beyond_the_context_sees_the_newest_bytes(params: gpt.Params) -> None:
     cold = 1e-6  # the most likely byte each time
     drawn = gpt.generate(params, jax.random.key(6), jnp.array([1]), shape=SHAPE, count=30, temperature=cold)
-    window = jnp.asarray(drawn[29 - 12 : 29])[None]
-    assert int(drawn[29]) == int(gpt.logits(params, window, SHAPE)[0, -1].argmax())
-
-
-@functools.partial(jax.jit, static_argnums=2)
-def loss_and_gradients(params: gpt.Params, windows: jax.Array, shape: gpt.Shape) -> tuple[jax.Array, gpt.Params]:
-    return jax.value_and_grad(gpt.loss)(params, windows, shape)
+    window = np.broadcast_to(np.asarray(drawn[29 - 12 : 29]), (3, 12))
+    assert int(drawn[29]) == int(np.asarray(logits(params, window, SHAPE))[0, -1].argmax())
 
 
 def halved(params: gpt.Params) -> gpt.Params:
@@ -119,18 +118,18 @@ def halved(params: gpt.Params) -> gpt.Params:
 
 
 def test_matrices_in_bfloat16_are_those_of_float32_rounded_and_the_loss_is_about_the_same(params: gpt.Params) -> None:
-    half, windows = halved(params), jax.random.randint(jax.random.key(2), (3, 13), 0, 256)
+    half = halved(params)
     made = gpt.init(jax.random.key(0), SHAPE, jnp.bfloat16)
     assert jax.tree.map(lambda leaf: leaf.dtype, made) == jax.tree.map(lambda leaf: leaf.dtype, half)
     assert half["blocks"]["0"]["attention"]["norm"].dtype == jnp.float32
     np.testing.assert_array_equal(made["blocks"]["1"]["mlp"]["down"], half["blocks"]["1"]["mlp"]["down"])
-    assert jax.eval_shape(lambda: gpt.logits(half, windows[:, :-1], SHAPE)).dtype == jnp.float32
+    assert jax.eval_shape(lambda: gpt.logits(half, jnp.asarray(WINDOWS[:, :-1]), SHAPE)).dtype == jnp.float32
     block = half["blocks"]["0"]["mlp"]
     between = jax.eval_shape(lambda x: gpt.mlp(block, gpt.rms_norm(x, block["norm"])), jnp.ones((1, 16), jnp.bfloat16))
     assert between.dtype == jnp.bfloat16
 
-    expected, gradients = loss_and_gradients(params, windows, SHAPE)
-    loss, rounded = loss_and_gradients(half, windows, SHAPE)
+    expected, gradients = loss_and_gradients(params, WINDOWS, SHAPE)
+    loss, rounded = loss_and_gradients(half, WINDOWS, SHAPE)
     assert loss.dtype == jnp.float32
     assert float(loss) == pytest.approx(float(expected), rel=5e-3)
     for wanted, got in zip(jax.tree.leaves(gradients), jax.tree.leaves(rounded), strict=True):

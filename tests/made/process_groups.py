@@ -29,7 +29,9 @@ def group(
     least: int | None = None,
     regroup_s: float = REGROUP_S,
 ) -> Group:
-    processes = ProcessesSettings(count=count, index=index, address=address, start_s=start_s, least=least, regroup_s=regroup_s)
+    processes = ProcessesSettings(
+        count=count, index=index, address=address, start_s=start_s, least=least, regroup_s=min(regroup_s, start_s)
+    )
     made = Group(LearnerSettings(name="ann", processes=processes, mesh=MeshSettings(data=count)), RUN, get_logger())
     OPEN_GROUPS.append(made)
     OPEN_LINKS.append(made.links)

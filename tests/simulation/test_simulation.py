@@ -32,7 +32,7 @@ FOUND = {
 }
 
 
-@in_blocks(1500, 25)
+@in_blocks(1500, 60)
 def test_no_schedule_breaks_an_invariant_or_hangs(seeds: range) -> None:
     total = survived(play_all(seeds).outcomes)
     kinds = ("state restored", "state borrowed", "state marked", "keyframe", "takeover", "purge")
@@ -94,6 +94,7 @@ def test_what_was_found_stays_found(seed: int) -> None:
     assert error is None, f"{FOUND[seed]}: {error}"
 
 
+@pytest.mark.tool
 @pytest.mark.parametrize("how", [{}, {"regions": True, "merged": True}])
 def test_a_seed_replays_exactly_in_any_process(how: dict[str, bool]) -> None:
     here = World(9, **how).run()
