@@ -77,6 +77,7 @@ async def test_a_standby_takes_over_from_an_owner_that_dies_or_freezes(launch: L
     holders = (await table(cluster)).holders
     [gone, other], standbys = holders, {"syncer-0", "syncer-1", "syncer-2", "syncer-3"} - set(holders)
     [process] = [service for service in services if service.name == gone]
+    await until_owned_by(cluster, gone, other)
     had = owned(cluster, gone)
     assert had
     stood_by = len(cluster.events("standing_by", gone))
