@@ -11,6 +11,7 @@ Memory is what Python and NumPy allocate (tracemalloc). What zstd's own context 
 from __future__ import annotations
 
 import asyncio
+import gc
 import io
 import json
 import os
@@ -886,6 +887,7 @@ def nothing_left() -> Iterator[None]:
 def decoded(decoder: Decoder, raw: bytes) -> tuple[str, int]:
     """Return the text of the error by which bytes are refused, or none, and the memory that was taken at most, in bytes."""
     said = ""
+    gc.disable()  # it would go through all that the tests before have left, again and again
     tracemalloc.start()  # not while examples are drawn, which takes several times as long with it
     try:
         with watched(decoder.name):
@@ -895,6 +897,7 @@ def decoded(decoder: Decoder, raw: bytes) -> tuple[str, int]:
     finally:
         took = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
+        gc.enable()
     return said, took
 
 

@@ -219,7 +219,7 @@ async def test_where_no_address_is_reached_all_are_named() -> None:
     with pytest.raises(
         IslandError, match=rf"process 2: processes 0, 1 at processes.address = {re.escape(where)} cannot be reach"
     ):
-        await several(2, where, start_s=0.5).meet(FACTS, 5)
+        await several(2, where, start_s=START_S).meet(FACTS, 5)
 
 
 async def test_an_address_of_another_host_is_refused_by_the_process_that_has_it() -> None:
@@ -292,7 +292,7 @@ async def test_who_does_not_come_is_named_in_time() -> None:
 async def test_a_leader_that_cannot_be_reached_is_named_in_time() -> None:
     where = address()
     with pytest.raises(IslandError, match=f"process 0 at processes.address = {re.escape(where)} cannot be reached"):
-        await group(1, where, start_s=0.5).meet(FACTS, 5)
+        await group(1, where, start_s=START_S).meet(FACTS, 5)
 
 
 async def test_a_generation_of_those_that_came_has_places_without_gaps() -> None:
@@ -413,8 +413,10 @@ async def test_a_welcome_that_does_not_fit_is_refused(members: list[int]) -> Non
 
 async def test_too_few_are_named_with_the_setting() -> None:
     where = address()
-    with pytest.raises(IslandError, match=r"processes 1, 2 did not come .* within 0.5 s \(at least 2 have to: processes.least"):
-        await group(0, where, 3, 0.5, least=2).meet(FACTS, 5)
+    with pytest.raises(
+        IslandError, match=rf"processes 1, 2 did not come .* within {START_S:g} s \(at least 2 have to: processes.least"
+    ):
+        await group(0, where, 3, START_S, least=2).meet(FACTS, 5)
 
 
 @pytest.mark.parametrize(
