@@ -18,6 +18,8 @@ from diloco_lab.experiment import record
 from diloco_learner.text import load_corpus
 from diloco_ops.report import reference
 
+pytestmark = pytest.mark.services
+
 TOKENS = 60 * 4 * 16 * 2  # 60 steps of two learners
 SMALL: dict[str, Any] = TINY_TRIAL | {"tokens": TOKENS}
 # AdamW compiles three times as fast as Muon
