@@ -36,14 +36,14 @@ class Target:
     """What a target of the Makefile runs."""
 
     marks: str  # pytest's -m
-    per_core: int  # workers; tests that start processes sleep most of their time
+    per_core: int  # workers: tests that start processes sleep most of their time
     checks: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
     tests: tuple[str, ...] = field(default=("tests",))
 
 
 TARGETS = {
-    "test": Target("(not services or promise) and not slow and not compose", 1, CHECKS),
+    "test": Target("(not services or promise) and not slow and not compose", 2, CHECKS),
     "test-services": Target("services and not slow and not compose", 2),
     "test-all": Target("not compose", 2, CHECKS, ("--hypothesis-profile=all",)),
     "test-extras": Target("not slow and not compose", 2, tests=EXTRAS),
