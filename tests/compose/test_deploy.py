@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 from tests.made.docker_commands import BASES, CONNECT, POLL_S, ROOT, docker, docker_works
+from tests.pace import DEADLINE_S
 
 from diloco_ops.broker.server import free_ports
 
@@ -29,8 +30,8 @@ PAGE = ROOT / "docs" / "deploy.md"
 BLOCK = re.compile(r"^```sh (us|eu)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 HOSTS = ("us", "eu")
 MAX_COMMANDS = 10
-DEADLINE_S = 300.0
-COMMAND_S = 900.0  # images may have to be built
+RUN_S = 5 * DEADLINE_S  # containers of a whole run begin and train
+COMMAND_S = 10 * DEADLINE_S  # images may have to be built
 
 # what stands in for programs that would leave this machine, or this user
 STANDINS = {
@@ -99,16 +100,14 @@ class Machine:
 
     def until(self, what: str, block: str, holds: Callable[[str], bool]) -> str:
         """Type a block again and again until what it prints is so."""
-        end_s = time.monotonic() + DEADLINE_S
+        end_s = time.monotonic() + RUN_S
         while time.monotonic() < end_s:
             ended = self.type(block, check=False)
             if ended.returncode == 0 and holds(ended.stdout):
                 return ended.stdout
             time.sleep(POLL_S)
         logs = self.type("docker compose logs --tail 25", check=False).stdout
-        raise AssertionError(
-            f"{what}: not within {DEADLINE_S:g} s; {ended.stdout[-2000:]}\n{ended.stderr[-2000:]}\n{logs[-9000:]}"
-        )
+        raise AssertionError(f"{what}: not within {RUN_S:g} s; {ended.stdout[-2000:]}\n{ended.stderr[-2000:]}\n{logs[-9000:]}")
 
 
 @pytest.fixture
@@ -197,9 +196,9 @@ def check_page(machine: Machine, token: str) -> None:
     """The page shows the run to this machine, to those who have the token that the coordinator made."""
     address = f"http://127.0.0.1:{machine.environment['PAGE_PORT']}/"
     with pytest.raises(urllib.error.HTTPError, match="401"):
-        urllib.request.urlopen(address, timeout=30)
+        urllib.request.urlopen(address, timeout=DEADLINE_S)
     request = urllib.request.Request(address, headers={"Authorization": f"Bearer {token}"})
-    with urllib.request.urlopen(request, timeout=30) as answer:
+    with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
         shown = answer.read().decode()
     assert "learner-eu-0" in shown
     assert token not in machine.type("docker compose logs; docker compose ps -aq | xargs docker inspect").stdout

@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 from tests.made.docker_commands import BASES, CONNECT, POLL_S, ROOT, docker, docker_works
+from tests.pace import DEADLINE_S
 
 from diloco.errors import DilocoError
 from diloco.service import rundir
@@ -30,7 +31,7 @@ from diloco_ops.inspect import ask
 
 REGIONS = ("us", "eu", "ap")
 LEARNERS = [f"learner-{region}-0" for region in REGIONS]
-DEADLINE_S = 600.0
+RUN_S = 5 * DEADLINE_S  # containers of a whole run begin and train
 MORE_TOKENS = 100_000  # until the end, for a change to be known before
 
 
@@ -47,14 +48,18 @@ class Project:
         self.environment = ports
         self.wan = f"127.0.0.1:{ports['WAN_PORT']}"
 
-    def compose(self, *arguments: str, timeout_s: float = 180) -> str:
+    def compose(self, *arguments: str, timeout_s: float = 2 * DEADLINE_S) -> str:
         files = [part for name in ("docker-compose.yml", "tests/compose/override.yml") for part in ("-f", str(ROOT / name))]
         return docker("compose", "-p", self.name, *files, *arguments, timeout_s=timeout_s, **self.environment)
 
     def diloco(self, *arguments: str) -> str:
         """``diloco`` on this machine; empty if it fails."""
         ended = subprocess.run(
-            [sys.executable, "-m", "diloco_ops.cli", *arguments], capture_output=True, text=True, timeout=60, check=False
+            [sys.executable, "-m", "diloco_ops.cli", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            check=False,
         )
         return ended.stdout if ended.returncode == 0 else ""
 
@@ -71,7 +76,7 @@ class Project:
 
     def until(self, what: str, holds: Callable[[Status], bool]) -> Status:
         """Wait for a status of which something holds."""
-        end_s = time.monotonic() + DEADLINE_S
+        end_s = time.monotonic() + RUN_S
         status: Status = {}
         while time.monotonic() < end_s:
             status = self.status()
@@ -79,7 +84,7 @@ class Project:
                 return status
             time.sleep(POLL_S)
         shown = {key: status.get(key) for key in ("state", "learners", "shards", "fragments")}
-        raise AssertionError(f"{what}: not within {DEADLINE_S:g} s; {shown}\n{self.compose('logs', '--tail', '15')[-12000:]}")
+        raise AssertionError(f"{what}: not within {RUN_S:g} s; {shown}\n{self.compose('logs', '--tail', '15')[-12000:]}")
 
     def page(self, token: str | None) -> tuple[int, str]:
         """Status and text of the run's page, as this machine's browser gets it."""
@@ -87,7 +92,7 @@ class Project:
         if token is not None:
             request.add_header("Authorization", f"Bearer {token}")
         try:
-            with urllib.request.urlopen(request, timeout=30) as answer:
+            with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, ""
@@ -111,7 +116,7 @@ def project(tmp_path: Path) -> Iterator[Project]:
         if not docker_works("image", "inspect", image) and not docker_works("pull", "-q", image, timeout_s=300):
             pytest.skip(f"the image {image} is not here and cannot be pulled")
     made = Project(tmp_path / "run")
-    made.compose("build", timeout_s=1800)
+    made.compose("build", timeout_s=15 * DEADLINE_S)
     try:
         yield made
     finally:
@@ -158,8 +163,8 @@ def trains_again(before: Status) -> Callable[[Status], bool]:
 
 @pytest.mark.compose
 def test_three_regions_train_through_cuts_kills_and_a_restart(project: Project) -> None:
-    project.compose("up", "-d", timeout_s=300)
-    end_s = time.monotonic() + DEADLINE_S
+    project.compose("up", "-d", timeout_s=3 * DEADLINE_S)
+    end_s = time.monotonic() + RUN_S
     while not project.attach():
         assert time.monotonic() < end_s, project.compose("logs", "--tail", "20")
         time.sleep(POLL_S)
@@ -168,7 +173,7 @@ def test_three_regions_train_through_cuts_kills_and_a_restart(project: Project) 
     check_isolated(project)
     check_page(project)
     while set(project.health().values()) != {"healthy"}:
-        assert time.monotonic() < end_s + DEADLINE_S, project.health()
+        assert time.monotonic() < end_s + RUN_S, project.health()
         time.sleep(POLL_S)
 
     # a region is cut off: the others go on, with its fragments too; healed, it is in the merges again
@@ -195,8 +200,8 @@ def test_three_regions_train_through_cuts_kills_and_a_restart(project: Project) 
     back = project.until("eu is merged again", merged_again(away, "learner-eu-0"))
 
     # everything is stopped and begun again: nothing that was committed is lost, and every learner goes on where it was
-    project.compose("down", timeout_s=300)
-    project.compose("up", "-d", timeout_s=300)
+    project.compose("down", timeout_s=3 * DEADLINE_S)
+    project.compose("up", "-d", timeout_s=3 * DEADLINE_S)
     again = project.until("all learners train again", trains_again(back))
     for name in LEARNERS:
         assert again["learners"][name]["step"] >= back["learners"][name]["step"]
@@ -215,7 +220,7 @@ def test_three_regions_train_through_cuts_kills_and_a_restart(project: Project) 
 
     # the run ends, and its report is in the coordinator's volume
     project.until("a busy coordinator has answered that the budget is larger", extended(project))
-    end_s = time.monotonic() + DEADLINE_S
+    end_s = time.monotonic() + RUN_S
     while project.health()[project.container("coordinator")] != "exited":
         assert time.monotonic() < end_s, project.compose("logs", "--tail", "20", "coordinator")
         time.sleep(POLL_S)
@@ -266,7 +271,7 @@ def owning(project: Project, region: str, status: Status) -> str:
     names = owners(status, region)
     for number in (1, 2):
         container = project.container(f"syncer-{region}", number)
-        said = subprocess.run(["docker", "logs", container], capture_output=True, text=True, timeout=30, check=True)
+        said = subprocess.run(["docker", "logs", container], capture_output=True, text=True, timeout=DEADLINE_S, check=True)
         if any(f" {name} " in said.stderr for name in names):
             return container
     raise AssertionError(f"no container of {names}")

@@ -6,6 +6,8 @@ import os
 import subprocess
 from pathlib import Path
 
+from tests.pace import DEADLINE_S
+
 ROOT = Path(__file__).parents[2]
 BASES = ("python:3.11-slim-bookworm", "nats:2-alpine")
 POLL_S = 1.0
@@ -20,7 +22,7 @@ else:
 """
 
 
-def docker(*arguments: str, timeout_s: float = 120, **environment: str) -> str:
+def docker(*arguments: str, timeout_s: float = DEADLINE_S, **environment: str) -> str:
     """A docker command's stdout; it must succeed."""
     ended = subprocess.run(
         ["docker", *arguments], capture_output=True, text=True, timeout=timeout_s, check=False, env=os.environ | environment
@@ -29,7 +31,7 @@ def docker(*arguments: str, timeout_s: float = 120, **environment: str) -> str:
     return ended.stdout
 
 
-def docker_works(*arguments: str, timeout_s: float = 60) -> bool:
+def docker_works(*arguments: str, timeout_s: float = DEADLINE_S) -> bool:
     """Whether a docker command succeeds."""
     try:
         return subprocess.run(["docker", *arguments], capture_output=True, timeout=timeout_s, check=False).returncode == 0
