@@ -206,6 +206,17 @@ def _logs_as_before() -> Iterator[None]:
     observe.reset()
 
 
+@pytest.fixture(autouse=True)
+def _programs_as_before() -> Iterator[None]:
+    """Take back the folder that JAX keeps compiled programs in: it may be the test's own, which is gone when it has passed."""
+    yield
+    if (jax := sys.modules.get("jax")) is not None:
+        from jax.experimental.compilation_cache import compilation_cache
+
+        jax.config.update("jax_compilation_cache_dir", None)
+        compilation_cache.reset_cache()  # it goes by the folder that it was first used with
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _patient_servers() -> None:
     """Have a server of a test start as late as it will: what a person waits for is no bound here."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +46,12 @@ silent, draws, goes_on, fails = map(make, (Mine, Draws, GoesOn, Fails))
 
 
 @pytest.fixture
-def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "evaluated_tasks.py").write_text(TASK)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("DILOCO_CACHE_DIR", str(tmp_path / "cache"))
     save_file({"weight": np.array([[1, 2, 3], [4, 5, 6]], np.float32)}, tmp_path / "file")
-    cache = jax.config.values["jax_compilation_cache_dir"]
-    yield tmp_path / "file"
-    jax.config.update("jax_compilation_cache_dir", cache)
+    return tmp_path / "file"
 
 
 def result(weights: Path, task: str, data: str | None = None, **sample: Any) -> dict[str, Any]:
