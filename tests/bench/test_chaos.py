@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.pace import LONG_TEST_S
 
 pytestmark = pytest.mark.services
 
@@ -17,7 +18,7 @@ SCRIPT = Path(__file__).parents[2] / "bench" / "chaos.py"
 @pytest.mark.slow
 def test_a_disturbed_run_is_compared_with_an_undisturbed_one(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), "--long", "--for", "20", "--rate", "0.2", "--keep", str(tmp_path), "--json"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=540, check=False)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=LONG_TEST_S, check=False)
     result = json.loads(done.stdout)
     assert result == json.loads((tmp_path / "result.json").read_text())
     assert (result["verdict"]["violations"], result["lasted"]) == ([], True)

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import pytest
 from jax.sharding import PartitionSpec as P
+from tests.pace import LONG_TEST_S
 
 from diloco.core import tape
 from diloco.errors import RunError, SettingsError
@@ -24,14 +25,14 @@ TWO_BY_TWO = {"data": 1, "fsdp": 2, "tensor": 2}
 
 
 @pytest.mark.services
-@pytest.mark.timeout(660)  # all of four_devices.py
+@pytest.mark.timeout(LONG_TEST_S)  # all of four_devices.py
 def test_an_island_of_four_devices(tmp_path: Path) -> None:
     flags = "--xla_cpu_multi_thread_eigen=false --xla_backend_optimization_level=0"  # which compiles in half the time
     flags += f" --xla_dump_to={tmp_path} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=jit_(_copy|_put|_mix|step)"
     environment = os.environ | {"JAX_NUM_CPU_DEVICES": "4", "XLA_FLAGS": flags, "PJRT_NPROC": "1", "DUMP": str(tmp_path)}
     file = Path(__file__).with_name("four_devices.py")
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header", str(file)]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=600)
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=LONG_TEST_S)
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
