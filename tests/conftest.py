@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-import os
 import shutil
 import subprocess
 import sys
@@ -48,7 +47,7 @@ EARLIER_S = 40  # an event loop ends its test so much before pytest-timeout woul
 STARTS = ("subprocess.Popen", "os.posix_spawn", "os.fork", "os.forkpty")  # audit events
 
 _folders = pytest.StashKey[str]()  # of a test: where it works, and its services write their logs
-_failed = pytest.StashKey[list[str]]()  # of a test: the phases that failed
+_failed = pytest.StashKey[bool]()  # of a test: whether any phase of it failed
 _broken: dict[int, tuple[BaseException, str]] = {}  # errors of fixtures that several tests share, each with its first test
 _failures: list[Failure] = []
 _counts: Counter[str] = Counter()
@@ -77,8 +76,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
         return
     processes = config.getoption("numprocesses", None) or 0
-    if "DILOCO_TEST_PACE" not in os.environ:  # before any module of tests is imported: tests.pace reads it
-        os.environ["DILOCO_TEST_PACE"] = f"{measuring.measure(max(1, processes)):.2f}"
+    measuring.state_pace(max(1, processes))  # before any module of tests is imported
     if processes:  # compiled once, and not by every worker; in a process of its own, which gives its memory back
         subprocess.run([sys.executable, "-c", "import diloco.core.kernels"], check=True)
 
@@ -99,7 +97,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _folder(item: pytest.Item) -> str:
-    """Return the folder of ``tests`` that a test is in; empty for one that is elsewhere."""
+    """Return the folder of ``tests`` that a test is in, or an empty string if the test is elsewhere."""
     return item.path.relative_to(TESTS).parts[0] if item.path.is_relative_to(TESTS) else ""
 
 
@@ -156,7 +154,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
             report.outcome = "skipped"
             report.longrepr = (str(item.path), 0, f"Skipped: its fixture failed in {first}")
             return
-    item.stash.setdefault(_failed, []).append(report.when)
+    item.stash[_failed] = True
     base = item.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]  # pytest has no public way to it
     report.user_properties.append(("logs", item.stash.get(_folders, str(base))))
 
@@ -165,7 +163,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, None, None]:
     """Keep what a failed test leaves behind, and nothing else: a run of all tests writes gigabytes."""
     yield
-    if not item.stash.get(_failed, []) and (folder := item.stash.get(_folders, None)):
+    if not item.stash.get(_failed, False) and (folder := item.stash.get(_folders, None)):
         shutil.rmtree(folder, ignore_errors=True)
 
 

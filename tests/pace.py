@@ -2,14 +2,14 @@
 
 A test waits for an event, a file or a state. The bound ends only what hangs, so it is generous, and no test measures time by
 it. ``FACTOR`` is measured once when tests start (:mod:`tests.harness.measuring`) and handed to every process by the
-environment variable ``DILOCO_TEST_PACE``; 1 is an idle core of the machine that ``measuring.REFERENCE_S`` was taken on.
+environment variable ``DILOCO_TEST_PACE``; 1 is the pace of the idle machine that ``measuring.REFERENCE_S`` was taken on.
 """
 
 from __future__ import annotations
 
 import os
 
-VARIABLE = "DILOCO_TEST_PACE"
+from tests.harness.measuring import VARIABLE
 
 
 def factor(environment: str | None) -> float:

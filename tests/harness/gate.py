@@ -7,19 +7,19 @@ fails. The code is 0 if all passed, and 1 otherwise.
 from __future__ import annotations
 
 import os
-import resource
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.harness import measuring, outcomes, workers
+from tests.harness.measuring import VARIABLE
 from tests.harness.outcomes import Outcomes
-from tests.pace import VARIABLE, factor
+from tests.pace import factor
 
 ROOT = Path(__file__).parents[2]
 CHECKS = ("ruff", "types")  # targets of the Makefile
@@ -39,11 +39,12 @@ class Target:
     per_core: int  # workers: tests that start processes sleep most of their time
     checks: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
-    tests: tuple[str, ...] = field(default=("tests",))
+    tests: tuple[str, ...] = ("tests",)
+    promises: bool = False  # whether of services' tests only those run that keep a promise
 
 
 TARGETS = {
-    "test": Target("(not services or promise) and not slow and not compose", 2, CHECKS),
+    "test": Target("(not services or promise) and not slow and not compose", 2, CHECKS, promises=True),
     "test-services": Target("services and not slow and not compose", 2),
     "test-all": Target("not compose", 2, CHECKS, ("--hypothesis-profile=all",)),
     "test-extras": Target("not slow and not compose", 2, tests=EXTRAS),
@@ -60,30 +61,28 @@ def main(name: str, options: Sequence[str]) -> int:
     """Run a target; print what failed and how to repeat it, and one last line."""
     target, began_s = TARGETS[name], time.monotonic()
     count = int(os.environ.get("WORKERS") or workers.workers(target.per_core))
-    if not os.environ.get(VARIABLE):
-        os.environ[VARIABLE] = f"{measuring.measure(count):.2f}"
-    pace = factor(os.environ[VARIABLE])
+    pace = factor(measuring.state_pace(count))
     print(f"{_workers(count)}; pace {pace:.2f}: tests wait {pace:.2f} times as long as usual ({VARIABLE})", flush=True)
     folder = Path(tempfile.mkdtemp(prefix=f"diloco-{name}-"))
     checks = [_Check(check, folder) for check in target.checks]
-    code, found = _run_tests(name, target, [*_spread(count), *options], folder)
+    code, found = _run_tests(target, [*_spread(count), *options], folder)
     bad = [check for check in checks if not check.passed()]
     print(*_said(code, found, bad), sep="\n")
     passed = code == 0 and not bad
-    wall_s, own = time.monotonic() - began_s, resource.getrusage(resource.RUSAGE_CHILDREN)
+    wall_s = time.monotonic() - began_s
     tests = ", ".join(f"{number:,} {what}" for what, number in (found.counts if found else {}).items())
-    used = f"{_clock(wall_s)} at pace {pace:.2f}, {own.ru_utime + own.ru_stime:.0f} s of processor time"
+    used = f"{_clock(wall_s)} at pace {pace:.2f}, {measuring.processor_s():.0f} s of processor time"
     print(f"make {name}: {'passed' if passed else 'FAILED'}: {tests or 'no test'}; {used}")
     if passed:
         shutil.rmtree(folder, ignore_errors=True)
     return 0 if passed else 1
 
 
-def _run_tests(name: str, target: Target, options: Sequence[str], folder: Path) -> tuple[int, Outcomes | None]:
+def _run_tests(target: Target, options: Sequence[str], folder: Path) -> tuple[int, Outcomes | None]:
     """Run pytest; its code, and what it tells of itself if it came to its end."""
     written = Path(os.environ.get(outcomes.VARIABLE) or folder / "outcomes.json")
     command = [sys.executable, "-m", "pytest", "-m", target.marks, f"--basetemp={folder / 'logs'}", *target.options]
-    if name == "test":
+    if target.promises:
         command += [f"--ignore={module}" for module in without_promise()]
     command += [*target.tests, *options]
     code = subprocess.run(command, cwd=ROOT, env=os.environ | {outcomes.VARIABLE: str(written)}, check=False).returncode
@@ -107,7 +106,7 @@ def _workers(count: int) -> str:
 
 
 def _spread(count: int) -> list[str]:
-    """Return how pytest hands out tests; one worker is pytest itself, which takes the memory of one process only."""
+    """Return how pytest hands out tests; a single worker needs no second process."""
     return ["-n", str(count), "--dist", "loadscope", "--no-loadscope-reorder"] if count > 1 else ["-p", "no:xdist"]
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import subprocess
 import sys
 
 from tests.harness.workers import cores
 
+VARIABLE = "DILOCO_TEST_PACE"  # tests/pace.py reads it when it is imported, so it is stated before
 REFERENCE_S = 0.55  # of the work on an idle core of an AMD EPYC with 2 cores, Python 3.11 (2026-11-27)
 
 # interpreted Python alone: no library of a machine, and no number of its threads, changes the amount
@@ -33,3 +36,16 @@ def measure(workers: int) -> float:
     ]
     taken_s = [float(process.communicate()[0]) for process in running]
     return sum(taken_s) / len(taken_s) / (REFERENCE_S * max(1.0, workers / cores()))
+
+
+def state_pace(workers: int) -> str:
+    """Measure the pace unless the environment states it; state it there, for all processes that are started, and return it."""
+    if not os.environ.get(VARIABLE):
+        os.environ[VARIABLE] = f"{measure(workers):.2f}"
+    return os.environ[VARIABLE]
+
+
+def processor_s() -> float:
+    """Return the processor time of all children of this process that have ended, and of theirs."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime

@@ -33,10 +33,10 @@ class Failure:
 
 @dataclass(frozen=True)
 class Outcomes:
-    """All that one pytest run tells of itself."""
+    """The results of a pytest run."""
 
     factor: float = 1.0
-    counts: Mapping[str, int] = field(default_factory=dict)  # by outcome: passed, failed, error, skipped
+    counts: Mapping[str, int] = field(default_factory=dict)  # by outcome: passed, failed, errors, skipped
     failures: tuple[Failure, ...] = ()
 
     def write(self) -> None:

@@ -11,8 +11,8 @@ import argparse
 import contextlib
 import json
 import os
-import resource
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,10 +23,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tests.harness import measuring, outcomes, workers
+from tests.harness import outcomes
 from tests.harness.gate import ROOT, TARGETS
+from tests.harness.measuring import processor_s
 from tests.harness.outcomes import Outcomes
-from tests.pace import VARIABLE
 
 BUSY = "while True: pass"
 PROFILE = "--hypothesis-profile=seeded"  # tests/conftest.py: draws by the seed, where `make test` draws the same each time
@@ -74,9 +74,8 @@ def run(selection: str, seed: int) -> dict[str, Any]:
     if selection in TARGETS:
         command = [sys.executable, "-m", "tests.harness.gate", selection, *seeded]
     else:
-        environment.setdefault(VARIABLE, f"{measuring.measure(workers.workers(1)):.2f}")
         command = [str(Path(sys.executable).parent / "pytest"), f"--basetemp={folder / 'logs'}", *seeded, *words]
-    began, before, began_s = datetime.now(UTC), _processor_s(), time.monotonic()
+    began, before, began_s = datetime.now(UTC), processor_s(), time.monotonic()
     with output.open("wb") as file:
         code = subprocess.run(command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
     found = Outcomes.read(written) or Outcomes()
@@ -85,14 +84,14 @@ def run(selection: str, seed: int) -> dict[str, Any]:
         "seed": seed,
         "code": code,
         "wall_s": round(time.monotonic() - began_s, 1),
-        "processor_s": round(_processor_s() - before, 1),
+        "processor_s": round(processor_s() - before, 1),
         "pace": found.factor,
         "counts": dict(found.counts),
         "failed": [vars(failure) for failure in found.failures],
         "output": str(output),
     }
     if code == 0:
-        subprocess.run(["rm", "-rf", str(folder)], check=True)
+        shutil.rmtree(folder)
     return line
 
 
@@ -104,7 +103,7 @@ def _said(line: Mapping[str, Any]) -> str:
 
 
 def _lines(path: Path, campaign: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the lines of this campaign; one that was cut off while it was written counts for nothing."""
+    """Return the lines of this campaign, without a line that was cut off while it was written."""
     lines = []
     for text in path.read_text().splitlines() if path.exists() else []:
         with contextlib.suppress(ValueError):
@@ -119,12 +118,6 @@ def _append(path: Path, line: Mapping[str, Any]) -> None:
     with path.open("a+b") as file:
         cut_off = file.tell() > 0 and path.read_bytes()[-1:] != b"\n"
         file.write(b"\n" * cut_off + json.dumps(line).encode() + b"\n")
-
-
-def _processor_s() -> float:
-    """Return the processor time of all children that have ended, and of theirs."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 def commit() -> str:

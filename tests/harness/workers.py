@@ -7,7 +7,7 @@ import math
 import os
 from pathlib import Path
 
-WORKER_BYTES = 1400 << 20  # of one worker with JAX, its compiler and the services that a test starts
+WORKER_BYTES = 1400 << 20  # a worker's, with JAX, its compiler and the services that a test starts
 SHARED_BYTES = 500 << 20  # of the process that hands tests out, and of the type checker beside it
 LIMITS = (("", "memory.max", "memory.current"), ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes"))
 NO_LIMIT_BYTES = 1 << 60  # control groups of version 1 state a number near 2**63 where there is none
@@ -56,7 +56,7 @@ def _reclaimable_bytes(group: Path) -> int:
 
 
 def _groups(root: Path, controller: str) -> list[Path]:
-    """Return the folders of this process's control group and of those around it; of version 2 where no controller is named."""
+    """Return the folders of this process's control group and its parents; without a controller, those of version 2."""
     mounted = root / "sys/fs/cgroup" / controller
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():

@@ -1,4 +1,4 @@
-"""Requests to a NATS server whose answers may be lost: where a connection is made again, nobody gets them."""
+"""Requests to a NATS server whose answers may be lost when a connection is made again."""
 
 from __future__ import annotations
 

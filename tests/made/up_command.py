@@ -28,9 +28,7 @@ from diloco_ops import checkpoint
 from diloco_ops.manifest import Checkpoint
 
 DILOCO = str(Path(sys.executable).parent / "diloco")
-
-
-TINY_GPT: dict[str, Any] = {
+TINY_MODEL: dict[str, Any] = {
     "task.layers": 1,
     "task.width": 16,
     "task.heads": 2,
@@ -38,6 +36,8 @@ TINY_GPT: dict[str, Any] = {
     "task.batch": 4,
     "fragments.count": 4,
     "round.steps": 12,
+}
+TINY_GPT: dict[str, Any] = TINY_MODEL | {
     "inner.optimizer": "adamw",  # which compiles three times as fast as Muon
     "liveness.heartbeat_s": 0.2,
     "log.keyframe_factor": 1000,

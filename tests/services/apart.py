@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from tests.pace import DEADLINE_S, scaled_s
-from tests.services.cluster import Cluster, Events, Folded, Service, fold_log, small
+from tests.services.cluster import Cluster, Events, Folded, Service, fold_fragments, small
 from tests.services.forking import Nursery
 from tests.services.toy import Toy
 
@@ -106,10 +106,7 @@ class Region(Cluster):
         async def fold() -> list[Folded]:
             run = Run(self.name, self.settings, await link.bucket(self.subjects.bucket, create=False))
             log = Log(link, self.name, run.identity, await creation.find_map(run), self.settings)
-            genesis = await log.reader.genesis()
-            assert genesis is not None
-            fragments = log.map.fragments
-            return [await fold_log(log, fragment, genesis, self.settings, closed_by_now=closed) for fragment in fragments]
+            return await fold_fragments(log, self.settings, closed_by_now=closed)
 
         try:
             return await until_available(fold, get_logger())

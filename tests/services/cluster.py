@@ -508,14 +508,8 @@ class Cluster:
 
     async def folded(self) -> list[Folded]:
         """The log from its keyframes on, folded by the reference."""
-        store, fragments = await self.store()
-
-        async def fold_all() -> list[Folded]:
-            genesis = await store.reader.genesis()
-            assert genesis is not None
-            return [await fold_log(store, fragment, genesis, self.settings) for fragment in fragments.fragments]
-
-        return await until_available(fold_all, get_logger())
+        store, _ = await self.store()
+        return await until_available(lambda: fold_fragments(store, self.settings), get_logger())
 
     async def tensors(self, folded: Sequence[Folded]) -> dict[str, Vector]:
         """The global model."""
@@ -692,6 +686,13 @@ async def fold_log(
     assert closed or not closed_by_now, f"the log of fragment {index} is not closed"
     folded.tokens_merged = merged
     return folded
+
+
+async def fold_fragments(store: Log, settings: RunSettings, *, closed_by_now: bool = True) -> list[Folded]:
+    """Fold every fragment of a log that has been founded."""
+    genesis = await store.reader.genesis()
+    assert genesis is not None
+    return [await fold_log(store, f, genesis, settings, closed_by_now=closed_by_now) for f in store.map.fragments]
 
 
 async def _entries(store: Log, index: int, after: int, folded: Folded) -> AsyncIterator[Entry]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.pace import DEADLINE_S
-from tests.services.cluster import Cluster, Folded, Service, fold_log
+from tests.services.cluster import Cluster, Folded, Service, fold_fragments
 from tests.services.forking import Nursery
 from tests.services.secured import make_keys, members
 
@@ -71,10 +71,7 @@ class Guarded(Cluster):
         link = await self.link_to(region)
 
         async def fold() -> list[Folded]:
-            log = await self.log_of(link)
-            genesis = await log.reader.genesis()
-            assert genesis is not None
-            return [await fold_log(log, f, genesis, self.settings, closed_by_now=closed) for f in log.map.fragments]
+            return await fold_fragments(await self.log_of(link), self.settings, closed_by_now=closed)
 
         try:
             return await until_available(fold, get_logger())

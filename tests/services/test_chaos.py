@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,20 +13,11 @@ from typing import Any
 import psutil
 import pytest
 from tests.made.fixtures import Diloco
+from tests.made.up_command import DILOCO, TINY_MODEL
 from tests.pace import DEADLINE_S
 
 from diloco.process import logs
 
-DILOCO = str(Path(sys.executable).parent / "diloco")
-SETTINGS = {
-    "task.layers": 1,
-    "task.width": 16,
-    "task.heads": 2,
-    "task.context": 16,
-    "task.batch": 4,
-    "fragments.count": 4,
-    "round.steps": 12,
-}
 # one of each kind that can be told apart; which syncer owns is not known beforehand, so both are met, one after the other
 TAPE: list[dict[str, Any]] = [
     {"format": "diloco-failures", "version": 1, "duration_s": 15},
@@ -62,7 +52,7 @@ def test_a_run_heals_from_whatever_is_done_to_it(tmp_path: Path) -> None:
     tape.write_text("".join(json.dumps(line) + "\n" for line in TAPE))
     begin = [DILOCO, "up", "--plain", "--run-dir", str(directory), "--data", str(text), "--tokens", str(5_000_000)]
     begin += ["--learners", "2", "--shards", "1", "--standbys", "1", "--slow", "learner-0=50", "--slow", "learner-1=50"]
-    for name, value in SETTINGS.items():
+    for name, value in TINY_MODEL.items():
         begin += ["--set", f"{name}={value}"]
     up = subprocess.Popen(begin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:

@@ -55,8 +55,6 @@ LEARNING_RATE = 0.1
 NOISE = 0.05
 IDLE_S = 0.2
 ALLOWED_POLL_S = 0.02
-
-
 ALLOWED_FILE = "steps-allowed"  # in the folder of a test's learners: after how many steps each waits
 
 

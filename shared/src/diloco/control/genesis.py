@@ -35,7 +35,7 @@ async def await_genesis(
 
     A run that continues another one is founded before it has members, and by no learner: nobody else has its version 0.
     The founder is elected by compare-and-set, and says meanwhile that it goes on. One that has not for ``liveness.dead_s`` of
-    this member's clock is replaced; should both finish, the bucket's key ``genesis`` holds the record of one of them.
+    this member's clock is replaced. If both finish, the bucket's key ``genesis`` decides whose record is the run's.
 
     A run with versions is never founded twice: where the key exists and the log is empty, the log was purged or lost.
 
@@ -87,7 +87,7 @@ async def await_genesis(
 
 
 async def _was_founded(run: Run, log: Log, founds: bool, complaint: Complaint) -> bool:
-    """Whether the key ``genesis`` says that the run was founded; one that ``founds`` stores the record if it is missing."""
+    """Return whether the key ``genesis`` exists; a member that ``founds`` stores the missing record from it."""
     decided = await decided_genesis(run)
     if decided is None:
         return False

@@ -40,8 +40,7 @@ class Writer:
         """Store version 0 of every fragment, float32 [size] each, and then genesis; succeed too if another process has.
 
         ``thetas`` gives one after another, and none is kept. Version 0 is fenced by genesis: a founder that comes late would
-        store it behind the keyframes of a run under way, and hide them. Where there are several logs, ``decide`` says whether a
-        genesis record is the run's.
+        store it behind the keyframes of a run under way, and hide them. ``decide`` says whether a genesis record is the run's.
         """
         try:
             hashes: list[bytes] = []

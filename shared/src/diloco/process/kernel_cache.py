@@ -35,7 +35,7 @@ def choose(*candidates: Path) -> None:
                 if folders.can_write(folder):
                     os.environ[FOLDER] = str(folder)
                     break
-    if "numba" in sys.modules:
-        from numba import config  # waits where another thread is importing it
+        if "numba" in sys.modules:
+            from numba import config  # waits where another thread is importing it
 
-        config.reload_config()
+            config.reload_config()
