@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import inspect
 import shutil
 import subprocess
@@ -96,6 +97,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.obj = _limited(item.obj, bound_s - EARLIER_S)
 
 
+def pytest_collection_finish() -> None:
+    """Take what collecting has made out of the garbage collector's sight: no test frees it, and each collection walks it."""
+    gc.collect()
+    gc.freeze()
+
+
 def _folder(item: pytest.Item) -> str:
     """Return the folder of ``tests`` that a test is in, or an empty string if the test is elsewhere."""
     return item.path.relative_to(TESTS).parts[0] if item.path.is_relative_to(TESTS) else ""
@@ -115,8 +122,9 @@ def _limited(test: Callable[..., Awaitable[None]], limit_s: float) -> Callable[.
 # ---- processes that tests start
 
 
-def _note_start(event: str, arguments: tuple[Any, ...]) -> None:
-    if event in STARTS:
+def _note_start(event: str, arguments: tuple[Any, ...], starts: tuple[str, ...] = STARTS) -> None:
+    # ``starts`` is bound here: the hook outlives this module's names when the interpreter ends
+    if event in starts:
         _started.append(f"{event} {arguments[0] if arguments else ''}")
 
 
