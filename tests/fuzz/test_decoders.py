@@ -59,6 +59,7 @@ from diloco.core import changes, codec, fold, leases, outer, quantise, tape
 from diloco.core.chain import Chain
 from diloco.core.changes import Changes, Quarantine, Set, in_force
 from diloco.core.chunks import Chunk
+from diloco.core.claims import StepBounds
 from diloco.core.fragments import TensorSpec, build_map, unpack_map
 from diloco.core.leases import ClaimedShare, ShareClaim
 from diloco.core.ownership import OwnersTable
@@ -371,7 +372,7 @@ def _packed(value: object) -> Bytes:
 
 @decoder("leases.unpack", _packed(CLAIM), FormatError, ClaimError)
 def _(data: bytes) -> None:
-    leases.unpack(data, "ann", 9, SETTINGS)
+    leases.unpack(data, "ann", 9, SETTINGS, StepBounds())
 
 
 CHANGES = (

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from diloco.core.built_in import tensor_shapes
+from diloco.settings.run import TaskSettings
 from diloco_learner import gpt
 
 SHAPE = gpt.Shape(layers=2, width=16, heads=2, context=12)
@@ -34,6 +36,15 @@ def test_shapes(params: gpt.Params) -> None:
     }
     assert (shapes["embedding"], shapes["head"], shapes["norm"]) == ((256, 16), (256, 16), (16,))
     assert jax.eval_shape(lambda: gpt.logits(params, jnp.zeros((3, 12), jnp.int32), SHAPE)).shape == (3, 12, 256)
+
+
+@pytest.mark.parametrize("task", [{}, {"layers": 2, "width": 40, "heads": 2}])
+def test_members_without_a_framework_know_its_tensors(task: dict[str, int]) -> None:
+    settings = TaskSettings(**task)
+    shape = gpt.Shape(settings.layers, settings.width, settings.heads, settings.context)
+    made = jax.eval_shape(lambda: gpt.init(jax.random.key(0), shape))
+    leaves = jax.tree_util.tree_flatten_with_path(made)[0]
+    assert {"/".join(each.key for each in path): leaf.shape for path, leaf in leaves} == tensor_shapes(settings)
 
 
 def test_first_loss_is_that_of_a_uniform_guess() -> None:

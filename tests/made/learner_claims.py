@@ -10,12 +10,14 @@ from tests.made.rounds import offer
 
 from diloco.core import claims
 from diloco.core.chain import Chain
+from diloco.core.claims import StepBounds
 from diloco.errors import ClaimError
 from diloco.settings.run import RunSettings
 from diloco.wire.entries import Cursor
 from diloco.wire.grants import Grant
 
 BATCH = 16 * 128  # tokens of the built-in task
+BUILT_IN_BOUNDS = StepBounds(BATCH // 8, 8 * BATCH)
 
 
 def chain_with(*cursors: Cursor) -> Chain:
@@ -28,12 +30,18 @@ def ann(tokens: int, lost_tokens: int, steps: int = 0) -> Cursor:
 
 
 def impossible(
-    settings: RunSettings, chain: Chain | None = None, *, grant: Grant | None = None, elapsed_s: float = math.inf, **claim: Any
+    settings: RunSettings,
+    chain: Chain | None = None,
+    *,
+    bounds: StepBounds = BUILT_IN_BOUNDS,
+    grant: Grant | None = None,
+    elapsed_s: float = math.inf,
+    **claim: Any,
 ) -> str:
     """What cannot be of a claim of ann's; empty: it can be."""
     values: dict[str, Any] = {"steps": 24, "tokens": 24 * BATCH, "data": [(0, 100, 24)]}
     try:
-        claims.judge(offer("ann", 2, **values | claim), chain, settings, grant, elapsed_s)
+        claims.judge(offer("ann", 2, **values | claim), chain, settings, bounds, grant, elapsed_s)
     except ClaimError as error:
         return str(error)
     return ""

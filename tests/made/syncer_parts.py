@@ -32,6 +32,7 @@ from diloco.wire.offers import Offer
 from diloco_syncer.context import Context
 from diloco_syncer.copies import Copies
 from diloco_syncer.owner import FragmentOwner
+from diloco_syncer.refusing import RefusalReporter
 from diloco_syncer.takeover import Takeover
 
 SIZE = 64  # parameters of a fragment
@@ -93,7 +94,7 @@ async def begin(link: NatsTransport, **overrides: Any) -> Begun:
     assert genesis is not None
     log = get_logger()
     own = SyncerSettings(name="syncer-0", run=name)
-    context = Context(link, run, fragments, own, log, store, None, Roster(settings), Counted(log))
+    context = Context(link, run, fragments, own, log, store, None, Roster(settings), Counted(log), RefusalReporter(run, log))
     return Begun(context, genesis, Copies(store, genesis, lambda *_: None, log))
 
 

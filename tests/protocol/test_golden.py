@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from diloco.control.admission import Admission
 from diloco.core import codec, fold, leases, merging, outer, quantise
 from diloco.core.chain import Chain
+from diloco.core.claims import StepBounds
 from diloco.core.fragments import FixedSpec, unpack_map
 from diloco.core.leases import ClaimedShare, ShareClaim
 from diloco.core.ownership import OwnersTable
@@ -430,7 +431,7 @@ def test_map_admission_owners_and_claims_to_shares() -> None:
     assert msgspec.msgpack.encode(without) == golden("admission_without")
     claim = ShareClaim("learner-0", 1700000000000, [ClaimedShare(0, True, 16, 0, 7), ClaimedShare(1, False, 3, 9, 9)])
     assert claim.pack() == golden("share_claim")
-    read = leases.unpack(golden("share_claim"), "learner-0", 12, RunSettings())
+    read = leases.unpack(golden("share_claim"), "learner-0", 12, RunSettings(), StepBounds())
     assert read.entries == [ClaimedShare(0, True, 16, 12, 7), claim.entries[1]]
     owners = OwnersTable(["syncer-1", "syncer-0"], ["syncer-1", "syncer-0", "syncer-1"])
     assert msgspec.msgpack.encode(owners) == golden("owners")

@@ -20,6 +20,7 @@ from tests.services.secured import Guest, guest, make_keys, members, put, servin
 
 from diloco.control import creation
 from diloco.control.shares import key_of
+from diloco.core.fragments import TensorSpec, build_map
 from diloco.core.leases import ClaimedShare, ShareClaim
 from diloco.errors import AppendUncertainError, BrokerError, RunError
 from diloco.log.offers import append_offer
@@ -395,12 +396,13 @@ async def test_a_claim_that_cannot_be_keeps_no_other_learner_from_its_share(
 ) -> None:
     far = ShareClaim(LIAR, 1, [ClaimedShare(share, True, 2**62, 0, 0) for share in range(3)])
     as_victim = ShareClaim(VICTIM, 2**62, [ClaimedShare(0, False, 9, 0, 0)])
+    fragments = build_map([TensorSpec("w", (1,))], 1)  # no member is admitted with it
     async with guest(server, keys, LIAR) as liar, guest(server, keys, VICTIM) as victim:
         run = await creation.find(victim.link, RUN, get_logger())
         for forged in (bytes(MAX_VALUE_BYTES // 2), far.pack(), as_victim.pack(), b"no claim"):
             await (await liar.link.bucket(NAMES.bucket, create=False)).put(key_of(LIAR), forged)
             settings = LearnerSettings(name=VICTIM, share=0)
-            honest = LeaseClient(run, settings, 1, bytes(32), Counted(get_logger()), get_logger())
+            honest = LeaseClient(run, settings, 1, fragments, Counted(get_logger()), get_logger())
             await honest.take({})
             assert honest.leased() == {0: 0}
             await honest.leave()

@@ -100,11 +100,11 @@ async def _begin(cluster: Cluster) -> None:
     await cluster.link()
 
 
-@pytest.mark.promise("an own training loop joins a run")
 def has_left(cluster: Cluster, name: str) -> bool:
     return any(heartbeat.state == "left" for heartbeat in cluster.heartbeats.get(name, ()))
 
 
+@pytest.mark.promise("an own training loop joins a run")
 async def test_loops_of_numpy_and_jax_train_one_model(launch: Launch) -> None:
     cluster = launch(small(learners=2))
     await _begin(cluster)

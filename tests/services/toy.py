@@ -303,17 +303,19 @@ class Toy:
         self.log.debug("checkpoint_saved", step=plain["step"])
 
     def _restore(self, member: Member, task: Regression) -> None:
-        path, _ = state.generations(self.settings.state_dir, self.name)
-        if path.exists():
-            saved = state.load(path, member.run.identity, self.name)
-            arrays = saved.arrays()
-            member.restore(saved.accounts, arrays)
-            for name in task.tensors:
-                task.tensors[name] = arrays[f"params/{name}"]
-                if task.held is not None:
-                    task.held[name] = arrays[f"gradients/{name}"]
-            member.tape.record(Restored(saved.digest))
-            self.log.info("checkpoint_restored", step=member.step)
+        # killed between two renames, it has the generation before alone
+        path = next((each for each in state.generations(self.settings.state_dir, self.name) if each.exists()), None)
+        if path is None:
+            return
+        saved = state.load(path, member.run.identity, self.name)
+        arrays = saved.arrays()
+        member.restore(saved.accounts, arrays)
+        for name in task.tensors:
+            task.tensors[name] = arrays[f"params/{name}"]
+            if task.held is not None:
+                task.held[name] = arrays[f"gradients/{name}"]
+        member.tape.record(Restored(saved.digest))
+        self.log.info("checkpoint_restored", step=member.step)
 
     @staticmethod
     def diary(directory: Path, name: str) -> Path:

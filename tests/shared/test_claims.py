@@ -5,12 +5,15 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.made.learner_claims import ann, chain_with, impossible
+from tests.made.learner_claims import BUILT_IN_BOUNDS, ann, chain_with, impossible
 from tests.made.rounds import offer
 from tests.made.run_settings import CLAIMS, settings_of
 
 from diloco.core import claims
+from diloco.core.built_in import tensor_shapes
 from diloco.core.chain import Chain
+from diloco.core.claims import StepBounds
+from diloco.core.fragments import TensorSpec, build_map
 from diloco.errors import ClaimError
 from diloco.wire.body import Body
 from diloco.wire.entries import Cursor, Keyframe
@@ -40,9 +43,30 @@ def test_batches_are_counted_from_where_their_share_begins() -> None:
 
 
 def test_of_a_task_of_ones_own_the_settings_say_nothing() -> None:
-    settings = settings_of(CLAIMS, **{"task.name": "mine:task", "tokens": 10**9})
-    assert impossible(settings, steps=1, tokens=2**27, data=[]) == ""
-    assert "at most 134217728" in impossible(settings, steps=1, tokens=2**27 + 1, data=[])
+    settings, own = settings_of(CLAIMS, tokens=10**9), StepBounds()
+    assert impossible(settings, bounds=own, steps=1, tokens=2**27, data=[]) == ""
+    assert "at most 134217728" in impossible(settings, bounds=own, steps=1, tokens=2**27 + 1, data=[])
+
+
+def test_the_settings_batch_binds_the_built_in_model_and_no_other() -> None:
+    settings = settings_of(CLAIMS)
+    built_in = [TensorSpec(path, shape) for path, shape in tensor_shapes(settings.task).items()]
+    assert claims.step_bounds(settings, build_map(built_in, 2)) == BUILT_IN_BOUNDS
+    assert claims.step_bounds(settings_of(CLAIMS, **{"task.name": "mine:task"}), build_map(built_in, 2)) == StepBounds()
+    others = (
+        built_in[1:],
+        [*built_in, TensorSpec("adapter", (3,))],
+        [TensorSpec(each.path, (*each.shape[:-1], 1 + each.shape[-1])) for each in built_in],
+    )
+    for tensors in others:
+        assert claims.step_bounds(settings, build_map(tensors, 2)) == StepBounds()
+
+
+def test_a_loop_of_sixteen_tokens_a_step_is_honest() -> None:
+    """Its 313 steps to the end of a budget of 5,000 tokens are more than batches of an eighth of the built-in task's."""
+    settings = settings_of(CLAIMS, tokens=5000)
+    assert impossible(settings, bounds=StepBounds(), steps=24, tokens=24 * 16, data=[(0, 289, 24)]) == ""
+    assert "the end of its batches: 313, at most 103" in impossible(settings, steps=24, tokens=24 * 16, data=[(0, 289, 24)])
 
 
 def test_a_learner_processes_the_budget_twice_and_a_step_at_most() -> None:
@@ -55,10 +79,10 @@ def test_a_learner_processes_the_budget_twice_and_a_step_at_most() -> None:
 
 
 def test_totals_of_all_learners_fit_into_their_field() -> None:
-    settings = settings_of(CLAIMS, tokens=10**18, **{"task.name": "mine:task"})
+    settings = settings_of(CLAIMS, tokens=10**18)
     others = [Cursor(f"bob-{i}", 1, 1, 1, 10**18, 10**18, 1) for i in range(2)]
-    assert impossible(settings, chain_with(*others)) == ""
-    reason = impossible(settings, chain_with(*others), lost_tokens=4 * 10**17)
+    assert impossible(settings, chain_with(*others), bounds=StepBounds()) == ""
+    reason = impossible(settings, chain_with(*others), bounds=StepBounds(), lost_tokens=4 * 10**17)
     assert "tokens of all learners: 2400000000000000000, at most 2305843009213693952" in reason
 
 
@@ -100,7 +124,7 @@ def test_a_successor_judges_by_the_log_as_the_owner_before_it(
     for chain in (owner, Chain.from_keyframe(keyframe)):
         for stated in (claim, Answer.of(claim)):
             try:
-                claims.judge(stated, chain, settings)
+                claims.judge(stated, chain, settings, BUILT_IN_BOUNDS)
                 verdicts.add("")
             except ClaimError as error:
                 verdicts.add(str(error))
@@ -109,11 +133,11 @@ def test_a_successor_judges_by_the_log_as_the_owner_before_it(
 
 @given(st.integers(1, 10**18), st.lists(st.tuples(COUNTS, COUNTS), max_size=12))
 def test_no_claims_that_can_be_make_totals_that_a_record_cannot_hold(budget: int, stated: list[tuple[int, int]]) -> None:
-    settings, chain = settings_of(CLAIMS, tokens=budget, **{"task.name": "mine:task"}), chain_with()
+    settings, chain = settings_of(CLAIMS, tokens=budget), chain_with()
     for number, (tokens, lost) in enumerate(stated):
         claim = offer(f"learner-{number}", steps=tokens, tokens=tokens, lost_tokens=lost, data=[])
         try:
-            claims.judge(claim, chain, settings)
+            claims.judge(claim, chain, settings, StepBounds())
         except ClaimError:
             continue
         chain.cursors[claim.learner] = Cursor(claim.learner, 1, 1, 1, tokens, lost, tokens)
@@ -123,4 +147,4 @@ def test_no_claims_that_can_be_make_totals_that_a_record_cannot_hold(budget: int
 
 def test_an_unknown_learner_has_merged_nothing() -> None:
     with pytest.raises(ClaimError, match="offer 1 of eve states what cannot be"):
-        claims.judge(offer("eve", tokens=10**7, steps=4), chain_with(ann(1, 1)), settings_of(CLAIMS))
+        claims.judge(offer("eve", tokens=10**7, steps=4), chain_with(ann(1, 1)), settings_of(CLAIMS), BUILT_IN_BOUNDS)

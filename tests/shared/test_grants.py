@@ -11,7 +11,9 @@ from tests.made.run_settings import CLAIMS, settings_of
 
 from diloco.control import admission
 from diloco.control.creation import Run
-from diloco.core.fragments import TensorSpec, build_map
+from diloco.core.built_in import tensor_shapes
+from diloco.core.claims import StepBounds
+from diloco.core.fragments import FragmentMap, TensorSpec, build_map
 from diloco.errors import AdmissionError, FenceError, FormatError
 from diloco.member.admission import AdmissionClient
 from diloco.nats import grants
@@ -21,7 +23,8 @@ from diloco.wire.grants import Grant, SignedGrant
 AUTHORITY, OTHER = NatsKey.new(), NatsKey.new()
 ANN = Grant("run", "ann", OTHER.public_key, 2 * BATCH, 0.05)
 SIGNED = grants.sign(ANN, AUTHORITY)
-MAP = build_map([TensorSpec("w", (8, 8))], 1)
+OWN_MAP = build_map([TensorSpec("w", (8, 8))], 1)
+BUILT_IN_MAP = build_map([TensorSpec(path, shape) for path, shape in tensor_shapes(settings_of(CLAIMS).task).items()], 4)
 
 
 def test_a_grant_is_what_its_authority_signed() -> None:
@@ -71,12 +74,12 @@ async def test_a_learner_shows_its_grant_and_is_not_admitted_without_one() -> No
     settings = settings_of(CLAIMS)
     run = Run("run", settings, cast(Any, Bucket()), AUTHORITY.public_key)
     for shown, grant in ((None, None), (grants.sign(ANN, OTHER), None), (SIGNED, ANN)):
-        await admission.join(run, "ann", 7, MAP, settings.digest(), grant=shown)
-        standing = await admission.admitted(run, "ann", MAP.digest)
+        await admission.join(run, "ann", 7, OWN_MAP, settings.digest(), grant=shown)
+        standing = await admission.admitted(run, "ann", OWN_MAP.digest)
         assert (standing.grant, standing.incarnation is None) == (grant, grant is None)
         assert bool(standing.reason) is (grant is None)
     run.authority = None
-    assert (await admission.admitted(run, "ann", MAP.digest)).grant is None  # nobody asks where there are no identities
+    assert (await admission.admitted(run, "ann", OWN_MAP.digest)).grant is None  # nobody asks where there are no identities
 
 
 class Link:
@@ -89,13 +92,18 @@ class Link:
         return 1.0
 
 
-def client(authority: str | None, grant: SignedGrant | None) -> AdmissionClient:
+def client(authority: str | None, grant: SignedGrant | None, fragments: FragmentMap = BUILT_IN_MAP) -> AdmissionClient:
     run = Run("run", settings_of(CLAIMS), cast(Any, Bucket()), authority)
-    return AdmissionClient(cast(Any, Link(authority, grant)), run, "ann", MAP, cast(Any, None))
+    return AdmissionClient(cast(Any, Link(authority, grant)), run, "ann", fragments, cast(Any, None))
 
 
 def test_a_learner_with_a_larger_batch_than_was_granted_is_told_at_its_start() -> None:
     client(None, None).check_batch(8 * BATCH)
+    client(None, None).check_batch(BATCH // 8)
+    with pytest.raises(AdmissionError, match=f"a step has {BATCH // 8 - 1} tokens.* at least {BATCH // 8} for its model"):
+        client(None, None).check_batch(BATCH // 8 - 1)
+    client(None, None, OWN_MAP).check_batch(1)
+    client(None, None, OWN_MAP).check_batch(9 * BATCH)
     with pytest.raises(AdmissionError, match=f"a step has {9 * BATCH} tokens, the run's settings allow at most {8 * BATCH}"):
         client(None, None).check_batch(9 * BATCH)
     with pytest.raises(AdmissionError, match=f"no grant.*diloco keys grant DIR ann --batch-tokens {BATCH}"):
@@ -109,8 +117,8 @@ def test_a_learner_with_a_larger_batch_than_was_granted_is_told_at_its_start() -
 
 def test_a_step_has_the_tokens_that_were_granted_in_any_task() -> None:
     """Row 15: twenty million tokens in one step, which a task of one's own would have let in."""
-    own = settings_of(CLAIMS, **{"task.name": "mine:task", "tokens": 10**9})
-    assert impossible(own, steps=1, tokens=2 * 10**7, data=[]) == ""
+    own = settings_of(CLAIMS, tokens=10**9)
+    assert impossible(own, bounds=StepBounds(), steps=1, tokens=2 * 10**7, data=[]) == ""
     assert "tokens in its steps: 20000000, at most 4096" in impossible(own, grant=ANN, steps=1, tokens=2 * 10**7, data=[])
     assert "at most 98304" in impossible(own, grant=ANN, tokens=24 * 2 * BATCH + 1)
     assert impossible(own, grant=ANN, tokens=24 * 2 * BATCH) == ""

@@ -19,6 +19,7 @@ from diloco.settings.run import ContinuedRun, RunSettings
 
 LEASE_S = 30.0
 RUN = RunSettings(learners=2)
+OWN = claims.StepBounds()
 
 
 class Bucket:
@@ -35,7 +36,7 @@ class Bucket:
     def put(self, claim: ShareClaim) -> None:
         self.revision += 1
         settings = RunSettings(learners=self.learners)
-        self.claims[claim.learner] = leases.unpack(claim.pack(), claim.learner, self.revision, settings)
+        self.claims[claim.learner] = leases.unpack(claim.pack(), claim.learner, self.revision, settings, OWN)
 
     def change(
         self,
@@ -154,7 +155,7 @@ def test_who_holds_several_shares_lets_one_go_for_a_living_learner_that_has_none
 
 def test_a_claim_there_and_back() -> None:
     claim = ShareClaim("ann", 2**50, [ClaimedShare(0, True, 5, 0, 6), ClaimedShare(1, False, 7, 3, 3)])
-    read = leases.unpack(claim.pack(), "ann", 9, RUN)
+    read = leases.unpack(claim.pack(), "ann", 9, RUN, OWN)
     assert read == ShareClaim("ann", 2**50, [ClaimedShare(0, True, 5, 9, 6), ClaimedShare(1, False, 7, 3, 3)])
     most = ShareClaim(
         "a" * 48, 2**62, [ClaimedShare(share, share < 32, 2**62, 2**62, 2**62) for share in range(leases.MAX_ENTRIES)]
@@ -167,7 +168,7 @@ def test_shares_begin_where_those_of_the_run_before_ended() -> None:
     settings = RunSettings(learners=2, continues=before)
 
     def table(*claimed: ShareClaim) -> Shares:
-        read = {claim.learner: leases.unpack(claim.pack(), claim.learner, 9, settings) for claim in claimed}
+        read = {claim.learner: leases.unpack(claim.pack(), claim.learner, 9, settings, OWN) for claim in claimed}
         return leases.fold(read, 2, settings.first_batch)
 
     assert {share: lease.next for share, lease in table().leases.items()} == {0: 43, 1: 33}
@@ -179,14 +180,14 @@ def test_shares_begin_where_those_of_the_run_before_ended() -> None:
     assert further.entries[0].next == 50
     # a claim that goes back does not take a share back
     assert table(ShareClaim("eve", 1, [ClaimedShare(1, False, 2, 5, 5)])).leases[1].next == 33
-    most = claims.furthest_batch(settings, 1)
-    assert most == 33 + claims.furthest_batch(RunSettings(learners=2), 1)
-    leases.unpack(ShareClaim("eve", 1, [ClaimedShare(1, True, most, 0, 0)]).pack(), "eve", 9, settings)
+    most = claims.furthest_batch(settings, OWN, 1)
+    assert most == 33 + claims.furthest_batch(RunSettings(learners=2), OWN, 1)
+    leases.unpack(ShareClaim("eve", 1, [ClaimedShare(1, True, most, 0, 0)]).pack(), "eve", 9, settings, OWN)
     with pytest.raises(ClaimError, match=f"share 1: {most + 1}, at most {most}"):
-        leases.unpack(ShareClaim("eve", 1, [ClaimedShare(1, True, most + 1, 0, 0)]).pack(), "eve", 9, settings)
+        leases.unpack(ShareClaim("eve", 1, [ClaimedShare(1, True, most + 1, 0, 0)]).pack(), "eve", 9, settings, OWN)
 
 
-END = claims.furthest_batch(RUN, 0)
+END = claims.furthest_batch(RUN, OWN, 0)
 FORGED = [
     (b"", FormatError),
     (b"\xc1", FormatError),
@@ -209,7 +210,7 @@ FORGED = [
 @pytest.mark.parametrize(("value", "error"), FORGED)
 def test_a_claim_that_cannot_be_is_refused_by_its_writers_name(value: bytes | ShareClaim, error: type[MessageError]) -> None:
     with pytest.raises(error, match="claim of ann"):
-        leases.unpack(value if isinstance(value, bytes) else value.pack(), "ann", 9, RUN)
+        leases.unpack(value if isinstance(value, bytes) else value.pack(), "ann", 9, RUN, OWN)
 
 
 def test_the_furthest_claims_that_are_let_through_hold_nobody_up() -> None:

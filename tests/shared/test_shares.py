@@ -14,6 +14,7 @@ from diloco.control.admission import Admission
 from diloco.control.creation import Run
 from diloco.control.shares import Claims, key_of
 from diloco.core import leases
+from diloco.core.fragments import TensorSpec, build_map
 from diloco.core.leases import ClaimedShare, RoundRobin, ShareClaim
 from diloco.errors import FenceError
 from diloco.member.shares import HEARTBEAT_RANGES, LeaseClient
@@ -23,7 +24,7 @@ from diloco.settings.service import LearnerSettings
 from diloco.transport import Bucket
 
 SETTINGS = RunSettings(learners=2)
-MAP = bytes(32)
+MAP = build_map([TensorSpec("w", (8, 8))], 1)
 
 
 class Quiet:
@@ -43,7 +44,7 @@ class Keys:
             self.admit(name)
 
     def admit(self, name: str) -> None:
-        self.put_now(f"member.{name}", msgspec.msgpack.encode(Admission(name, 1, SETTINGS.digest(), MAP, None)))
+        self.put_now(f"member.{name}", msgspec.msgpack.encode(Admission(name, 1, SETTINGS.digest(), MAP.digest, None)))
 
     async def get(self, key: str) -> tuple[bytes, int] | None:
         self.reads += 1

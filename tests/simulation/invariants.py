@@ -21,6 +21,7 @@ from tests.simulation.learner import Step
 
 from diloco.control.shares import PREFIX
 from diloco.core import leases
+from diloco.core.claims import OWN_TASK
 from diloco.core.fragments import FragmentMap
 from diloco.core.ownership import OwnersTable
 from diloco.settings.run import RunSettings
@@ -506,7 +507,7 @@ class Reference:
 
     def _see_claim(self, process: tuple[str, int], learner: str, value: bytes, revision: int) -> None:
         demand(learner == process[0], f"{process[0]} writes the claim of {learner}")
-        claim, before = leases.unpack(value, learner, revision, self.settings), self.claims.get(learner)
+        claim, before = leases.unpack(value, learner, revision, self.settings, OWN_TASK), self.claims.get(learner)
         held = {entry.share for entry in before.entries if entry.held} if before else set()
         for entry in claim.entries:
             if entry.share in held and not entry.held:

@@ -15,12 +15,14 @@ from tests.simulation.play import play
 
 from diloco.core import claims, excess, leases, merging, outer
 from diloco.core.chain import Chain
+from diloco.core.claims import StepBounds
 from diloco.core.delta import Apply, Carried, DeltaState, DeltaValues
 from diloco.core.learner import Learner
 from diloco.core.markers import Markers
 from diloco.core.round import Round
 from diloco.log.follower import Copy
 from diloco.log.writer import Writer
+from diloco.settings.run import RunSettings
 from diloco.wire.entries import Cursor, Record
 from diloco.wire.offers import Offer
 from diloco_lab.virtual.transport import VirtualTransport
@@ -229,7 +231,11 @@ def rolled_back_again(patch: Patch) -> None:
 
 def islands_of_one_batch(patch: Patch) -> None:
     """Learners whose batch is twice the task's are refused."""
-    patch.setattr(claims, "ISLAND", 1)
+
+    def bounds(settings: RunSettings, fragments: object) -> StepBounds:
+        return StepBounds(1, settings.task.batch * settings.task.context)
+
+    patch.setattr(claims, "step_bounds", bounds)
 
 
 def slow_learners_alone(patch: Patch) -> None:
@@ -239,7 +245,7 @@ def slow_learners_alone(patch: Patch) -> None:
 
 def less_than_was_granted(patch: Patch) -> None:
     """Learners whose steps have as many tokens as they were granted are refused."""
-    patch.setattr(claims, "step_tokens", lambda settings, grant=None: 10**9 if grant is None else grant.batch_tokens - 1)
+    patch.setattr(claims, "step_tokens", lambda bounds, grant=None: 10**9 if grant is None else grant.batch_tokens - 1)
 
 
 def merges_of_the_usual_norm(patch: Patch) -> None:

@@ -19,12 +19,14 @@ A message names the run, fragment, tensor or setting, the expected and the actua
     │   ├── ChainError                   a record that does not follow the one before it
     │   │   └── WrongEntryError          a log entry folds to another state than it states, on a state that is right
     │   ├── ClaimError                   a learner states work that cannot have been done
+    │   ├── NotAdmittedError             its sender is not admitted to the run
     │   ├── UnmergeableError             offers of a round that cannot be merged: they are left out
     │   └── NonFiniteError               NaN or infinity in a delta
     ├── WanError                     8   the relay of an emulated WAN does not answer, or cannot obey
     ├── EjectedError                 9   an operator has ejected this learner from the run
     ├── MachineError                10   this machine folds log entries to other states than all others do
-    └── IslandError                 11   a process of this learner is gone, or does not come: all of them end, and begin again
+    ├── IslandError                 11   a process of this learner is gone, or does not come: all of them end, and begin again
+    └── RefusedError                12   the run refuses the work of this learner
 """
 
 from __future__ import annotations
@@ -102,6 +104,12 @@ class IslandError(DilocoError):
     exit_code = 11
 
 
+class RefusedError(DilocoError):
+    """The run's syncers refuse the work of this learner, however often it is sent."""
+
+    exit_code = 12
+
+
 class MessageError(DilocoError):
     """Bytes from the wire that do not fit; they are refused, counted, and never merged."""
 
@@ -137,6 +145,14 @@ class WrongEntryError(ChainError):
 
 class ClaimError(MessageError):
     """An offer, or a claim to data shares, states work that its learner cannot have done."""
+
+
+class NotAdmittedError(MessageError):
+    """The sender of an offer is not admitted to the run; ``lacks_grant``: its grant is missing, or not the authority's."""
+
+    def __init__(self, message: str, *, lacks_grant: bool = False) -> None:
+        super().__init__(message)
+        self.lacks_grant = lacks_grant
 
 
 class UnmergeableError(MessageError):

@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from diloco.nats.identity import Role
+from diloco.wire.refusals import refusals_key
 from diloco.wire.subjects import Subjects, consumers, reader
 
 CONTROL = "control"  # what a server serves that holds the control store; no region's name
@@ -117,7 +118,7 @@ def _learner(who: Who, names: Subjects) -> _Granted:
 def _syncer(who: Who, names: Subjects, regional: bool) -> _Granted:
     control = Allowed((names.shard(who.name), names.round(), names.changed))
     control += Allowed((), (names.shard(), names.heartbeat(), names.round(), names.marker, names.changed))
-    control += _read_bucket(names) + _keys(names, "owners", "changes")
+    control += _read_bucket(names) + _keys(names, "owners", "changes", refusals_key("*"))
     log = Allowed((*_bodies(names.record("*"), 2), *_bodies(names.keyframe("*"), 2)))
     log += _look(names.log_stream, names.offer_stream)
     log += _follow_some(who, names.log_stream) + _follow_some(who, names.offer_stream)

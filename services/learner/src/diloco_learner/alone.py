@@ -81,3 +81,4 @@ def _train(process: Process, model: Model, member: Member, task: Batches, tokens
         keeper.close()
     member.tape.record(events.End(finished, parameters_digest(model, member.map)))
     keeper.save_last()  # of a run that is over, too: another one may continue it
+    process.wait(member.refusals.check())

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diloco_learner.text import BYTES
+from diloco.core.built_in import BYTES, hidden_width
 
 ROPE_BASE = 10_000.0
 NORM_EPSILON = 1e-6
@@ -39,8 +39,8 @@ class Shape:
 
     @property
     def hidden(self) -> int:
-        """F: 8/3 of the width as usual with SwiGLU, rounded up to a multiple of 16 for the sake of vector units."""
-        return -(-8 * self.width // 48) * 16
+        """F."""
+        return hidden_width(self.width)
 
 
 def init(key: jax.Array, shape: Shape, dtype: jax.typing.DTypeLike = jnp.float32) -> Params:

@@ -139,6 +139,16 @@ class JoinedRun:
         """Steps that this learner has taken in the run."""
         return self._member.step
 
+    @property
+    def refused(self) -> dict[str, int]:
+        """Offers of this process that the run has refused for good, by reason (docs/joining.md)."""
+        return self._member.refusals.offers
+
+    @property
+    def missed(self) -> int:
+        """Versions that were made without this learner: its offers to them came late, or there were none."""
+        return self._member.learner.rounds_missed
+
     def __enter__(self) -> Self:
         """Join the run, and take over its model.
 
@@ -227,6 +237,7 @@ class JoinedRun:
             SettingsError: they are of another model, or the loss is no single number.
             RunError: the run is not joined.
             EjectedError: an operator has ejected this learner.
+            RefusedError: the run refuses its work: the reasons and their remedies are named.
             DilocoError: the run cannot go on here; the message says why.
         """
         called_s = time.perf_counter()
@@ -243,10 +254,15 @@ class JoinedRun:
         return self.params
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Wait until the last work is merged, at most ``leave_s``, and leave the run. After an error, leave it at once."""
+        """Wait until the last work is merged, at most ``leave_s``, and leave the run. After an error, leave it at once.
+
+        Raises:
+            RefusedError: nothing of this process was merged, and the run has refused offers of it.
+        """
         try:
             if error is None:
                 self._leave()
+                self._wait(self._member.refusals.check())
         finally:
             self._joined = False
             self._stack.close()

@@ -19,13 +19,13 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
+from diloco.core.built_in import BYTES
 from diloco.errors import DataError, SettingsError
 from diloco.settings.run import TaskSettings
 from diloco_learner.repeats import HeldOut, without_repeats
 
 Bytes = NDArray[np.uint8]
 
-BYTES = 256  # tokens of text without a tokenizer
 UNITS = "nats per byte"  # of losses on text
 HELD_OUT_EVERY = 20
 VALIDATION_WINDOWS = 1024  # the same ones whatever the batch, or losses of different batches could not be compared

@@ -162,6 +162,8 @@ def _train(
         processes_bytes_down=between_down,
     )
     process.thread.run(part.group.farewell(), lambda: False)  # until then the leader may ask for what this process has
+    if isinstance(member, Leader):
+        process.wait(member.refusals.check())
 
 
 def _keeper(process: Process, island: Island, member: Leader | Follower) -> PartKeeper:

@@ -48,7 +48,7 @@ class RegionalAggregator:
         """``incarnation``: of the syncer's process."""
         self.context, self.run, self.log = context, context.run, context.log
         self.syncer, self.incarnation = context.settings.name, incarnation
-        self.roster = Roster(context.run.in_force, context.roster.grants)
+        self.roster = Roster(context.run.in_force, context.roster.bounds, context.roster.grants)
         self.fragments: dict[int, Aggregated] = {}
         self.news = asyncio.Event()
         self._chains: dict[int, Chain] = {}  # of all fragments that are followed, as of their newest entry
@@ -127,8 +127,9 @@ class RegionalAggregator:
         except UnmergeableError as error:
             values = {"fragment": index, "version": round_.round, "learners": list(error.learners)}
             self.log.error(error.event, **values, reason=str(error))
+            offers = {own.offer.learner: own.offer for own in held}
             for learner in error.learners:
-                self.context.refuse(learner, error, fragment=index)
+                self.context.refuse_offer(learner, index, offers.get(learner), error)
             round_.without(error.learners)
         else:
             self._numbers[index] += 1

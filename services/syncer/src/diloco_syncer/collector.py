@@ -12,12 +12,12 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco.control.admission import admitted
+from diloco.control.admission import Standing, admitted
 from diloco.core import bandwidth, codec, quantise
 from diloco.core.fragments import Fragment
 from diloco.core.regional_round import HeldOffer
 from diloco.core.round import Held
-from diloco.errors import BrokerError, FormatError, MessageError, RewoundError
+from diloco.errors import BrokerError, FormatError, MessageError, NotAdmittedError, RewoundError
 from diloco.log.stream import open_body
 from diloco.process.retry import RETRY_S, Complaint, until_available
 from diloco.process.tasks import end
@@ -151,15 +151,21 @@ class Collector:
                 largest = quantise.body_bytes(size, max(self._precisions[index]))
                 parts.add(sender, number, message.data, codec.packed_limit(largest))
             return
+        offer: Offer | RegionalOffer | None = None
         try:
-            await self._take_offer(index, sender, message, parts)
+            kind: type[Offer | RegionalOffer] = RegionalOffer if self.regional else Offer
+            offer, _, inline = framing.unpack(message.data, kind, self.run.identity)
+            await self._take_offer(index, sender, message, parts, offer, inline)
         except MessageError as error:
-            self.context.refuse(sender, error, fragment=index)
+            if isinstance(offer, RegionalOffer) or self.regional:
+                self.context.refuse(sender, error, fragment=index)
+            else:
+                self.context.refuse_offer(sender, index, offer, error)
 
-    async def _take_offer(self, index: int, sender: str, message: Stored, parts: ChunkAssembler) -> None:
+    async def _take_offer(
+        self, index: int, sender: str, message: Stored, parts: ChunkAssembler, offer: Offer | RegionalOffer, inline: bytes
+    ) -> None:
         """Give the fragment's round an offer: a learner's, or where the region's are combined, a syncer's."""
-        kind: type[Offer | RegionalOffer] = RegionalOffer if self.regional else Offer
-        offer, _, inline = framing.unpack(message.data, kind, self.run.identity)
         what = f"fragment {index}, {'regional ' if self.regional else ''}offer {offer.number} of {sender}"
         role, author = ("syncer", offer.syncer) if isinstance(offer, RegionalOffer) else ("learner", offer.learner)
         if (offer.fragment, author) != (index, sender):
@@ -193,7 +199,8 @@ class Collector:
         """Return the content of an offer, uint8 [bytes], checked; None if the offer is of no use.
 
         Raises:
-            FormatError: it has bits that the run has not, or the learner is not admitted.
+            FormatError: it has bits that the run has not.
+            NotAdmittedError: the learner is not admitted.
             ClaimError: it states more than a learner can have done.
             MessageError: the content is damaged.
         """
@@ -204,17 +211,20 @@ class Collector:
         if pieces is None:
             return None  # a newer attempt is on its way: it has replaced parts of this one
         for member in offer.members:
-            reason = await self._not_admitted(member.learner, member.incarnation)
-            if reason is not None:
-                raise FormatError(
+            standing = await self._not_admitted(member.learner, member.incarnation)
+            if standing is not None:
+                raise NotAdmittedError(
                     f"{what}: incarnation {member.incarnation} of {member.learner} is not admitted to run {self.run.name!r}"
-                    f"{reason and ': '}{reason}"
+                    f"{standing.reason and ': '}{standing.reason}",
+                    lacks_grant=standing.lacks_grant,
                 )
         self.learners.update(member.learner for member in offer.members)
         reason = refuse()
         if reason is not None:
             # no fault: offers cross with versions, and after a restart the stream still holds merged ones
             self._tell(offer, sender, reason)
+            if isinstance(offer, Offer) and sender in self.context.roster.excluded:
+                self.context.report_refusal(sender, offer.fragment, offer, "ejected", reason)
             return None
         size = self._takers[offer.fragment].fragment.size
         raw_bytes = quantise.body_bytes(size, offer.bits)
@@ -230,13 +240,12 @@ class Collector:
             values: dict[str, Any] = {"fragment": offer.fragment, "sender": sender, "number": offer.number}
             self.log.debug("offer_passed_over", **values, reason=reason)
 
-    async def _not_admitted(self, learner: str, incarnation: int) -> str | None:
-        """Return the reason, or nothing, for which a learner is not admitted in an incarnation or a later one; None: it is."""
-        reason = ""
+    async def _not_admitted(self, learner: str, incarnation: int) -> Standing | None:
+        """Return the standing of a learner that is not admitted in an incarnation or a later one; None: it is."""
+        standing = Standing(None)
         if self._admitted.get(learner, -1) < incarnation:
             standing = await until_available(partial(admitted, self.run, learner, self.context.map.digest), self.log)
-            reason = standing.reason
             self._admitted[learner] = -1 if standing.incarnation is None else standing.incarnation
             if standing.grant is not None:
                 self.context.roster.grants[learner] = standing.grant
-        return None if self._admitted[learner] >= incarnation else reason
+        return None if self._admitted[learner] >= incarnation else standing

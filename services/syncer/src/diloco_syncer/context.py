@@ -9,6 +9,7 @@ from typing import Any
 
 from diloco.control.creation import Run
 from diloco.core.fragments import FragmentMap
+from diloco.core.refusals import Refusal, reason_of
 from diloco.core.roster import Roster
 from diloco.errors import MessageError
 from diloco.log.log import Log
@@ -17,6 +18,9 @@ from diloco.process.telemetry import Telemetry
 from diloco.service.metrics import Histogram
 from diloco.settings.service import SyncerSettings
 from diloco.transport import Transport
+from diloco.wire.offers import Answer, Offer
+from diloco.wire.refusals import RefusalReason
+from diloco_syncer.refusing import RefusalReporter
 from diloco_syncer.regions import Regions
 
 
@@ -46,6 +50,7 @@ class Context:
     regions: Regions | None  # None: a run without regions
     roster: Roster
     refused: Counted
+    refusals: RefusalReporter
     counts: Counts = field(default_factory=Counts)
     telemetry: Telemetry | None = None  # None: nothing is told of rounds
 
@@ -57,6 +62,18 @@ class Context:
     def refuse(self, sender: str, error: MessageError, **values: Any) -> None:
         """Count a message that does not fit; log the first of each sender and kind of error."""
         self.refused.note(sender, type(error).__name__, reason=str(error), **values)
+
+    def refuse_offer(self, learner: str, fragment: int, offer: Offer | Answer | None, error: MessageError) -> None:
+        """Refuse a learner's offer (None: it could not be read), and report that to the learner."""
+        self.refuse(learner, error, fragment=fragment)
+        self.report_refusal(learner, fragment, offer, reason_of(error), str(error))
+
+    def report_refusal(
+        self, learner: str, fragment: int, offer: Offer | Answer | None, reason: RefusalReason, text: str
+    ) -> None:
+        """Report a refused offer to its learner."""
+        incarnation, number = (0, 0) if offer is None else (offer.incarnation, offer.number)
+        self.refusals.note(Refusal(learner, incarnation, fragment, number, reason, text))
 
 
 def clock_s() -> float:

@@ -103,8 +103,9 @@ class RoundLoop:
             owner.round.put_off(owner.acquainted_at_s)
             return
         self.context.log.error(error.event, **values, reason=str(error))
+        offers = {member.learner: member for held in merge.held for member in held.offer.members}
         for learner in error.learners:
-            self.context.refuse(learner, error, fragment=owner.index)
+            self.context.refuse_offer(learner, owner.index, offers.get(learner), error)
         owner.round.without(error.learners)
 
     async def _roll_back(self, owner: FragmentOwner, change: int, version: int, repairs: int | None) -> None:

@@ -18,6 +18,7 @@ from diloco.control.creation import Run
 from diloco.control.gate import HeartbeatGate
 from diloco.control.genesis import await_genesis
 from diloco.control.hearing import hear
+from diloco.core import claims
 from diloco.core.fragments import FragmentMap
 from diloco.core.ownership import Ownership
 from diloco.core.roster import Roster
@@ -41,6 +42,7 @@ from diloco_syncer.intake import Intake
 from diloco_syncer.links import LinkWatch, replications
 from diloco_syncer.owner import FragmentOwner
 from diloco_syncer.quarantine import Suspects
+from diloco_syncer.refusing import RefusalReporter
 from diloco_syncer.regions import Connect, Regions
 from diloco_syncer.rounds import RoundLoop
 
@@ -70,9 +72,10 @@ class Shard:
         self.subjects = store.subjects
         region = settings.region or ""
         regions = Regions(region, store, run, fragment_map, connect or {}) if run.regions else None
-        roster, refused = Roster(run.in_force), Counted(log)
+        roster = Roster(run.in_force, claims.step_bounds(run.created, fragment_map))
+        refused, refusals = Counted(log), RefusalReporter(run, log)
         self.context = Context(
-            transport, run, fragment_map, settings, log, store, regions, roster, refused, telemetry=telemetry
+            transport, run, fragment_map, settings, log, store, regions, roster, refused, refusals, telemetry=telemetry
         )
         sizes = [fragment.size for fragment in fragment_map.fragments]
         incarnation, takeover_s = int(transport.wall_s() * 1000), run.created.liveness.takeover_s
@@ -118,7 +121,7 @@ class Shard:
         store, regions = self.context.store, self.context.regions
         crossing: list[asyncio.Task[None]] = []
         async with asyncio.TaskGroup() as group:
-            tasks = (self._send_heartbeats(), self.follower.follow(), self.gate.work())
+            tasks = (self._send_heartbeats(), self.follower.follow(), self.gate.work(), self.context.refusals.work())
             working = [group.create_task(task) for task in tasks]
             if regions is not None:
                 crossing = await self._begin_regions(regions, group)

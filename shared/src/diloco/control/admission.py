@@ -33,6 +33,7 @@ class Standing:
     incarnation: int | None  # in which it is admitted; None: it is not
     grant: Grant | None = None  # None: the run has no identities
     reason: str = ""  # for which it is not admitted
+    lacks_grant: bool = False  # whether that is its grant
 
 
 async def join(
@@ -82,6 +83,15 @@ async def _propose(run: Run, packed: bytes) -> bool:
     return True
 
 
+async def admitted_incarnation(run: Run, learner: str) -> int | None:
+    """Return the incarnation that a learner was admitted in last, to whatever settings and map; None: it never was."""
+    try:
+        admission, _ = await _table(run, learner).read()
+    except FormatError:
+        return None
+    return None if admission is None else admission.incarnation
+
+
 async def admitted(run: Run, learner: str, map_digest: bytes) -> Standing:
     """Return a learner's standing: admitted to this run's settings and map, with a grant where the run has identities."""
     try:
@@ -97,7 +107,7 @@ async def admitted(run: Run, learner: str, map_digest: bytes) -> Standing:
     try:
         return Standing(admission.incarnation, grants.opened(admission.grant, run.authority, run.name, learner))
     except FormatError as error:
-        return Standing(None, reason=str(error))
+        return Standing(None, reason=str(error), lacks_grant=True)
 
 
 _DECODER = msgspec.msgpack.Decoder(Admission)

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from diloco.control.admission import admitted
 from diloco.control.creation import Run
 from diloco.core import leases
+from diloco.core.claims import step_bounds
+from diloco.core.fragments import FragmentMap
 from diloco.core.leases import MAX_CLAIM_BYTES, ShareClaim
 from diloco.errors import FormatError, MessageError
 from diloco.process.observe import Counted
@@ -29,9 +31,10 @@ class Claims:
     newest value that was read, or the own one, is not there any more, and everything is read again.
     """
 
-    def __init__(self, run: Run, learner: str, map_digest: bytes, refused: Counted) -> None:
-        """``refused`` counts claims that are passed over, by their writers' names."""
-        self.run, self.learner, self.map_digest, self.refused = run, learner, map_digest, refused
+    def __init__(self, run: Run, learner: str, fragments: FragmentMap, refused: Counted) -> None:
+        """``fragments``: the run's. ``refused`` counts claims that are passed over, by their writers' names."""
+        self.run, self.learner, self.map_digest, self.refused = run, learner, fragments.digest, refused
+        self._bounds = step_bounds(run.created, fragments)
         self._claims: dict[str, ShareClaim] = {}
         self._strangers: dict[str, ShareClaim] = {}  # of learners that are not admitted, as far as is known
         self._own: tuple[str, bytes, int] | None = None  # key, value and revision
@@ -95,13 +98,13 @@ class Claims:
         try:
             if name != self.learner and len(self._claims) + len(self._strangers) >= MAX_MEMBERS:
                 raise FormatError(f"the claim of {name} to data shares: {MAX_MEMBERS} others were read, no more may be")
-            claim = leases.unpack(value, name, revision, self._bounds)
+            claim = leases.unpack(value, name, revision, self._settings, self._bounds)
         except MessageError as error:
             self.refused.note(key, type(error).__name__, reason=str(error))
             return
         (self._claims if name == self.learner else self._strangers)[name] = claim
 
     @property
-    def _bounds(self) -> RunSettings:
+    def _settings(self) -> RunSettings:
         """The settings with the largest budget that learners may go by: some may not know yet that it was changed."""
         return max(self.run.created, self.run.in_force, key=lambda settings: settings.tokens)

@@ -12,9 +12,12 @@ have processed the budget twice, and the step that it was in. No claim is bounde
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from diloco.core import ranges
+from diloco.core.built_in import is_built_in
 from diloco.core.chain import Chain
+from diloco.core.fragments import FragmentMap
 from diloco.core.grants import most_steps
 from diloco.errors import ClaimError
 from diloco.settings.run import RunSettings
@@ -22,36 +25,56 @@ from diloco.wire.fields import MAX_MEMBERS
 from diloco.wire.grants import Grant
 from diloco.wire.offers import Answer, Offer
 
-BUILT_IN = "gpt"  # the task whose batch the settings describe
-ISLAND = 8  # an island's batch is at most so many times the task's, and at least that part of it
+ISLAND = 8  # an island's batch is at most so many times the built-in task's, and at least that part of it
 MAX_STEP_TOKENS = 1 << 27  # of one step of one learner in a task of one's own, on any devices
 MAX_TOTAL = 1 << 61  # tokens of all learners of a fragment: half of what a field holds
 
 
-def step_tokens(settings: RunSettings, grant: Grant | None = None) -> int:
+@dataclass(frozen=True)
+class StepBounds:
+    """The tokens that one step of a learner can have; by default in a task, or a training loop, of one's own."""
+
+    least_tokens: int = 1
+    most_tokens: int = MAX_STEP_TOKENS
+
+
+OWN_TASK = StepBounds()
+
+
+def step_bounds(settings: RunSettings, fragments: FragmentMap) -> StepBounds:
+    """Return the bounds of a run's steps.
+
+    The settings describe the batch of the built-in task. They bind only where the run's model is that task's: a training loop
+    that joins a run has a model and a batch of its own, whatever the settings say.
+    """
+    if not is_built_in(settings.task, fragments):
+        return OWN_TASK
+    batch_tokens = settings.task.batch * settings.task.context
+    return StepBounds(max(1, batch_tokens // ISLAND), ISLAND * batch_tokens)
+
+
+def step_tokens(bounds: StepBounds, grant: Grant | None = None) -> int:
     """Return the most tokens that one step of a learner has."""
     if grant is not None and grant.batch_tokens is not None:
         return grant.batch_tokens
-    task = settings.task
-    return ISLAND * task.batch * task.context if task.name == BUILT_IN else MAX_STEP_TOKENS
+    return bounds.most_tokens
 
 
-def processed_tokens(settings: RunSettings, grant: Grant | None = None) -> int:
+def processed_tokens(settings: RunSettings, bounds: StepBounds, grant: Grant | None = None) -> int:
     """Return the most tokens that one learner processes in a run: merged, lost and held."""
-    return 2 * settings.tokens + step_tokens(settings, grant)
+    return 2 * settings.tokens + step_tokens(bounds, grant)
 
 
-def furthest_batch(settings: RunSettings, share: int) -> int:
+def furthest_batch(settings: RunSettings, bounds: StepBounds, share: int) -> int:
     """Return the end that a share's batches do not pass: where it is after all that a learner can process, in small batches."""
-    task = settings.task
-    least = max(1, task.batch * task.context // ISLAND) if task.name == BUILT_IN else 1
-    return settings.first_batch(share) + processed_tokens(settings) // least
+    return settings.first_batch(share) + processed_tokens(settings, bounds) // bounds.least_tokens
 
 
 def judge(
     claim: Offer | Answer,
     chain: Chain | None,
     settings: RunSettings,
+    bounds: StepBounds,
     grant: Grant | None = None,
     elapsed_s: float = math.inf,
 ) -> None:
@@ -59,6 +82,7 @@ def judge(
 
     Args:
         chain: the fragment's log, whose cursor the claim follows; None: not known yet.
+        bounds: of the run's steps.
         grant: the learner's; None: the run has no identities.
         elapsed_s: from genesis until a server stored the offer.
 
@@ -76,19 +100,19 @@ def judge(
     )
     begins = settings.first_batch(last)
     share = max((share for share, _, _ in claim.data), default=0)
-    bounds: list[tuple[str, int, float]] = [
+    limits: list[tuple[str, int, float]] = [
         ("steps, each of a token at least", claim.steps, claim.tokens),
-        ("tokens in its steps", claim.tokens, claim.steps * step_tokens(settings, grant)),
+        ("tokens in its steps", claim.tokens, claim.steps * step_tokens(bounds, grant)),
         ("steps since genesis, merged ones included", steps + claim.steps, most_steps(elapsed_s, grant)),
-        ("tokens merged, lost and held", merged + claim.tokens + claim.lost_tokens, processed_tokens(settings, grant)),
+        ("tokens merged, lost and held", merged + claim.tokens + claim.lost_tokens, processed_tokens(settings, bounds, grant)),
         ("batches in its steps", held, claim.steps),
-        ("the end of its batches", end, min(furthest_batch(settings, last), begins + most_steps(elapsed_s))),
+        ("the end of its batches", end, min(furthest_batch(settings, bounds, last), begins + most_steps(elapsed_s))),
         ("a share of the data", share, settings.learners + MAX_MEMBERS - 1),
     ]
     if chain is not None:
         totals = chain.tokens_merged + claim.tokens, chain.tokens_lost - lost + claim.lost_tokens
-        bounds.append(("tokens of all learners", max(totals), MAX_TOTAL))
-    for what, stated, most in bounds:
+        limits.append(("tokens of all learners", max(totals), MAX_TOTAL))
+    for what, stated, most in limits:
         if stated > most:
             raise ClaimError(
                 f"offer {claim.number} of {claim.learner} states what cannot be: {what}: {stated}, at most {most:.0f} "

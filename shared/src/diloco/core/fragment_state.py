@@ -276,6 +276,11 @@ class FragmentState:
         self.happen(Event.REOPENED)
         self.answered = 0
 
+    def answer_again(self, refused: int) -> None:
+        """Answer the open round again if offer ``refused`` (0: it could not be read) answered it: no merge will have that."""
+        if refused in (0, self.delta.next_number - 1) and not self.sending:
+            self.reopen()
+
     def answer(self) -> Answer | None:
         """Answer the open round with the snapshot; None if it holds no step."""
         self.answered = self.open_version

@@ -25,7 +25,7 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
-from diloco.core.claims import furthest_batch
+from diloco.core.claims import StepBounds, furthest_batch
 from diloco.errors import ClaimError, FormatError
 from diloco.settings.run import RunSettings
 from diloco.wire.fields import MAX_MEMBERS, Count, MemberName, ShareId
@@ -70,8 +70,10 @@ class ShareClaim(msgspec.Struct, array_like=True, forbid_unknown_fields=True, fr
 _DECODER = msgspec.msgpack.Decoder(ShareClaim)
 
 
-def unpack(data: bytes, learner: str, revision: int, settings: RunSettings) -> ShareClaim:
+def unpack(data: bytes, learner: str, revision: int, settings: RunSettings, bounds: StepBounds) -> ShareClaim:
     """Return the claim under a learner's key at a revision; a ``since`` of 0 has become that revision.
+
+    ``bounds``: of the run's steps.
 
     Raises:
         FormatError: the bytes are no claim, or another learner's.
@@ -96,11 +98,12 @@ def unpack(data: bytes, learner: str, revision: int, settings: RunSettings) -> S
                 f"{what}: share {entry.share} since revision {entry.since}, over {entry.over}: expected over before since, and "
                 f"both at most {revision}"
             )
-    bounds = [("shares held", sum(entry.held for entry in entries), MAX_HELD)]
+    limits = [("shares held", sum(entry.held for entry in entries), MAX_HELD)]
     for entry in entries:
-        bounds.append(("a share", entry.share, settings.learners + MAX_MEMBERS - 1))
-        bounds.append((f"the next batch of share {entry.share}", entry.next, furthest_batch(settings, entry.share)))
-    for stated, value, most in bounds:
+        limits.append(("a share", entry.share, settings.learners + MAX_MEMBERS - 1))
+        furthest = furthest_batch(settings, bounds, entry.share)
+        limits.append((f"the next batch of share {entry.share}", entry.next, furthest))
+    for stated, value, most in limits:
         if value > most:
             raise ClaimError(f"{what} states what cannot be: {stated}: {value}, at most {most}")
     return replace(claim, entries=entries)

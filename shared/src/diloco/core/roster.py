@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from diloco.core import budget, claims
 from diloco.core.chain import Chain
+from diloco.core.claims import OWN_TASK, StepBounds
 from diloco.core.pace import Average, Recent
 from diloco.settings.run import RunSettings
 from diloco.wire.control import Heartbeat
@@ -48,11 +49,11 @@ class Roster:
     """The learners as one syncer hears them, by its own clock.
 
     It has the settings in force for all fragments' rounds, and the learners that are ``excluded``; :meth:`change` sets both.
-    ``ending``: the log of some fragment is closed, so that all others are to be.
+    ``bounds``: of the run's steps. ``ending``: the log of some fragment is closed, so that all others are to be.
     """
 
-    def __init__(self, settings: RunSettings, grants: dict[str, Grant] | None = None) -> None:
-        self.settings = settings
+    def __init__(self, settings: RunSettings, bounds: StepBounds = OWN_TASK, grants: dict[str, Grant] | None = None) -> None:
+        self.settings, self.bounds = settings, bounds
         self.grants = {} if grants is None else grants  # by learner, in a run with identities; one for all rosters of a syncer
         self.excluded: frozenset[str] = frozenset()  # learners that are not listened to
         self.learners: dict[str, Seen] = {}
@@ -106,7 +107,7 @@ class Roster:
             ClaimError: as :func:`diloco.core.claims.judge`.
         """
         for offer in offers:
-            claims.judge(offer, chain, self.settings, self.grants.get(offer.learner), elapsed_s)
+            claims.judge(offer, chain, self.settings, self.bounds, self.grants.get(offer.learner), elapsed_s)
 
     def live(self, now_s: float) -> list[Seen]:
         """Return the learners that take part, by name.

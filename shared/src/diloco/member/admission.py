@@ -26,7 +26,7 @@ class AdmissionClient:
         self.incarnation = int(transport.wall_s() * 1000)
 
     def check_batch(self, batch_tokens: int) -> None:
-        """Refuse to take part with steps of more tokens than syncers will let this learner state.
+        """Refuse to take part with steps of more tokens, or fewer, than syncers will let this learner state.
 
         Raises:
             AdmissionError: the grant, the step's tokens and the command that makes another grant are named.
@@ -38,7 +38,14 @@ class AdmissionClient:
                 f"learner {self.name}: its identity has no grant, so that nobody would merge its work: the operator makes one "
                 f"with: {command}"
             )
-        most = claims.step_tokens(self.run.created, grant)
+        bounds = claims.step_bounds(self.run.created, self.map)
+        most = claims.step_tokens(bounds, grant)
+        if batch_tokens < bounds.least_tokens:
+            raise AdmissionError(
+                f"learner {self.name}: a step has {batch_tokens} tokens, and the run's settings allow at least "
+                f"{bounds.least_tokens} for its model, the built-in one (task.batch x task.context / {claims.ISLAND}): train "
+                "with a larger batch, or begin a run with a smaller task.batch"
+            )
         if batch_tokens > most:
             granted = "it was granted" if grant is not None and grant.batch_tokens else "the run's settings allow"
             raise AdmissionError(

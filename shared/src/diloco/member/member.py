@@ -41,6 +41,7 @@ from diloco.member.audit import Audit
 from diloco.member.following import Following
 from diloco.member.outbox import Outbox, sample_of
 from diloco.member.peer import Borrower, Layout, Lendable, Lender, Loan
+from diloco.member.refusals import RefusalWatch
 from diloco.member.shared import SharedLearner
 from diloco.member.shares import LeaseClient, Leases
 from diloco.member.taping import LearnerTape
@@ -94,12 +95,13 @@ class Member:
         self.subjects, self.refused = Subjects(run.name), Counted(log)
         self.lender = Lender(transport, run.identity, self.subjects, settings.name, self._may_lend, log)
         self.admission = AdmissionClient(transport, run, settings.name, fragment_map, log)
-        self.shares: Leases = LeaseClient(run, settings, self.admission.incarnation, fragment_map.digest, self.refused, log)
+        self.shares: Leases = LeaseClient(run, settings, self.admission.incarnation, fragment_map, self.refused, log)
         self.learner = Learner(settings.name, settings.role, settings.region or "", self.admission.incarnation, run.created)
         self._shared = SharedLearner(self.learner)
         self._outbox = Outbox(transport, run, settings.name, self._shared)
         self._traces = MemberTraces(telemetry, run.identity, settings.name, self._shared.loop.time, transport.wall_s)
         self._answering: Answers = Answering(transport, run, self._shared, self.tape, log, self._traces)
+        self.refusals = RefusalWatch(run, settings.name, self._shared, log)
         self._changes = ChangesFollower(transport, run, log, self._change)
         self._taped = LearnerTape(self.tape)
         self._leave_by_s: float | None = None  # when it ends whatever is unmerged; None: it was not asked to end
@@ -157,9 +159,10 @@ class Member:
         return [Version.of(copy.replica) for copy in await self._following.load(genesis)]
 
     async def _serve(self) -> None:
-        """Hear what others want of a learner's state."""
+        """Hear what others want of a learner's state, and what they refuse of its work."""
         await self._hear(self.subjects.marker, SnapshotMarker, self._hear_marker)
         await self.lender.serve()
+        self._shared.tasks.spawn(self.refusals.work())
 
     def _begin_to_follow(self) -> None:
         self._following.begin()

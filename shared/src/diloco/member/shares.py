@@ -17,6 +17,7 @@ import msgspec
 from diloco.control.creation import Run
 from diloco.control.shares import Claims
 from diloco.core import leases
+from diloco.core.fragments import FragmentMap
 from diloco.core.leases import ShareClaim, Shares, Watch
 from diloco.errors import FenceError
 from diloco.process.observe import Counted, Logger
@@ -32,12 +33,12 @@ class LeaseClient:
     """One learner's leases. ``take`` and ``look`` change its claim."""
 
     def __init__(
-        self, run: Run, settings: LearnerSettings, incarnation: int, map_digest: bytes, refused: Counted, log: Logger
+        self, run: Run, settings: LearnerSettings, incarnation: int, fragments: FragmentMap, refused: Counted, log: Logger
     ) -> None:
-        """``map_digest``: of the fragment map that learners are admitted with; ``refused`` counts claims passed over."""
+        """``fragments``: the map that learners are admitted with; ``refused`` counts claims passed over."""
         self.run, self.settings, self.incarnation, self.log = run, settings, incarnation, log
         self.name, self.learners, self.refused = settings.name, run.created.learners, refused
-        self._claims = Claims(run, settings.name, map_digest, refused)
+        self._claims = Claims(run, settings.name, fragments, refused)
         self._watch = Watch(settings.name, run.created.liveness.lease_s)
         self._held: dict[int, int] = {}  # by share: the batch that the lease begins at
         self._positions: dict[int, int] = {}  # by share: the batch after the last one trained

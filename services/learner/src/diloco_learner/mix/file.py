@@ -8,10 +8,10 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from diloco.core.built_in import BYTES
 from diloco.errors import DataError, SettingsError
 from diloco.settings.run import MAX_SOURCES, MAX_VOCABULARY, SourceName
 from diloco.settings.validation import parse
-from diloco_learner.text import BYTES
 
 SUFFIX = ".toml"
 BINARY = "bin"  # the kind of source that has tokens already

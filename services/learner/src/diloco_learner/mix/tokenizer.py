@@ -10,11 +10,12 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
+from diloco.core.built_in import BYTES
 from diloco.errors import DataError, SettingsError
 from diloco.process import files
 from diloco_learner.mix.documents import Documents
 from diloco_learner.mix.file import TokenizerTable
-from diloco_learner.text import BYTES, unreadable
+from diloco_learner.text import unreadable
 
 Tokens = NDArray[np.uint32]
 

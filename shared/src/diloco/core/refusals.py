@@ -1,0 +1,141 @@
+"""Refused offers, on both sides: an owner's report, and a learner's account of it.
+
+An offer is *refused* if it cannot be accepted however often it is sent. An offer that is late is not: it was merged already,
+superseded, made on a base that is too old or of before a rollback, or the log is closed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from diloco.errors import ClaimError, MessageError, NonFiniteError, NotAdmittedError, RefusedError, UnmergeableError
+from diloco.wire.refusals import MAX_REFUSALS, MAX_TEXT_CHARACTERS, RefusalReason, Refusals, RefusedOffers
+
+IN_A_ROW = 3  # refused offers of one fragment, with nothing merged in between, that end a learner
+
+REMEDIES: Mapping[RefusalReason, str] = {
+    "claim": "state the tokens of a step as they are, and compare the run's settings and this learner's grant with its batch",
+    "form": "run the same version of diloco here as the run's syncers",
+    "identity": "give each learner a name, and an identity, of its own",
+    "grant": "have the operator make a grant: diloco keys grant DIR NAME --batch-tokens N",
+    "not_finite": "look at this learner's data and learning rate: its parameters hold NaN or infinity",
+    "too_far": "lower this learner's learning rate, or compare quarantine.merge_factor with what it does",
+    "ejected": "ask the operator: diloco readmit DIR NAME",
+}
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One offer that an owner has refused; ``number`` is 0 where the offer could not be read."""
+
+    learner: str
+    incarnation: int
+    fragment: int
+    number: int
+    reason: RefusalReason
+    text: str
+
+
+def reason_of(error: MessageError) -> RefusalReason:
+    """Return the reason that an error is of."""
+    match error:
+        case ClaimError():
+            return "claim"
+        case NonFiniteError():
+            return "not_finite"
+        case NotAdmittedError():
+            return "grant" if error.lacks_grant else "identity"
+        case UnmergeableError(event="merge_too_far"):
+            return "too_far"
+        case UnmergeableError(event="merge_not_finite"):
+            return "not_finite"
+    return "form"
+
+
+def report(known: Refusals | None, refusals: Iterable[Refusal]) -> Refusals | None:
+    """Return a learner's report with further ``refusals`` of the same learner, in order; None: they change nothing.
+
+    A refusal of an older process of the learner, and of an offer that is in the report, changes nothing: a new owner reads
+    the same offers as the one before it. A refusal of a younger process begins a new report.
+    """
+    changed = known
+    for refusal in refusals:
+        if changed is None or changed.incarnation < refusal.incarnation:
+            changed = Refusals(refusal.learner, refusal.incarnation, [], [])
+        if refusal.incarnation < changed.incarnation:
+            continue
+        of_fragment = [entry for entry in changed.entries if entry.fragment == refusal.fragment]
+        if refusal.number and any(entry.number >= refusal.number for entry in of_fragment):
+            continue
+        old = next((entry for entry in of_fragment if entry.reason == refusal.reason), None)
+        newest = max(refusal.number, old.number if old else 0)
+        entry = RefusedOffers(refusal.fragment, refusal.reason, 1 + (old.offers if old else 0), newest)
+        entries = [*(other for other in changed.entries if other is not old), entry][-MAX_REFUSALS:]
+        texts = dict(changed.texts) | {refusal.reason: refusal.text[:MAX_TEXT_CHARACTERS]}
+        changed = Refusals(changed.learner, changed.incarnation, entries, list(texts.items()))
+    return None if changed is known else changed
+
+
+class RefusalAccount:
+    """A learner's account of its refused offers.
+
+    ``offers``: how many were refused, by reason.
+    """
+
+    def __init__(self) -> None:
+        self.offers: Counter[RefusalReason] = Counter()
+        self._in_a_row: Counter[int] = Counter()  # by fragment: refused since the last one was merged
+        self._known: Counter[int] = Counter()  # by fragment: refused in all
+        self._merged: dict[int, tuple[int, int]] = {}  # by fragment: the offer merged last, as of the last look
+        self._texts: dict[RefusalReason, str] = {}
+
+    def take_in(self, refusals: Refusals, merged: Mapping[int, tuple[int, int]]) -> dict[int, int]:
+        """Take in a report. Return by fragment, where more were refused than before, the newest one's number.
+
+        ``merged``: by fragment, (incarnation, number) of the learner's last merged offer.
+        """
+        self.offers = Counter()
+        self._texts = dict(refusals.texts)
+        known, newest = Counter[int](), Counter[int]()
+        for entry in refusals.entries:
+            self.offers[entry.reason] += entry.offers
+            known[entry.fragment] += entry.offers
+            newest[entry.fragment] = max(newest[entry.fragment], entry.number)
+        more = {}
+        for fragment, offers in known.items():
+            at = merged.get(fragment, (0, 0))
+            if at > self._merged.get(fragment, (0, 0)):
+                self._in_a_row[fragment] = 0
+            self._merged[fragment] = at
+            if offers > self._known[fragment]:
+                later = (refusals.incarnation, newest[fragment]) > at  # than what was merged
+                self._in_a_row[fragment] += later * (offers - self._known[fragment])
+                more[fragment] = newest[fragment]
+        self._known = known
+        return more
+
+    def remedies(self) -> dict[RefusalReason, str]:
+        """Return what to do about each reason that there is."""
+        return {reason: REMEDIES[reason] for reason in self.offers}
+
+    def in_a_row(self, run: str, learner: str) -> RefusedError | None:
+        """Return the error that ends a learner whose offers of one fragment are refused in a row; None: they are not."""
+        for fragment, offers in self._in_a_row.items():
+            if offers >= IN_A_ROW:
+                return self._error(run, learner, f"its last {offers} offers of fragment {fragment} were refused")
+        return None
+
+    def in_vain(self, run: str, learner: str) -> RefusedError | None:
+        """Return the error of a learner that ends, where nothing of it was merged and offers were refused; None: none were."""
+        refused = sum(self.offers.values())
+        return (
+            self._error(run, learner, f"nothing of it was merged, and {refused} of its offers were refused")
+            if refused
+            else None
+        )
+
+    def _error(self, run: str, learner: str, what: str) -> RefusedError:
+        said = "; ".join(f"{reason}: {self._texts.get(reason, '')}: {REMEDIES[reason]}" for reason in self.offers)
+        return RefusedError(f"run {run!r}: learner {learner}: {what} ({said})")
