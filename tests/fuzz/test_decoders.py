@@ -63,6 +63,7 @@ from diloco.core.claims import StepBounds
 from diloco.core.fragments import TensorSpec, build_map, unpack_map
 from diloco.core.leases import ClaimedShare, ShareClaim
 from diloco.core.ownership import OwnersTable
+from diloco.core.refusals import Refusal, report
 from diloco.errors import (
     BrokerError,
     ChainError,
@@ -93,6 +94,7 @@ from diloco.wire.control import StateLoan, StatePart, StateRequest
 from diloco.wire.entries import Keyframe
 from diloco.wire.framing import Message
 from diloco.wire.grants import Grant, SignedGrant
+from diloco.wire.refusals import unpack_refusals
 from diloco.wire.subjects import Subjects
 from diloco_coordinator import history
 from diloco_coordinator import service as coordinator
@@ -373,6 +375,14 @@ def _packed(value: object) -> Bytes:
 @decoder("leases.unpack", _packed(CLAIM), FormatError, ClaimError)
 def _(data: bytes) -> None:
     leases.unpack(data, "ann", 9, SETTINGS, StepBounds())
+
+
+REFUSED = report(None, [Refusal("ann", 7, 1, 3, "claim", "too many steps"), Refusal("ann", 7, 0, 4, "form", "no frame")])
+
+
+@decoder("refusals.unpack_refusals", _packed(REFUSED))
+def _(data: bytes) -> None:
+    unpack_refusals(data, "ann")
 
 
 CHANGES = (

@@ -256,6 +256,14 @@ def make() -> tuple[dict[str, bytes], dict[str, Any], list[bytes]]:
     golden = Golden()
     golden.values["map"] = MAP
     golden.values["map_full"] = FULL_MAP
+    golden.values["refusals"] = packb(
+        [
+            "learner-0",
+            1700000000000,
+            [[1, "claim", 2, 9], [0, "form", 1, 0]],
+            [["claim", "too many steps"], ["form", "no frame"]],
+        ]
+    )
     golden.values["share_claim"] = packb(["learner-0", 1700000000000, [[0, True, 16, 0, 7], [1, False, 3, 9, 9]]])
     golden.values["owners"] = packb([["syncer-1", "syncer-0"], ["syncer-1", "syncer-0", "syncer-1"]])
     grant = packb([RUN_NAME, "learner-0", "U" + 55 * "A", 2048, 0.05])

@@ -36,6 +36,7 @@ from diloco.wire.entries import Cursor, Keyframe, RolledBack
 from diloco.wire.framing import Message
 from diloco.wire.grants import Grant, SignedGrant
 from diloco.wire.offers import Answer, Member, RegionalMembers
+from diloco.wire.refusals import Refusals, RefusedOffers, unpack_refusals
 
 GOLDEN = Path(__file__).with_name("golden")
 PROTOCOL = Path(__file__).parents[2] / "docs" / "protocol.md"
@@ -431,6 +432,14 @@ def test_map_admission_owners_and_claims_to_shares() -> None:
     assert msgspec.msgpack.encode(without) == golden("admission_without")
     claim = ShareClaim("learner-0", 1700000000000, [ClaimedShare(0, True, 16, 0, 7), ClaimedShare(1, False, 3, 9, 9)])
     assert claim.pack() == golden("share_claim")
+    refusals = Refusals(
+        "learner-0",
+        1700000000000,
+        [RefusedOffers(1, "claim", 2, 9), RefusedOffers(0, "form", 1, 0)],
+        [("claim", "too many steps"), ("form", "no frame")],
+    )
+    assert msgspec.msgpack.encode(refusals) == golden("refusals")
+    assert unpack_refusals(golden("refusals"), "learner-0") == refusals
     read = leases.unpack(golden("share_claim"), "learner-0", 12, RunSettings(), StepBounds())
     assert read.entries == [ClaimedShare(0, True, 16, 12, 7), claim.entries[1]]
     owners = OwnersTable(["syncer-1", "syncer-0"], ["syncer-1", "syncer-0", "syncer-1"])

@@ -89,8 +89,7 @@ async def test_a_loop_that_ends_by_itself_with_nothing_merged_ends_with_the_reas
 
 async def test_steps_of_few_tokens_are_merged(launch: Launch) -> None:
     """The settings describe the built-in task, of 2,048 tokens a batch; the loop has another model, and 16 tokens a step."""
-    own = {"task__name": "gpt", "task__batch": 16, "task__context": 128}
-    cluster = launch(small(learners=1, tokens=5000, **own))
+    cluster = launch(small(learners=1, tokens=5000, task__name="gpt", task__batch=16, task__context=128))
     cluster.coordinator()
     cluster.syncers()
     await cluster.link()

@@ -8,7 +8,8 @@
 ``map``                                removed: the next learner that may found sets it, and all compare it with genesis
 ``founder``, ``owners``,               removed: the services make it again; a value that cannot be read
 ``coordinator``, ``history``,          counts as none for them anyway
-``member.LEARNER``, ``share.LEARNER``
+``member.LEARNER``, ``share.LEARNER``,
+``refused.LEARNER``
 =====================================  ====================================================================
 """
 
@@ -34,7 +35,7 @@ from diloco.wire.entries import Genesis
 from diloco.wire.subjects import Subjects
 
 CHECKED = ("run", "protocol", "map", "genesis", "changes")  # those which nobody makes again who finds them damaged
-_REMOVABLE = re.compile(r"founder|owners|coordinator|history|(member|share)\.[a-z0-9_-]+")
+_REMOVABLE = re.compile(r"founder|owners|coordinator|history|(member|share|refused)\.[a-z0-9_-]+")
 _ALL = 2**62  # a sequence beyond all
 
 
@@ -79,7 +80,7 @@ class Keys:
         if key not in CHECKED and not _REMOVABLE.fullmatch(key):
             raise RunError(
                 f"run {self.name!r}: no key {key!r} that can be repaired; there are {', '.join(CHECKED)}, and to be removed "
-                "founder, owners, coordinator, history, member.LEARNER, share.LEARNER"
+                "founder, owners, coordinator, history, member.LEARNER, share.LEARNER, refused.LEARNER"
             )
         try:
             stored = await self.registry.get(key)

@@ -141,7 +141,7 @@ class JoinedRun:
 
     @property
     def refused(self) -> dict[str, int]:
-        """Offers of this process that the run has refused for good, by reason (docs/joining.md)."""
+        """Offers of this process that the run has refused for good, by reason (docs/user-guide.md)."""
         return self._member.refusals.offers
 
     @property

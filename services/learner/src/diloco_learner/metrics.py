@@ -13,6 +13,7 @@ from diloco.member.part import Part
 from diloco.nats.transport import NatsTransport
 from diloco.service.metrics import SILENT_S, Labelled, Metric, by_kind, families, one_of
 from diloco.wire.control import Heartbeat
+from diloco.wire.refusals import RefusalReason
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric as Family
@@ -38,6 +39,13 @@ class Seen:
             return None
         held, lost = _mean(self.member.map, self.heartbeat.fragment_tokens), _mean(self.member.map, self.heartbeat.lost_tokens)
         return {("merged",): self.heartbeat.tokens - held - lost, ("lost",): lost, ("held",): held}
+
+    def refused_offers(self) -> Labelled | None:
+        """Return refused offers by reason, each from 0: Prometheus sees no increase of a series that begins at 1."""
+        if self.heartbeat.role == "evaluator":
+            return None
+        refused = self.member.refusals.offers
+        return {(reason,): float(refused.get(reason, 0)) for reason in get_args(RefusalReason)}
 
     def versions(self) -> Labelled:
         """Return versions applied, by whether own work is in them."""
@@ -201,6 +209,13 @@ METRICS: tuple[Metric[Seen], ...] = (
         "counter",
         "Offers made to rounds",
         lambda seen: seen.training(seen.member.offers()),
+    ),
+    Metric(
+        "diloco_learner_refused_offers_total",
+        "counter",
+        "Offers that the run has refused for good, by reason",
+        Seen.refused_offers,
+        ("reason",),
     ),
     Metric(
         "diloco_learner_versions_applied_total",
