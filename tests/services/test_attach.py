@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+import structlog
 from tests.made.fixtures import Launch
 from tests.pace import DEADLINE_S
 from tests.services.cluster import small, some_versions
+from tests.services.toy import SAMPLES, Regression
 
 import diloco
 from diloco.errors import RunError
 from diloco.service import rundir
-from diloco_ops import verify
+from diloco_learner.joining import JoinedRun
+from diloco_learner.tensors import Kind, Tensor
+from diloco_ops import inspect, verify
 from diloco_ops.attach import attach
 from diloco_ops.broker.server import Server
+from diloco_ops.export import export
+
+KINDS: dict[str, Kind] = {"linear/weight": "matrix", "linear/bias": "vector", "table": "embedding"}  # of the toys' tensors
 
 
 @pytest.mark.promise("a run that was started elsewhere is attached to and verified")
@@ -36,6 +44,48 @@ async def test_a_run_that_others_started_is_verified_with_the_tapes_of_all_place
     assert verdict.live
     states = {check.name: check.state for check in verdict.checks}
     assert (states["log"], states["tapes"]) == ("holds", "holds")
+
+
+async def test_a_run_that_ended_elsewhere_is_said_to_be_over(
+    launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster = launch(small(tokens=3 * 30 * SAMPLES))
+    await cluster.begin()
+    await cluster.ended()
+    path = tmp_path / "attached"
+    await asyncio.to_thread(attach, path, cluster.name, cluster.url)
+    folded = await cluster.folded()
+    versions = [log.versions[-1].version for log in folded]
+    capsys.readouterr()
+
+    await asyncio.to_thread(inspect.status, path, json_=True)
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["run"], shown["state"]) == (cluster.name, "finished")
+    assert [fragment["version"] for fragment in shown["fragments"]] == versions
+    await asyncio.to_thread(inspect.status, path, json_=False)
+    assert f"run {cluster.name} is over: 4 fragments, versions {min(versions)} to" in capsys.readouterr().out
+
+    verdict = await verify.check(path)
+    assert verdict.holds
+    [report] = [check for check in verdict.checks if check.name == "report"]
+    assert report.found == "there is none here: the run is over, and its report is in its coordinator's state_dir"
+
+    await asyncio.to_thread(export, path, tmp_path / "weights.safetensors")
+    assert f"run {cluster.name} (over)" in capsys.readouterr().out
+
+    joined = diloco.join(
+        cluster.url, run=cluster.name, name="late", params=dict(Regression(cluster.settings).tensors), tokens=SAMPLES,
+        within_s=DEADLINE_S, tensor=lambda path, shape: Tensor(kind=KINDS[path]),
+    )  # fmt: skip
+    with structlog.testing.capture_logs() as events:
+        await asyncio.to_thread(_take_part, joined)
+    assert [event["event"] for event in events].count("run_is_over") == 1
+
+
+def _take_part(joined: JoinedRun) -> None:
+    with joined as run:
+        assert run.over
+        assert list(run.batches(lambda share, shares, seed, start: iter(()))) == []
 
 
 async def test_a_run_elsewhere_is_opened_by_its_address(launch: Launch) -> None:

@@ -142,7 +142,7 @@ async def _export(path: Path, draft: Path, asked: Asked) -> None:
     async with run_reader.opened(path) as seen:
         with await asyncio.to_thread(_opened, seen, draft, asked) as weights:
             versions = await write(seen, weights, asked.version, asked.average, scratch.in_folder(draft.parent))
-        over = "over" if seen.directory.finished else "going on" if seen.live else "stopped"
+        over = await seen.state()
         mean = f", each the mean of {asked.average}" if asked.average > 1 else ""
         print(
             f"run {seen.run.name} ({over}): {model_size(seen.map.parameters, seen.map.state_values)} in "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from diloco.core.chain import Chain
 from diloco.errors import BrokerError, RunError
 from diloco.nats import connection
 from diloco.process import logs as run_logs
@@ -31,7 +33,15 @@ def status(
     """Show what a run is doing now, or how it ended."""
     run = rundir.load(directory)
     if not run.finished:
-        _show(run, asyncio.run(ask(run)), json_)
+        try:
+            current = asyncio.run(ask(run))
+        except BrokerError:  # the coordinator of a run that is over has ended
+            ended = asyncio.run(run_reader.read_end(directory))
+            if ended is None:
+                raise
+            _show_end(run, ended, json_)
+        else:
+            _show(run, current, json_)
         return
     try:
         current = json.loads((run.path / "status.json").read_text())
@@ -54,6 +64,20 @@ def _show(run: rundir.RunDirectory, current: dict[str, Any], json_: bool) -> Non
         console.print(render(current, console.width, max(console.height - 1, 28)))
         for name, tokens in (current.get("own_data") or {}).items():
             console.print(f"{name} trains on data of its own: {count(tokens)} merged tokens are not accounted for")
+
+
+def _show_end(run: rundir.RunDirectory, ended: Sequence[Chain], json_: bool) -> None:
+    """Show how a run ended whose report is elsewhere: by its log."""
+    if json_:
+        fragments = [{"version": e.version, "tokens_merged": e.tokens_merged, "tokens_lost": e.tokens_lost} for e in ended]
+        print(json.dumps({"run": run.name, "state": "finished", "fragments": fragments}))
+        return
+    versions, merged = [each.version for each in ended], min(each.tokens_merged for each in ended)
+    learners = {name for each in ended for name in each.cursors}
+    print(
+        f"run {run.name} is over: {len(ended)} fragments, versions {min(versions)} to {max(versions)}, {count(merged)} tokens "
+        f"or more of {len(learners)} learners merged in each; the report is in its coordinator's state_dir"
+    )
 
 
 def logs(

@@ -16,7 +16,7 @@ from diloco.control.changes import read_changes
 from diloco.control.creation import Run
 from diloco.core.chain import Chain
 from diloco.core.fragments import FragmentMap
-from diloco.errors import BrokerError, RunError
+from diloco.errors import BrokerError, MessageError, RunError
 from diloco.log.log import Log
 from diloco.log.reader import Loaded
 from diloco.log.stream import Head, pass_over
@@ -51,6 +51,15 @@ class RunReader:
     live: bool  # read from the run's own server
     regions: Mapping[str, Log]  # the log of each region that is reached; none in a run without regions
     transports: Mapping[str, NatsTransport]  # to the servers that have these logs, by region; or the only one, of no name
+
+    async def state(self) -> str:
+        """Return "over", "going on" or "stopped".
+
+        The log tells of a run whose coordinator is elsewhere, and so is its report.
+        """
+        if self.directory.finished or await self.log.reader.closed():
+            return "over"
+        return "going on" if self.live else "stopped"
 
     async def load_first(self, fragment: int) -> Loaded:
         """Load version 0, as :meth:`diloco.log.reader.Reader.load_first` does and raises."""
@@ -173,6 +182,16 @@ async def read_chains(log: Log) -> list[Chain]:
     if genesis is None:
         return []
     return [await _read_chain(log, fragment.index, *genesis) for fragment in log.map.fragments]
+
+
+async def read_end(path: Path) -> list[Chain] | None:
+    """Read every fragment's closed head of a run that is over, from the log alone; None: it is not over, or cannot be read."""
+    try:
+        async with opened(path) as seen:
+            chains = await read_chains(seen.log)
+    except (BrokerError, RunError, MessageError):
+        return None
+    return chains if chains and all(chain.closed for chain in chains) else None
 
 
 async def _read_chain(log: Log, fragment: int, genesis: Genesis, genesis_check: bytes) -> Chain:
