@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
+import structlog
 from blake3 import blake3
 from numpy.typing import NDArray
-from tests.pace import scaled_s
+from tests.pace import DEADLINE_S, scaled_s
 
 from diloco.core.chunks import Chunk
 from diloco.member import peer
-from diloco.member.peer import Borrower, InMemory, Layout, Lender, Loan
+from diloco.member.peer import Borrower, InMemory, Layout, Lendable, Lender, Loan
 from diloco.nats.transport import NatsTransport
 from diloco.process.observe import get_logger
 from diloco.transport import Heard
@@ -27,9 +29,11 @@ RUN = b"\x07" * 8
 RNG = np.random.default_rng(0)
 ARRAYS: dict[str, NDArray[Any]] = {
     "optimizer/mu": RNG.normal(size=(3, 100_000)).astype(np.float32),  # three parts
+    "optimizer/nu": RNG.random(size=5).astype(np.float32),
     "optimizer/count": np.array(7, np.int32),
 }
 LAYOUT = Layout.of(ARRAYS)
+STATE = InMemory(ARRAYS)
 
 
 class Borrowed:
@@ -50,18 +54,18 @@ class Lab:
         self.link, self.subjects = link, Subjects(f"peers-{uuid.uuid4().hex[:8]}")
         self.making: list[asyncio.Task[None]] = []
 
-    async def lender(self, name: str, *, healthy: bool = True, gives: bool = True) -> Lender:
+    async def lender(self, name: str, *, healthy: bool = True, gives: bool = True, state: Lendable = STATE) -> Lender:
         """A peer that makes a copy soon after it is asked, as one does at a boundary."""
         lender = Lender(self.link, RUN, self.subjects, name, lambda: healthy, get_logger())
         await lender.serve()
         if gives:
-            self.making.append(asyncio.create_task(self._give(lender)))
+            self.making.append(asyncio.create_task(self._give(lender, state)))
         return lender
 
-    async def _give(self, lender: Lender) -> None:
+    async def _give(self, lender: Lender, state: Lendable) -> None:
         while True:
             if lender.wanted:
-                await asyncio.to_thread(lender.give, 42, [3, 4], InMemory(ARRAYS))
+                await asyncio.to_thread(lender.give, 42, [3, 4], state)
             await asyncio.sleep(0.02)
 
     async def liar(self, name: str, answer: Callable[[StateRequest], bytes]) -> None:
@@ -102,6 +106,67 @@ async def test_what_comes_is_what_was_lent(lab: Lab) -> None:
     borrowed = await lab.borrow("learner-0")
     same(borrowed, "learner-0")
     assert list(borrowed.chunks) == LAYOUT.wholes()
+
+
+def _with(values: dict[str, float]) -> InMemory:
+    """A state that is fit but for one value of an array each."""
+    arrays = {name: array.copy() for name, array in ARRAYS.items()}
+    for name, value in values.items():
+        arrays[name].reshape(-1)[-1] = value
+    return InMemory(arrays)
+
+
+@pytest.mark.services
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"optimizer/mu": np.nan}, "state of broken: optimizer/mu holds NaN or infinity"),
+        ({"optimizer/mu": -np.inf}, "state of broken: optimizer/mu holds NaN or infinity"),
+        ({"optimizer/mu": -2e30}, "state of broken: optimizer/mu holds 2e+30, expected at most 1e+30"),
+        ({"optimizer/nu": -1e-9}, "state of broken: optimizer/nu holds -1e-09, expected no negative value of a second moment"),
+    ],
+)
+async def test_a_state_that_no_optimizer_can_step_with_is_refused_and_the_next_peer_is_asked(
+    lab: Lab, values: dict[str, float], said: str
+) -> None:
+    await lab.lender("broken", state=_with(values))
+    await lab.lender("learner-1")
+    with structlog.testing.capture_logs() as events:
+        same(await lab.borrow("broken", "learner-1"), "learner-1")
+    [refused] = [event for event in events if event["event"] == "state_refused"]
+    assert (refused["learner"], refused["reason"].split(":")[0:2]) == ("broken", said.split(":")[0:2])
+    assert said.split(",")[0] in refused["reason"]
+
+
+class _Slow(InMemory):
+    """A state of which one slice never comes; ``lets_go`` ends the waiting."""
+
+    def __init__(self) -> None:
+        super().__init__(ARRAYS)
+        self.lets_go = threading.Event()
+
+    def read(self, wanted: Chunk) -> NDArray[Any]:
+        if wanted.name == "optimizer/nu":
+            self.lets_go.wait()
+        return super().read(wanted)
+
+
+@pytest.mark.services
+async def test_a_loan_has_one_deadline_and_the_next_peer_is_asked_after_it(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long a single answer may take."""
+    monkeypatch.setattr(peer, "ANSWER_TIMEOUT_S", DEADLINE_S)
+    monkeypatch.setattr(peer, "READY_TIMEOUT_S", scaled_s(2.0))
+    slow = _Slow()
+    await lab.lender("slow", state=slow)
+    await lab.lender("learner-1")
+    try:
+        with structlog.testing.capture_logs() as events:
+            same(await lab.borrow("slow", "learner-1"), "learner-1")
+    finally:
+        slow.lets_go.set()
+    [given_up] = [event for event in events if event["event"] == "state_not_lent"]
+    assert given_up["learner"] == "slow"
+    assert "its state did not come within" in given_up["reason"]
 
 
 @pytest.mark.services

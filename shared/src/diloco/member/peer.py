@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from diloco.control.hearing import decoding
 from diloco.core.chunks import Chunk
-from diloco.errors import DilocoError, FormatError, HashError, MessageError
+from diloco.errors import DilocoError, FormatError, HashError, MessageError, NonFiniteError
 from diloco.process.observe import Counted, Logger
 from diloco.process.prefetch import Prefetcher
 from diloco.transport import Heard, Transport
@@ -34,6 +34,10 @@ KEEP_S = 30.0  # of an unused copy: several learners that start together share o
 ANSWER_TIMEOUT_S = 2.0  # a part of 512 KiB takes less over any link on which a state is worth its time
 READY_TIMEOUT_S = 5.0  # a copy is begun at the next boundary: a few steps; then another peer is asked
 COPIED_BYTES_S = 20e6  # and is made at this rate at least, by a disk that others use too
+LENT_BYTES_S = 1e6  # and comes at this rate at least, over all requests together: a slower link is better used for training
+MAX_MAGNITUDE = 1e30  # of a value: one step with a larger one leaves the range of float32
+# components of the names of second moments, by which optimizers of optax and PyTorch divide after a square root
+NOT_NEGATIVE = frozenset({"nu", "exp_avg_sq", "max_exp_avg_sq", "sum_of_squares"})
 REFUSES_S = 5.0  # a peer asks ten times a second: it hears within so long that there is to be no copy, also over a slow link
 ASK_AGAIN_S = 0.1  # a step or less
 TRIES = 3
@@ -214,6 +218,24 @@ class Lender:
         return framing.pack(StatePart(loan.copy, request.array, request.start, blake3(part).digest()), self.run, part)
 
 
+def _check_values(what: str, name: str, values: Values) -> None:
+    """Refuse values with which no optimizer can take a step.
+
+    Raises:
+        NonFiniteError: some are not finite.
+        FormatError: some are too large, or negative where a square root is taken of them.
+    """
+    if not np.issubdtype(values.dtype, np.floating):
+        return
+    least, most = (float(values.min()), float(values.max())) if values.size else (0.0, 0.0)
+    if not (math.isfinite(least) and math.isfinite(most)):  # NaN is passed on by both
+        raise NonFiniteError(f"{what} holds NaN or infinity: the learner's own optimizer state is broken")
+    if max(-least, most) > MAX_MAGNITUDE:
+        raise FormatError(f"{what} holds {max(-least, most, key=abs):.3g}, expected at most {MAX_MAGNITUDE:g}")
+    if least < 0 and NOT_NEGATIVE.intersection(name.split("/")):
+        raise FormatError(f"{what} holds {least:.3g}, expected no negative value of a second moment")
+
+
 class _Unavailable(Exception):
     """A peer that has nothing to lend, or does not answer."""
 
@@ -275,7 +297,12 @@ class Borrower:
                 async with putting:
                     await asyncio.to_thread(self.put, chunk, values)
 
-        await Prefetcher().fetch(len(parts), take)
+        within_s = READY_TIMEOUT_S + sum(part.size_bytes for _, part in parts) / LENT_BYTES_S
+        try:
+            async with asyncio.timeout(within_s):
+                await Prefetcher().fetch(len(parts), take)
+        except TimeoutError:
+            raise _Unavailable(f"its state did not come within {within_s:.3g} s") from None
         return Loan(peer, loan.step, loan.versions, loan.content_hash)
 
     async def _ready(self, peer: str) -> StateLoan:
@@ -302,6 +329,7 @@ class Borrower:
         if blake3(data).digest() != part.content_hash:
             raise HashError(f"state of {peer}: a slice of {wanted.name} does not have the hash that it states")
         values: Values = np.frombuffer(data, wanted.dtype).reshape(wanted.lengths)
+        _check_values(f"state of {peer}: {wanted.name}", wanted.name, values)
         return values
 
     async def _ask(self, peer: str, request: StateRequest) -> bytes:
