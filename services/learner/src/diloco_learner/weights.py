@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
+from diloco.core.float_mode import exact
 from diloco.core.fragments import Fragment, FragmentMap
 from diloco.errors import SettingsError
 from diloco.member import naming
@@ -111,6 +112,7 @@ def _check(path: Path, files: Files, named: Naming, setting: str) -> None:
             )
 
 
+@exact
 def _values(path: Path, files: Files, fragment: Fragment, named: Naming, setting: str) -> NDArray[np.float32]:
     """Return a fragment's values, float32 [its size]."""
     vector = np.empty(fragment.size, np.float32)
