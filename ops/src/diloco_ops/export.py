@@ -21,8 +21,9 @@ import typer
 from numpy.typing import NDArray
 
 from diloco.core.chain import WrongEntries
+from diloco.core.float_mode import exact
 from diloco.core.fold import Replica
-from diloco.errors import FormatError, HashError, RunError, SettingsError
+from diloco.errors import FormatError, HashError, MachineError, RunError, SettingsError
 from diloco.log.follower import LogFollower
 from diloco.log.reader import Room, in_memory
 from diloco.log.stream import pass_over
@@ -205,7 +206,7 @@ async def write(seen: RunReader, weights: Weights, version: int | None, average:
     ``room`` is for the arrays that are not written: momenta, and sums of versions.
 
     Raises:
-        RunError: the log does not have a version, or not any more.
+        MachineError, RunError: the log does not have a version, or not any more, or it cannot be read up to it.
         OSError: they cannot be written.
     """
     versions = list[int]()
@@ -232,9 +233,19 @@ def metadata_of(seen: RunReader, version: int | None, average: int = 1) -> dict[
 
 
 async def newest(seen: RunReader, fragment: int) -> Replica:
-    """Return the newest state that the log has of a fragment, as every learner folds it."""
+    """Return the newest state that the log has of a fragment, as every learner folds it.
+
+    Raises:
+        MachineError: the log goes on with versions that fold to other states here than at learners that went on with them.
+        RunError: its newest versions fold to other states than they state.
+    """
     reading = LogFollower(seen.log, (seen.genesis, seen.genesis_check), pass_over, observe.get_logger(), in_place=False)
-    return (await reading.load_once(fragment)).replica
+    replica, wrong = (await reading.load_once(fragment)).replica, reading.wrong[fragment]
+    unread = wrong.unread_after(replica.chain)
+    if unread is not None:
+        kind = MachineError if wrong.vouchers else RunError
+        raise kind(f"run {seen.run.name!r}, fragment {fragment}: {unread}")
+    return replica
 
 
 async def _values(seen: RunReader, fragment: int, version: int | None, average: int, room: Room) -> tuple[Vector, int]:
@@ -265,7 +276,7 @@ async def _mean(seen: RunReader, fragment: int, version: int, average: int, room
     try:
         async for entry in seen.log.entries.fold_missed(replica, end, pass_over, WrongEntries(), judge=True):
             if entry.record.makes_version:
-                total += replica.theta
+                _add(replica.theta, total)
                 summed += 1
             if summed == average:
                 break
@@ -276,5 +287,17 @@ async def _mean(seen: RunReader, fragment: int, version: int, average: int, room
             f"run {seen.run.name!r}, fragment {fragment}: its log ends with version {replica.chain.version}, expected {version}"
         )
     del replica  # before its mean is rounded
-    total /= average
+    return _rounded_mean(total, average)
+
+
+@exact
+def _add(theta: Vector, total: NDArray[np.float64]) -> None:
+    """Add a version, float32 [size], to the sum of those before, float64 [size]."""
+    total += theta
+
+
+@exact
+def _rounded_mean(total: NDArray[np.float64], count: int) -> Vector:
+    """Return the mean, float32 [size], of ``count`` versions with this sum, float64 [size], which is overwritten."""
+    total /= count
     return total.astype(np.float32)
