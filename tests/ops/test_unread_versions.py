@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from tests.made.syncer_parts import SIZE, Begun, begin, merge, offer
 
 from diloco.errors import MachineError, RunError
 from diloco.nats.transport import NatsTransport
+from diloco.service.rundir import RunDirectory
 from diloco_ops import export
 from diloco_ops.refold import refold
 from diloco_ops.run_reader import RunReader
@@ -20,10 +20,8 @@ pytestmark = pytest.mark.services
 
 def reader_of(begun: Begun) -> RunReader:
     """The run as a command reads it."""
-    context, (genesis, check) = begun.context, begun.genesis
-    log: Any = context.store
-    seen = RunReader(SimpleNamespace(), context.transport, context.run, context.map, log, genesis, check, True, {}, {})  # type: ignore[arg-type]
-    return seen
+    context, directory, transport = begun.context, cast(RunDirectory, None), cast(NatsTransport, begun.context.transport)
+    return RunReader(directory, transport, context.run, context.map, context.store, *begun.genesis, True, {}, {})
 
 
 async def append(owner: FragmentOwner, number: int, *, wrong: bool = False, **changes: Any) -> None:
@@ -51,7 +49,9 @@ async def test_versions_that_no_learner_has_folded_are_refused_until_another_syn
         await append(owner, number)
     await append(owner, 3, wrong=True)
     said = r"fragment 0: version 3 folds to another state here than its entry states, so nothing is read beyond version 2; "
-    with pytest.raises(RunError, match=said + r"the log's newest version is 3, until another syncer takes the fragment over"):
+    with pytest.raises(
+        RunError, match=said + r"the log's newest version is 3, until another syncer takes the fragment over from syncer-0"
+    ):
         await export.write(seen, Recorded(), None, 1)
     with pytest.raises(RunError, match=r"version 3 cannot be read: version 3 folds to another state here"):
         await export.write(seen, Recorded(), 3, 1)

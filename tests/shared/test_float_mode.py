@@ -47,7 +47,7 @@ ADAMW = outer.AdamW(0.95, ((300, 0.1), (N, 0.0)))
 
 def encode(bits: int) -> list[Any]:
     error = A.copy()
-    return [quantise.quantise(error, bits, error=error), error]  # type: ignore[arg-type]
+    return [quantise.quantise(error, bits, error=error), error]
 
 
 def decode(bits: int) -> list[Any]:
@@ -88,7 +88,9 @@ def quantised() -> Any:
 
 
 def version(against: str, optimizer: str) -> list[Any]:
-    settings = run_settings("decoupled", {"merge.against": against, "merge.granularity": "tensor", "codec.record_bits": 4, "outer.momentum": 0.1})
+    settings = run_settings(
+        "decoupled", {"merge.against": against, "merge.granularity": "tensor", "codec.record_bits": 4, "outer.momentum": 0.1}
+    )
     replica, residual = REPLICA.copy(), B.copy()
     replica.optimizer = ADAMW if optimizer == "adamw" else outer.NESTEROV
     replica.momentum = np.concatenate([np.abs(A)] * replica.optimizer.moments)

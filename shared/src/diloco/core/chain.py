@@ -248,7 +248,7 @@ class WrongEntries:
                 f"{text}, and {', '.join(sorted(self.vouchers))} went on with it: test this machine's memory, and compare its "
                 "libraries"
             )
-        return f"{text}, until another syncer takes the fragment over from {wrong.syncer} and goes on from version {chain.version}"
+        return f"{text}, until another syncer takes the fragment over from {wrong.syncer} at version {chain.version}"
 
     def _remember(self, entry_hash: bytes) -> None:
         self._hashes[entry_hash] = None
