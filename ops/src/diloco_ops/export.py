@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,7 @@ from diloco.errors import FormatError, HashError, MachineError, RunError, Settin
 from diloco.log.follower import LogFollower
 from diloco.log.reader import Room, in_memory
 from diloco.log.stream import pass_over
-from diloco.member import naming
+from diloco.member import naming, tying
 from diloco.member.naming import Names, Naming
 from diloco.process import files, observe
 from diloco_ops import orbax_weights, run_reader, scratch, weights_file
@@ -156,7 +156,7 @@ def _opened(seen: RunReader, draft: Path, asked: Asked) -> AbstractContextManage
     """Return the weights to be written.
 
     Raises:
-        SettingsError: the names do not fit the model; there is no configuration.
+        SettingsError: the names do not fit the model; there is no configuration, or it is of another model.
         ServiceFailed: the task does not say them.
     """
     metadata = metadata_of(seen, asked.version, asked.average)
@@ -173,14 +173,31 @@ def _opened(seen: RunReader, draft: Path, asked: Asked) -> AbstractContextManage
                 f"task.name = {seen.run.created.task.name!r}: has no config(), which says how Hugging Face's libraries make "
                 "the model; give the config.json with --config FILE"
             )
-        draft.mkdir()
         named = Naming(seen.map.tensors, names)
+        _check_tied(named, config, "task: config()" if asked.config is None else f"--config {asked.config}")
+        draft.mkdir()
         shard_bytes = asked.shard_bytes or SHARD_BYTES
         return weights_file.hugging_face(draft, named, asked.precision, metadata, config, shard_bytes)
     named = Naming(seen.map.tensors, names)
     if asked.format == "orbax":
         return orbax_weights.orbax(draft, named, asked.precision, metadata)
     return weights_file.one_file(draft, named, asked.precision, metadata)
+
+
+def _check_tied(named: Naming, config: Mapping[str, Any], source: str) -> None:
+    """Find out that Hugging Face's libraries make the same model of a configuration and these tensors.
+
+    Raises:
+        SettingsError: they would make up its head, or take the embedding for it.
+    """
+    tying.check_head(named, config, source)
+    ignored = tying.heads_to_be_ignored(named, config)
+    if ignored is not None:
+        embedding, head = ignored
+        raise SettingsError(
+            f"{source}: {tying.KEY} is true, but the model has a head {head!r} that is trained by itself, in whose place "
+            f"Hugging Face's libraries would put the embedding {embedding!r}: set {tying.KEY} to false"
+        )
 
 
 def _said_by_task(seen: RunReader) -> dict[str, Any]:
