@@ -57,6 +57,16 @@ def test_a_model_that_is_made_as_it_was_is_left_alone(tensors: tuple[TensorSpec,
     assert tying.heads_to_be_ignored(named(*tensors), config) is None
 
 
+def test_a_configuration_that_leaves_the_head_to_the_libraries_is_told() -> None:
+    said = tying.unsaid(named(EMBED, BODY), CAUSAL, "here")
+    assert said is not None
+    assert said.startswith(
+        "here: does not say tie_word_embeddings, and the model has no head beside its embedding 'model.embed"
+    )
+    for tensors, config in (((EMBED, HEAD), CAUSAL), ((EMBED, BODY), CAUSAL | TRUE), ((EMBED, BODY), {})):
+        assert tying.unsaid(named(*tensors), config, "here") is None
+
+
 def test_a_head_that_the_embedding_would_replace_is_told() -> None:
     assert tying.heads_to_be_ignored(named(EMBED, HEAD), TRUE) == ("model.embed_tokens.weight", "lm_head.weight")
     assert tying.heads_to_be_ignored(named(EMBED, HEAD, head="model.lm_head.weight"), TRUE) is not None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
@@ -185,12 +186,15 @@ def _opened(seen: RunReader, draft: Path, asked: Asked) -> AbstractContextManage
 
 
 def _check_tied(named: Naming, config: Mapping[str, Any], source: str) -> None:
-    """Find out that Hugging Face's libraries make the same model of a configuration and these tensors.
+    """Find out that Hugging Face's libraries make the same model of a configuration and these tensors, or say what they go by.
 
     Raises:
         SettingsError: they would make up its head, or take the embedding for it.
     """
     tying.check_head(named, config, source)
+    unsaid = tying.unsaid(named, config, source)
+    if unsaid is not None:
+        print(unsaid, file=sys.stderr)
     ignored = tying.heads_to_be_ignored(named, config)
     if ignored is not None:
         embedding, head = ignored

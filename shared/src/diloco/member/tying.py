@@ -27,13 +27,27 @@ def check_head(named: Naming, config: Mapping[str, Any], source: str) -> None:
     Raises:
         SettingsError: the configuration says that the head is no embedding, and there is none; ``source`` begins the sentence.
     """
-    embedding = _embedding(named, config)
-    if is_tied(config) is not False or embedding is None or _has_head(named, embedding):
+    embedding = _lone_embedding(named, config)
+    if is_tied(config) is not False or embedding is None:
         return
     raise SettingsError(
         f"{source}: {KEY} is false, but the model has no head beside its embedding {embedding!r} of shape "
         f"{named.shapes[embedding]}, so Hugging Face's libraries would make one at random: if the embedding is the head, set "
         f"{KEY} to true; if not, let the model have a tensor for its head, such as 'lm_head.weight'"
+    )
+
+
+def unsaid(named: Naming, config: Mapping[str, Any], source: str) -> str | None:
+    """Say that a configuration leaves the head of a model without one to the libraries; None: it does not, or nobody knows.
+
+    ``source`` begins the sentence.
+    """
+    embedding = _lone_embedding(named, config)
+    if is_tied(config) is not None or embedding is None or "architectures" not in config:
+        return None
+    return (
+        f"{source}: does not say {KEY}, and the model has no head beside its embedding {embedding!r}: Hugging Face's libraries "
+        f"go by their own default, and may make a head at random; set {KEY} to true if the embedding is the head"
     )
 
 
@@ -59,12 +73,13 @@ def is_tied(config: Mapping[str, Any]) -> bool | None:
     return None
 
 
-def _embedding(named: Naming, config: Mapping[str, Any]) -> str | None:
-    """Return the name of the word embedding of a model that has a head, for all that is known; None: it has none."""
+def _lone_embedding(named: Naming, config: Mapping[str, Any]) -> str | None:
+    """Return the name of the word embedding of a model that should have a head, and has no tensor for it; None: it is none."""
     architectures = config.get("architectures")
     if isinstance(architectures, list) and not any(str(name).endswith(WITH_HEAD) for name in architectures):
         return None
-    return next(iter(_embeddings(named, config)), None)
+    embedding = next(iter(_embeddings(named, config)), None)
+    return None if embedding is None or _has_head(named, embedding) else embedding
 
 
 def _embeddings(named: Naming, config: Mapping[str, Any]) -> list[str]:
