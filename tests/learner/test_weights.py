@@ -180,3 +180,56 @@ def test_no_file_or_another_one_is_refused(island: Island, tmp_path: Path) -> No
     (tmp_path / "cut").write_bytes((tmp_path / "cut").read_bytes()[:-8])
     with pytest.raises(SettingsError, match="cannot be read as a safetensors file"):
         put(tmp_path / "cut", island)
+
+
+class WithHead(Model):
+    """An embedding, and a head that may be the embedding itself."""
+
+    def __init__(self, *, tied: bool) -> None:
+        self.tied = tied
+
+    def init(self, key: jax.Array) -> Any:
+        params = {"embed": jnp.zeros((2500, 3)), "body": jnp.zeros((3, 3))}
+        return params if self.tied else params | {"head": jnp.zeros((2500, 3))}
+
+    def is_embedding(self, path: str) -> bool:
+        return path == "embed"
+
+    def names(self) -> Any:
+        return {"embed": "embed.weight"} | ({} if self.tied else {"head": "lm_head.weight"})
+
+
+def folder(path: Path, tie: bool | None, head: NDArray[np.float32] | None) -> Path:
+    """A folder as Hugging Face's libraries write it."""
+    path.mkdir()
+    tensors = {"embed.weight": np.arange(7500, dtype=np.float32).reshape(2500, 3), "body": np.ones((3, 3), np.float32)}
+    save_file(tensors if head is None else tensors | {"lm_head.weight": head}, path / "model.safetensors")
+    if tie is not None:
+        (path / "config.json").write_text(json.dumps({"tie_word_embeddings": tie}))
+    return path
+
+
+def test_a_folder_whose_head_would_be_made_at_random_is_refused(tmp_path: Path) -> None:
+    island = Island(WithHead(tied=True), SETTINGS)
+    with pytest.raises(SettingsError, match=r"a: config.json: tie_word_embeddings is false, .* embedding 'embed.weight'"):
+        put(folder(tmp_path / "a", False, None), island)
+    for name, tie in (("b", True), ("c", None)):
+        assert put(folder(tmp_path / name, tie, None), island)["embed"][2499, 2] == 7499
+
+
+def test_a_head_of_other_values_than_the_embedding_that_stands_for_it_is_refused(tmp_path: Path) -> None:
+    island = Island(WithHead(tied=False), SETTINGS)
+    head = np.arange(7500, dtype=np.float32).reshape(2500, 3)
+    assert put(folder(tmp_path / "a", True, head), island)["head"][2499, 2] == 7499
+    head[2400, 1] += 1
+    with pytest.raises(SettingsError, match=r"head 'lm_head.weight' has other values than the embedding 'embed.weight'"):
+        put(folder(tmp_path / "b", True, head), island)
+    for name, tie in (("c", False), ("d", None)):
+        assert put(folder(tmp_path / name, tie, head), island)["head"][2400, 1] == head[2400, 1]
+
+
+def test_a_configuration_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    path = folder(tmp_path / "a", None, None)
+    (path / "config.json").write_text("[")
+    with pytest.raises(SettingsError, match=r"a: config.json: cannot be read"):
+        put(path, Island(WithHead(tied=True), SETTINGS))

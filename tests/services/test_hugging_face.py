@@ -147,3 +147,29 @@ def test_a_folder_needs_a_configuration_and_is_new(text: str, tmp_path: Path, di
     read = load_file(out / "model.safetensors")
     assert read.keys() == {"embedding", "recurrent", "lm_head.kernel"}
     assert np.array_equal(read["lm_head.kernel"].T, island.params()["head"])
+
+
+@pytest.mark.parametrize(
+    ("tied", "said"),
+    [
+        (True, "tie_word_embeddings is false, but the model has no head beside its embedding 'model.embed_tokens.weight'"),
+        (False, "tie_word_embeddings is true, but the model has a head 'lm_head.weight' that is trained by itself"),
+    ],
+)
+def test_a_configuration_by_which_another_head_is_read_is_refused(
+    tied: bool, said: str, text: str, tmp_path: Path, diloco: Diloco
+) -> None:
+    server = Server(tmp_path / "nats")
+    server.start()
+    try:
+        settings = run_settings(overrides=SMALL | {"task.options.tied": tied})
+        island = asyncio.run(founded(server, tmp_path / "run", settings, text))
+        config = island.task.config()  # type: ignore[attr-defined]
+        (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": not tied}))
+        run, out = str(tmp_path / "run"), tmp_path / "hf"
+        refused = diloco("export", run, str(out), "--format", "hf", "--config", str(tmp_path / "config.json"))
+        assert (refused.code, out.exists(), f"--config {tmp_path / 'config.json'}: {said}" in refused.err) == (2, False, True)
+        assert diloco("export", run, str(out), "--format", "hf").code == 0
+    finally:
+        server.stop()
+    assert ("lm_head.weight" in load_file(out / "model.safetensors")) == (not tied)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import shutil
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +22,13 @@ import typer
 from numpy.typing import NDArray
 
 from diloco.core.chain import WrongEntries
+from diloco.core.float_mode import exact
 from diloco.core.fold import Replica
-from diloco.errors import FormatError, HashError, RunError, SettingsError
+from diloco.errors import FormatError, HashError, MachineError, RunError, SettingsError
 from diloco.log.follower import LogFollower
 from diloco.log.reader import Room, in_memory
 from diloco.log.stream import pass_over
-from diloco.member import naming
+from diloco.member import naming, tying
 from diloco.member.naming import Names, Naming
 from diloco.process import files, observe
 from diloco_ops import orbax_weights, run_reader, scratch, weights_file
@@ -155,7 +157,7 @@ def _opened(seen: RunReader, draft: Path, asked: Asked) -> AbstractContextManage
     """Return the weights to be written.
 
     Raises:
-        SettingsError: the names do not fit the model; there is no configuration.
+        SettingsError: the names do not fit the model; there is no configuration, or it is of another model.
         ServiceFailed: the task does not say them.
     """
     metadata = metadata_of(seen, asked.version, asked.average)
@@ -172,14 +174,34 @@ def _opened(seen: RunReader, draft: Path, asked: Asked) -> AbstractContextManage
                 f"task.name = {seen.run.created.task.name!r}: has no config(), which says how Hugging Face's libraries make "
                 "the model; give the config.json with --config FILE"
             )
-        draft.mkdir()
         named = Naming(seen.map.tensors, names)
+        _check_tied(named, config, "task: config()" if asked.config is None else f"--config {asked.config}")
+        draft.mkdir()
         shard_bytes = asked.shard_bytes or SHARD_BYTES
         return weights_file.hugging_face(draft, named, asked.precision, metadata, config, shard_bytes)
     named = Naming(seen.map.tensors, names)
     if asked.format == "orbax":
         return orbax_weights.orbax(draft, named, asked.precision, metadata)
     return weights_file.one_file(draft, named, asked.precision, metadata)
+
+
+def _check_tied(named: Naming, config: Mapping[str, Any], source: str) -> None:
+    """Find out that Hugging Face's libraries make the same model of a configuration and these tensors, or say what they go by.
+
+    Raises:
+        SettingsError: they would make up its head, or take the embedding for it.
+    """
+    tying.check_head(named, config, source)
+    unsaid = tying.unsaid(named, config, source)
+    if unsaid is not None:
+        print(unsaid, file=sys.stderr)
+    ignored = tying.heads_to_be_ignored(named, config)
+    if ignored is not None:
+        embedding, head = ignored
+        raise SettingsError(
+            f"{source}: {tying.KEY} is true, but the model has a head {head!r} that is trained by itself, in whose place "
+            f"Hugging Face's libraries would put the embedding {embedding!r}: set {tying.KEY} to false"
+        )
 
 
 def _said_by_task(seen: RunReader) -> dict[str, Any]:
@@ -205,7 +227,7 @@ async def write(seen: RunReader, weights: Weights, version: int | None, average:
     ``room`` is for the arrays that are not written: momenta, and sums of versions.
 
     Raises:
-        RunError: the log does not have a version, or not any more.
+        MachineError, RunError: the log does not have a version, or not any more, or it cannot be read up to it.
         OSError: they cannot be written.
     """
     versions = list[int]()
@@ -232,9 +254,19 @@ def metadata_of(seen: RunReader, version: int | None, average: int = 1) -> dict[
 
 
 async def newest(seen: RunReader, fragment: int) -> Replica:
-    """Return the newest state that the log has of a fragment, as every learner folds it."""
+    """Return the newest state that the log has of a fragment, as every learner folds it.
+
+    Raises:
+        MachineError: the log goes on with versions that fold to other states here than at learners that went on with them.
+        RunError: its newest versions fold to other states than they state.
+    """
     reading = LogFollower(seen.log, (seen.genesis, seen.genesis_check), pass_over, observe.get_logger(), in_place=False)
-    return (await reading.load_once(fragment)).replica
+    replica, wrong = (await reading.load_once(fragment)).replica, reading.wrong[fragment]
+    unread = wrong.unread_after(replica.chain)
+    if unread is not None:
+        kind = MachineError if wrong.vouchers else RunError
+        raise kind(f"run {seen.run.name!r}, fragment {fragment}: {unread}")
+    return replica
 
 
 async def _values(seen: RunReader, fragment: int, version: int | None, average: int, room: Room) -> tuple[Vector, int]:
@@ -265,7 +297,7 @@ async def _mean(seen: RunReader, fragment: int, version: int, average: int, room
     try:
         async for entry in seen.log.entries.fold_missed(replica, end, pass_over, WrongEntries(), judge=True):
             if entry.record.makes_version:
-                total += replica.theta
+                _add(replica.theta, total)
                 summed += 1
             if summed == average:
                 break
@@ -276,5 +308,17 @@ async def _mean(seen: RunReader, fragment: int, version: int, average: int, room
             f"run {seen.run.name!r}, fragment {fragment}: its log ends with version {replica.chain.version}, expected {version}"
         )
     del replica  # before its mean is rounded
-    total /= average
+    return _rounded_mean(total, average)
+
+
+@exact
+def _add(theta: Vector, total: NDArray[np.float64]) -> None:
+    """Add a version, float32 [size], to the sum of those before, float64 [size]."""
+    total += theta
+
+
+@exact
+def _rounded_mean(total: NDArray[np.float64], count: int) -> Vector:
+    """Return the mean, float32 [size], of ``count`` versions with this sum, float64 [size], which is overwritten."""
+    total /= count
     return total.astype(np.float32)

@@ -47,6 +47,7 @@ async def refold(
     except (HashError, MessageError, RunError) as error:
         found.wrong.append(str(error))
     else:
+        folding.note_unread()
         folding.note_unreached()
     found.chain = folding.replica.chain if folding.replica else None
     return found
@@ -83,6 +84,12 @@ class _Refold:
                 await self._compare_keyframes(replica)
         if self.replica is None:
             self.replica = (await self.seen.load_first(index)).replica
+
+    def note_unread(self) -> None:
+        """Note the versions by which the log ends, if they fold to other states than they state."""
+        unread = None if self.replica is None else self._wrong.unread_after(self.replica.chain)
+        if unread is not None:
+            self.found.wrong.append(unread)
 
     def note_unreached(self) -> None:
         """Note a keyframe that stands after the log's end."""

@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from diloco.core.float_mode import exact
 from diloco.core.fragments import Fragment
 from diloco.errors import RunError
 from diloco.member.naming import Naming, Part
@@ -170,6 +171,7 @@ def size_bytes(shape: tuple[int, ...], precision: Precision) -> int:
     return int(np.prod(shape, dtype=np.int64)) * _TYPES[precision][1]
 
 
+@exact
 def converted(values: Vector, precision: Precision, name: str) -> NDArray[Any]:
     """Return values, float32 [any], in a precision: rounded to the nearest, half to even; bfloat16 as uint16 of its bits.
 

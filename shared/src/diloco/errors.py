@@ -93,7 +93,10 @@ class EjectedError(DilocoError):
 
 
 class MachineError(DilocoError):
-    """Log entries fold to other states on this machine than on all others: its memory is bad, or its libraries."""
+    """Log entries fold to other states on this machine than on all others: its memory is bad, or its libraries.
+
+    Or they would, since a thread's floating-point mode is another one than the log's, and cannot be set.
+    """
 
     exit_code = 10
 

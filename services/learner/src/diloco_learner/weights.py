@@ -17,16 +17,18 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
+from diloco.core.float_mode import exact
 from diloco.core.fragments import Fragment, FragmentMap
 from diloco.errors import SettingsError
-from diloco.member import naming
+from diloco.member import naming, tying
 from diloco.member.naming import Names, Naming
 from diloco.settings.validation import nearest
 from diloco_learner.model import Evaluated
 from diloco_learner.task_api import said_of_files
 
 FLOATS = ("F64", "F32", "F16", "BF16")
-WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+WHOLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+ROWS = 1024  # compared at a time
 
 Files = Mapping[str, Any]  # by tensor the open file that has it
 
@@ -37,11 +39,13 @@ def put(path: Path, model: Evaluated, fragments: FragmentMap, names: Path | None
     ``names``: a file that says tensors' names. Errors begin with the ``setting``.
 
     Raises:
-        SettingsError: it cannot be read, its tensors are not the model's, or hold NaN or infinity.
+        SettingsError: it cannot be read, its tensors are not the model's, or hold NaN or infinity; a folder's configuration
+            says that its head is another one.
     """
     named = _naming(path, model, fragments, names, setting)
     with _opened(path, setting) as files:
         _check(path, files, named, setting)
+        _check_tied(path, files, named, setting)
         for fragment in fragments.fragments:
             model.write(fragment, _values(path, files, fragment, named, setting), None, 0.0)
 
@@ -111,6 +115,36 @@ def _check(path: Path, files: Files, named: Naming, setting: str) -> None:
             )
 
 
+def _check_tied(path: Path, files: Files, named: Naming, setting: str) -> None:
+    """Find out that a folder's head is the one that Hugging Face's libraries would take; without a configuration it is.
+
+    Raises:
+        SettingsError: they would make it up, or put the embedding in its place.
+    """
+    if not (path / CONFIG).exists():
+        return
+    source = f"{setting}{path}: {CONFIG}"
+    config, _ = naming.read_object(path / CONFIG, source)
+    tying.check_head(named, config, source)
+    ignored = tying.heads_to_be_ignored(named, config)
+    if ignored is not None and not _are_equal(files, *ignored):
+        embedding, head = ignored
+        raise SettingsError(
+            f"{source}: {tying.KEY} is true, but the head {head!r} has other values than the embedding {embedding!r}, which "
+            f"Hugging Face's libraries put in its place: set {tying.KEY} to false to begin with both, or take a task whose "
+            "head is its embedding"
+        )
+
+
+def _are_equal(files: Files, first: str, second: str) -> bool:
+    """Return whether two tensors of one shape have the same values; few rows of them are in memory."""
+    one, other = (files[name].get_slice(name) for name in (first, second))
+    rows = one.get_shape()[0]
+    parts = (slice(at, min(at + ROWS, rows)) for at in range(0, rows, ROWS))
+    return all(np.array_equal(one[part], other[part]) for part in parts)
+
+
+@exact
 def _values(path: Path, files: Files, fragment: Fragment, named: Naming, setting: str) -> NDArray[np.float32]:
     """Return a fragment's values, float32 [its size]."""
     vector = np.empty(fragment.size, np.float32)

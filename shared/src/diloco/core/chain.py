@@ -208,6 +208,7 @@ class WrongEntries:
 
     def __init__(self) -> None:
         self.newest: Record | None = None  # the newest that follows the log, and is wrong by itself
+        self.last_version = 0  # of the newest entry that follows that one
         self.vouchers: set[str] = set()  # learners that have folded it to the state which it states, as later entries say
         self._hashes: dict[bytes, None] = {}
 
@@ -216,7 +217,7 @@ class WrongEntries:
 
     def add(self, record: Record, entry_hash: bytes) -> None:
         """Note that an entry is wrong."""
-        self.newest = record
+        self.newest, self.last_version = record, record.version
         self.vouchers.clear()
         self._remember(entry_hash)
 
@@ -224,6 +225,7 @@ class WrongEntries:
         """Return whether an entry is one of these, or follows one; it is one of them then."""
         if record.previous in self:
             self._remember(entry_hash)
+            self.last_version = record.version
             if self.newest is not None:  # owners check that an offer states the hash of its base
                 self.vouchers |= {m.learner for m in record.members if m.base_version >= self.newest.version}
         return entry_hash in self
@@ -231,6 +233,22 @@ class WrongEntries:
     def stand_after(self, chain: Chain) -> Record | None:
         """Return the wrong entry by which a log ends, for as long as nobody has taken the fragment over from its writer."""
         return self.newest if self.newest is not None and self.newest.epoch >= chain.epoch else None
+
+    def unread_after(self, chain: Chain) -> str | None:
+        """Describe what a reader lacks whose log ends by a wrong entry; None: it has all."""
+        wrong = self.stand_after(chain)
+        if wrong is None:
+            return None
+        text = (
+            f"version {wrong.version} folds to another state here than its entry states, so nothing is read beyond version "
+            f"{chain.version}; the log's newest version is {self.last_version}"
+        )
+        if self.vouchers:
+            return (
+                f"{text}, and {', '.join(sorted(self.vouchers))} went on with it: test this machine's memory, and compare its "
+                "libraries"
+            )
+        return f"{text}, until another syncer takes the fragment over from {wrong.syncer} at version {chain.version}"
 
     def _remember(self, entry_hash: bytes) -> None:
         self._hashes[entry_hash] = None

@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 from diloco.core import quantise, ranges
 from diloco.core.chain import Chain
 from diloco.core.compiled import BLOCK
+from diloco.core.float_mode import exact
 from diloco.settings.run import RunSettings
 from diloco.wire.body import Body
 from diloco.wire.entries import Record
@@ -80,6 +81,7 @@ class Reference:
     base: Vector
     offered: Offered | None = None
 
+    @exact
     def __getitem__(self, where: slice) -> Vector:
         """Return a slice of consecutive values, float32 [its length], which must not be written to."""
         if self.offered is None:
@@ -324,6 +326,7 @@ class DeltaValues:
         """Return those of a fragment that begins with ``base``, float32 [size]; ``state``: of state that is merged."""
         return cls(base, settings.codec.error_feedback, state or settings.outer.optimizer == "adamw", error_bits)
 
+    @exact
     def encode(self, snapshot: Vector, bits: Bits) -> Encoded:
         """Quantise the outer gradient of ``snapshot``, float32 [size], which is overwritten.
 

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diloco.core import quantise
+from diloco.core.float_mode import exact
 from diloco.core.fold import Replica
 from diloco.core.outer import Average, norm
 from diloco.core.round import Held
@@ -41,6 +42,7 @@ def norm_of(body: NDArray[np.uint8], size: int, bits: int) -> float:
     return norm(quantise.dequantise(body, size, bits))
 
 
+@exact
 def usual(replica: Replica) -> float:
     """Return the norm that a merge of a fragment usually has; 0: it has moved nowhere, and that says nothing."""
     moved, own = replica.optimizer.moved(replica.momentum), norm(replica.theta)

@@ -4,6 +4,7 @@ Only addition, multiplication, division, square roots and rounding half to even 
 in an order that the text of a loop fixes: numba compiles without fast-math and LLVM then neither reorders floating-point sums
 nor contracts a product and a sum into one operation (``tests/shared/test_kernels.py`` looks at the machine code). Sums over
 quantised codes are integer sums, which any order of additions leaves alike; sums over floats go to ``LANES`` accumulators.
+A kernel that computes with floats sets the processor's mode that this is true in (:mod:`diloco.core.float_mode`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from typing import Any
 
 import numpy as np
 from numba import config, njit, types
+from numba.core.registry import CPUDispatcher
 
+from diloco.core import float_mode
 from diloco.core.compiled import BLOCK
 from diloco.settings import folders
 
@@ -47,6 +50,25 @@ def _kernel(signature: Any) -> Callable[[Callable[..., Any]], Any]:
     return compile_kernel
 
 
+class _ExactKernel(CPUDispatcher):  # type: ignore[misc] # numba has no types
+    """A kernel that computes in the standard floating-point mode when Python calls it; other kernels call its machine code."""
+
+    def __call__(self, *args: Any) -> Any:
+        call = super().__call__
+        return call(*args) if float_mode.is_standard() else float_mode.in_standard_mode(call, *args)
+
+
+def _exact_kernel(signature: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Compile a function that computes with floats, as :func:`_kernel` compiles others."""
+
+    def compile_kernel(function: Callable[..., Any]) -> Any:
+        kernel = _kernel(signature)(function)
+        kernel.__class__ = _ExactKernel
+        return kernel
+
+    return compile_kernel
+
+
 @_kernel("float32(float32[::1])")
 def absmax(values):
     """Return the largest magnitude; NaN and infinity give infinity."""
@@ -76,7 +98,7 @@ def _code(codes, at, j):
     return np.int32(nibble) - np.int32(8)
 
 
-@_kernel("boolean(float32[::1], uint16[::1], uint8[::1], boolean)")
+@_exact_kernel("boolean(float32[::1], uint16[::1], uint8[::1], boolean)")
 def encode4(values, scales, codes, keep_error):
     """Encode int4: per block the scale absmax/7 as bfloat16, and two codes q + 8 a byte (element j low, element j + 32 high).
 
@@ -130,7 +152,7 @@ def encode4(values, scales, codes, keep_error):
     return most < np.uint32(0x7F800000)
 
 
-@_kernel("void(uint16[::1], uint8[::1], float32[::1], int64)")
+@_exact_kernel("void(uint16[::1], uint8[::1], float32[::1], int64)")
 def decode4(scales, codes, out, first_block):
     """Decode int4 to float32, from ``first_block`` on; ``out`` begins at that block."""
     n = U(out.size)
@@ -199,7 +221,7 @@ def _scale2(block, count, sums, squares):
     return np.float32(scale64)
 
 
-@_kernel("boolean(float32[::1], uint16[::1], uint8[::1], boolean)")
+@_exact_kernel("boolean(float32[::1], uint16[::1], uint8[::1], boolean)")
 def encode2(values, scales, codes, keep_error):
     """Encode in 2 bits: per block a bfloat16 scale, and a code of -7, -2, 2 or 7 times it as 0 to 3, four codes a byte.
 
@@ -286,7 +308,7 @@ def zstd_blocks_end(piece, at):
     return at
 
 
-@_kernel("void(float32[::1], float32[::1], int8[::1], boolean)")
+@_exact_kernel("void(float32[::1], float32[::1], int8[::1], boolean)")
 def encode8(values, scales, codes, keep_error):
     """Encode int8: per block the scale absmax/127 as float32, and a code a byte. ``keep_error`` as in :func:`encode4`."""
     n = U(values.size)
@@ -313,7 +335,7 @@ def encode8(values, scales, codes, keep_error):
             codes[start + j] = np.int8(0)
 
 
-@_kernel("void(float32[::1], int8[::1], float32[::1], int64)")
+@_exact_kernel("void(float32[::1], int8[::1], float32[::1], int64)")
 def decode8(scales, codes, out, first_block):
     """Decode int8 to float32, from ``first_block`` on; ``out`` begins at that block."""
     n = U(out.size)
@@ -324,7 +346,7 @@ def decode8(scales, codes, out, first_block):
             out[start + j] = np.float32(codes[at + j]) * scale
 
 
-@_kernel("void(float32[::1], uint16[::1], boolean)")
+@_exact_kernel("void(float32[::1], uint16[::1], boolean)")
 def encode16(values, codes, keep_error):
     """Encode float32 as bfloat16, half to even; a value that would round to infinity becomes the largest finite one.
 
@@ -350,7 +372,7 @@ def decode16(codes, out):
         out[i] = np.uint32(codes[i]) << np.uint32(16)
 
 
-@_kernel("void(uint16[::1], uint8[::1], int64[::1], float64[::1])")
+@_exact_kernel("void(uint16[::1], uint8[::1], int64[::1], float64[::1])")
 def squares4(scales, codes, segments, out):
     """Compute the squared norm of each segment of an int4 body: integer sums of squared codes, times squared scales."""
     word = np.empty(1, np.uint32)
@@ -378,7 +400,7 @@ def squares4(scales, codes, segments, out):
         out[s] = total
 
 
-@_kernel("void(uint16[::1], uint8[::1], int64[::1], float32[::1], float32[::1])")
+@_exact_kernel("void(uint16[::1], uint8[::1], int64[::1], float32[::1], float32[::1])")
 def add4(scales, codes, segments, factors, out):
     """Compute ``out += factor * value`` with one factor a segment, from an int4 body."""
     word = np.empty(1, np.uint32)
@@ -401,7 +423,7 @@ def add4(scales, codes, segments, factors, out):
             b += U(1)
 
 
-@_kernel("void(float32[::1], int64[::1], float64[::1])")
+@_exact_kernel("void(float32[::1], int64[::1], float64[::1])")
 def squares32(values, segments, out):
     """Compute the squared norm of each segment in float64, in ``LANES`` lanes that are then added from first to last."""
     lanes = np.empty(LANES, np.float64)
@@ -429,7 +451,7 @@ def squares32(values, segments, out):
         out[s] = total
 
 
-@_kernel("void(float32[::1], int64[::1], float32[::1], float32[::1])")
+@_exact_kernel("void(float32[::1], int64[::1], float32[::1], float32[::1])")
 def add32(values, segments, factors, out):
     """Compute ``out += factor * values`` with one factor a segment."""
     for s in range(U(factors.size)):
@@ -438,7 +460,7 @@ def add32(values, segments, factors, out):
             out[i] += values[i] * factor
 
 
-@_kernel("void(float32[::1], int64[::1], float32[::1])")
+@_exact_kernel("void(float32[::1], int64[::1], float32[::1])")
 def scale32(values, segments, factors):
     """Compute ``values *= factor`` with one factor a segment."""
     for s in range(U(factors.size)):
@@ -447,7 +469,7 @@ def scale32(values, segments, factors):
             values[i] *= factor
 
 
-@_kernel("void(float32[::1], float32[::1], float32[::1], float32, float32)")
+@_exact_kernel("void(float32[::1], float32[::1], float32[::1], float32, float32)")
 def nesterov(theta, momentum, delta, learning_rate, mu):
     """Compute ``momentum = mu * momentum + delta``, ``theta -= learning_rate * (delta + mu * momentum)``, in place."""
     for i in range(U(theta.size)):
@@ -456,7 +478,7 @@ def nesterov(theta, momentum, delta, learning_rate, mu):
         theta[i] = theta[i] - learning_rate * (delta[i] + mu * buffer)
 
 
-@_kernel(
+@_exact_kernel(
     "void(float32[::1], float32[::1], float32[::1], float32[::1], float32, float32[::1], float32[::1], float32[::1], float32, "
     "float32)"
 )

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from diloco.core import quantise
 from diloco.core.compiled import kernels
+from diloco.core.float_mode import exact
 from diloco.core.fragments import Fragment
 from diloco.settings.run import MergeSettings
 
@@ -62,6 +63,7 @@ class Accumulator:
             return cls(fragment.size, segments, "average")
         return cls(fragment.size, segments, "rda", fragment.averaged(choice.granularity))
 
+    @exact
     def add(self, body: NDArray[np.uint8], bits: int, weight: float) -> None:
         """Add an outer gradient from its quantised body, uint8 [bytes], which is kept until :meth:`result`."""
         if weight <= 0:
@@ -75,6 +77,7 @@ class Accumulator:
             kernels.squares4(scales, codes, self.segments, squares)
         self._bodies.append((scales, codes, self._factors(squares, weight)))
 
+    @exact
     def add_values(self, values: Vector, weight: float) -> None:
         """Add an outer gradient, float32 [size]."""
         if weight <= 0:
@@ -84,6 +87,7 @@ class Accumulator:
             kernels.squares32(values, self.segments, squares)
         kernels.add32(values, self.segments, self._factors(squares, weight), self._collect(scaled=False))
 
+    @exact
     def combine(self, other: Accumulator) -> None:
         """Add the contents of another accumulator of the same segments and method."""
         total = self._collect(scaled=False)
@@ -91,6 +95,7 @@ class Accumulator:
         self.weight += other.weight
         self.norms += other.norms
 
+    @exact
     def result(self) -> Vector:
         """Return the merged outer gradient, float32 [size]; zeros if nothing had weight. The accumulator is used up."""
         return self._collect(scaled=self.weight > 0)

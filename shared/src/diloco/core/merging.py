@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from diloco.core import codec, excess, outer, quantise
 from diloco.core.chain import Chain
 from diloco.core.compiled import kernels
+from diloco.core.float_mode import exact
 from diloco.core.fold import Replica
 from diloco.core.fragments import Fragment
 from diloco.core.merge import Accumulator
@@ -31,6 +32,7 @@ H = TypeVar("H", bound=Held)
 ANY_NAME = 48 * "x"  # as long as a name may be
 
 
+@exact
 def accumulate(
     fragment: Fragment, settings: RunSettings, held: Sequence[Held], theta_at: Callable[[int], Vector | None], theta: Vector
 ) -> Accumulator:
@@ -56,6 +58,7 @@ def accumulate(
     return merge
 
 
+@exact
 def merged(
     fragment: Fragment, settings: RunSettings, held: Sequence[Held], theta_at: Callable[[int], Vector | None], theta: Vector
 ) -> Vector:
@@ -68,6 +71,7 @@ def merged(
     return np.subtract(theta, delta, out=delta) if fragment.state else delta
 
 
+@exact
 def sound(
     fragment: Fragment,
     settings: RunSettings,
@@ -99,6 +103,7 @@ def sound(
     return within(together, merge.held, fragment.size, excess.usual(replica), live, settings, what)
 
 
+@exact
 def within(
     together: Callable[[Sequence[H]], Vector],
     held: Sequence[H],
@@ -174,6 +179,7 @@ def _list(names: Sequence[str]) -> str:
     return ", ".join(names[:8]) + (f" and {len(names) - 8} others" if len(names) > 8 else "")
 
 
+@exact
 def encode(delta: Vector, residual: Vector, settings: RunSettings, bits: Bits) -> NDArray[np.uint8]:
     """Return the content of a record for the merged outer gradient ``delta``, float32 [size], as uint8 [bytes].
 
@@ -199,6 +205,7 @@ def outer_rates(replica: Replica, settings: RunSettings) -> tuple[float, float]:
     return settings.outer.learning_rate, settings.outer.momentum
 
 
+@exact
 def make_version(
     replica: Replica,
     residual: Vector,

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from diloco.core import quantise
 from diloco.core.compiled import kernels
+from diloco.core.float_mode import exact
 from diloco.core.fragments import Fragment
 from diloco.settings.run import RunSettings
 
@@ -57,6 +58,7 @@ class Nesterov:
         """Return the norm of the momentum, float32 [size]."""
         return norm(momentum)
 
+    @exact
     def at(self, version: int, learning_rate: float, momentum: float) -> Step:
         rate, mu = np.float32(learning_rate), np.float32(momentum)
 
@@ -90,6 +92,7 @@ class AdamW:
             decays.append((piece.offset + piece.size, decay))
         return cls(settings.inner.beta2, tuple(decays))
 
+    @exact
     def at(self, version: int, learning_rate: float, momentum: float) -> Step:
         betas = momentum, self.beta2
         kept = np.array(betas, np.float32)
@@ -166,6 +169,7 @@ def folded_hash(theta: Vector, momentum: Vector, body: NDArray[np.uint8], bits: 
     return _stepped(theta.size, lambda start, stop: [vector[start:stop].copy() for vector in vectors], body, bits, step)
 
 
+@exact
 def _stepped(size: int, slices: Callable[[int, int], list[Vector]], body: NDArray[np.uint8], bits: int, step: Step) -> bytes:
     """Take the outer step on slices of theta and moments, one after another; return the state hash of the results."""
     hashes: list[blake3] = []

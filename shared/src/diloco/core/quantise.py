@@ -40,6 +40,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diloco.core.compiled import BLOCK, kernels
+from diloco.core.float_mode import exact
 from diloco.errors import FormatError, NonFiniteError
 
 Vector = NDArray[np.float32]
@@ -111,6 +112,7 @@ def dequantise(body: Raw, n: int, bits: int, out: Vector | None = None, *, start
     return values
 
 
+@exact
 def validate(body: Raw, n: int, bits: int) -> None:
     """Refuse a body, uint8 [bytes], that no encoder writes; all other functions trust bodies.
 

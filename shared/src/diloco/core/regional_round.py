@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from diloco.core import merging, quantise
 from diloco.core.chain import Chain
+from diloco.core.float_mode import exact
 from diloco.core.fragments import Fragment
 from diloco.core.pace import Average, grace_s
 from diloco.core.roster import Roster
@@ -178,6 +179,7 @@ class RegionalRound:
             return None
         return max(0.0, self.since_s + self._grace_s(now_s) - now_s)
 
+    @exact
     def combine(self, held: Sequence[HeldOffer], residual: Vector | None) -> tuple[NDArray[np.uint8], Vector | None]:
         """Return the content of a regional offer, uint8 [bytes], and its residual, float32 [size]; None without error feedback.
 

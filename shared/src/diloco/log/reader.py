@@ -205,18 +205,22 @@ class Reader:
             if loaded is None and await self.begins_with(fragment, genesis_check):
                 loaded, oldest = await self.load_first(fragment, genesis, genesis_check, residual=False), 0
         end = await self.end_sequence(fragment)
-        replica = loaded.replica if loaded else None
+        replica, wrong = loaded.replica if loaded else None, WrongEntries()
         if replica is not None and replica.chain.version < version:
             try:
-                async for _ in self.entries.fold_missed(replica, end, pass_over, WrongEntries(), judge=True):
+                async for _ in self.entries.fold_missed(replica, end, pass_over, wrong, judge=True):
                     if replica.chain.version == version:
                         break
             except (FormatError, HashError) as error:
                 raise RunError(f"run {self.stream.subjects.run!r}: {error}") from None
         if replica is None or replica.chain.version != version:
+            about = f"run {self.stream.subjects.run!r}, fragment {fragment}: version {version}"
+            unread = None if replica is None else wrong.unread_after(replica.chain)
+            if unread is not None:
+                raise RunError(f"{about} cannot be read: {unread}")
             has = f"which has those from {oldest} to the newest; how far back it goes is set by log.keep_keyframes and "
             has = f"{has}log.keep_bytes" if replica is None else f"whose newest version is {replica.chain.version}"
-            raise RunError(f"run {self.stream.subjects.run!r}, fragment {fragment}: version {version} is not in the log, {has}")
+            raise RunError(f"{about} is not in the log, {has}")
         return replica
 
     async def keyframes(self, fragment: int, refuse: Refuse) -> AsyncIterator[Loaded]:

@@ -100,6 +100,8 @@ class Naming:
             raise SettingsError(f"{names.at(unknown)}: the model has no tensor {unknown!r}{nearest(unknown, paths)}")
         self._names, self._places = names, {tensor.path: _places(tensor, names) for tensor in tensors}
         self.shapes: dict[str, tuple[int, ...]] = {}  # of each of their tensors, by name
+        embeddings = {tensor.path for tensor in tensors if tensor.embedding}
+        self.embeddings = {place.name for path in embeddings for place in self._places[path]}  # by their names
         self._of: dict[str, str] = {"__metadata__": "the file's own table"}  # by their name the path that it is of
         for path, place in ((path, place) for path, places in self._places.items() for place in places):
             if place.name in self._of:
