@@ -100,7 +100,7 @@ def test_a_learner_is_granted_work_and_more_of_it_without_new_keys(command: Comm
         return grant.batch_tokens, grant.min_step_s
 
     assert identity.load(syncer).grant is None
-    assert (granted(us), granted(eu)) == ((None, None), (4096, 0.05))
+    assert (granted(us), granted(eu)) == ((65_536, 0.01), (4096, 0.05))  # by default, and as given
     before, servers = identity.load(eu), [path.read_bytes() for path in sorted(tmp_path.glob("k/servers/*/*"))]
     ended = command("grant", "k", "learner-eu-0", "--batch-tokens", "8192")
     assert "learner-eu-0: 8192 tokens a step, steps of 0.05 s or longer" in ended.out

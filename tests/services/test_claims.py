@@ -50,6 +50,7 @@ STEP, MIN_STEP_S = SAMPLES, 0.05
 PROCESSED, FURTHEST = 2 * BUDGET + STEP, (2 * BUDGET + 1024) // SAMPLES
 
 IMPOSSIBLE: dict[str, dict[str, Any]] = {
+    "row 3: the budget, lost": {"lost_tokens": BUDGET},
     "row 3: lost tokens that no total can hold": {"lost_tokens": 2**62},
     "row 3: more tokens lost than a learner processes": {"lost_tokens": PROCESSED - SAMPLES + 1},
     "row 3: more tokens than steps can have, and lost": {"steps": 20, "tokens": PROCESSED, "lost_tokens": 1},

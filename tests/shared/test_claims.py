@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.made.learner_claims import BUILT_IN_BOUNDS, ann, chain_with, impossible
+from tests.made.learner_claims import BATCH, BUILT_IN_BOUNDS, ann, chain_with, impossible
 from tests.made.rounds import offer
 from tests.made.run_settings import CLAIMS, settings_of
 
@@ -17,6 +19,7 @@ from diloco.core.fragments import TensorSpec, build_map
 from diloco.errors import ClaimError
 from diloco.wire.body import Body
 from diloco.wire.entries import Cursor, Keyframe
+from diloco.wire.grants import Grant
 from diloco.wire.offers import Answer
 
 
@@ -76,6 +79,16 @@ def test_a_learner_processes_the_budget_twice_and_a_step_at_most() -> None:
     assert "tokens merged, lost and held: 2016385, at most 2016384" in impossible(settings, chain, lost_tokens=1_367_233)
     assert "at most 2016384" in impossible(settings, chain, lost_tokens=2**62)
     assert "at most 2016384" in impossible(settings, None, lost_tokens=2**62)  # a region that does not know the log yet
+
+
+def test_lost_tokens_too_fit_into_the_time_since_genesis() -> None:
+    """40 s, and 60 s by which clocks may differ, have 2,000 steps of 50 ms, of 4,096 tokens each: 8,192,000 tokens."""
+    settings, chain = settings_of(CLAIMS, tokens=10**9), chain_with(ann(600_000, 1000))
+    granted: dict[str, Any] = {"grant": Grant("run", "ann", "U" + "A" * 55, 4096, 0.05), "elapsed_s": 40.0}
+    held: dict[str, Any] = {"steps": 24, "tokens": 24 * BATCH}  # 49,152
+    assert impossible(settings, chain, lost_tokens=7_542_848, **held, **granted) == ""
+    reason = impossible(settings, chain, lost_tokens=7_542_849, **held, **granted)
+    assert "tokens since genesis, merged and lost ones included: 8192001, at most 8192000" in reason
 
 
 def test_totals_of_all_learners_fit_into_their_field() -> None:

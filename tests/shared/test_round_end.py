@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 from tests.made.heartbeats import learner_heartbeat
 from tests.made.rounds import STEPS, commit, hold, is_used_up, log_of, names, offer, open_at, round_of
 from tests.made.run_settings import ROUNDS, settings_of
 
+from diloco.core import budget
+from diloco.core.accounts import Accounts
 from diloco.core.roster import Roster
 from diloco.core.round import Round
 
@@ -36,6 +39,29 @@ def test_a_sum_of_the_largest_counts_fits_into_an_announcement() -> None:
 def test_tokens_that_learners_lost_count_as_the_log_states_them() -> None:
     assert is_used_up(Roster(settings_of(ROUNDS, tokens=100)), log_of(60, lost=40), 0)
     assert not is_used_up(Roster(settings_of(ROUNDS, tokens=100)), log_of(60, lost=39), 0)
+
+
+def test_what_one_learner_has_lost_beyond_its_merged_tokens_ends_no_run() -> None:
+    """Of a budget of 1,000 tokens 100 are merged; eve claims to have lost all of it."""
+    settings, chain = settings_of(ROUNDS, tokens=1000), log_of(100, lost=1010, ann=(1, 60), bob=(1, 30), eve=(1, 10))
+    for name, lost in (("eve", 1000), ("bob", 10)):
+        chain.cursors[name] = msgspec.structs.replace(chain.cursors[name], lost_tokens=lost)
+    assert budget.uncounted(chain) == ("eve", 990)
+    assert budget.accounted(chain) == 100 + 10 + 10
+    assert not is_used_up(Roster(settings), chain, 0)
+    chain.cursors["ann"] = msgspec.structs.replace(chain.cursors["ann"], lost_tokens=160)  # 100 more than it has merged
+    chain.tokens_lost += 160
+    assert budget.accounted(chain) == 100 + 10 + 10 + 160, "only the one of which it is most does not count"
+
+
+def test_a_learner_stops_by_the_tokens_that_count() -> None:
+    accounts = Accounts(tokens=1000)
+    accounts.note_version(120, 990)
+    assert accounts.processed() == 120
+    accounts.tokens += 7
+    assert accounts.processed() == 127
+    accounts.note_version(300, 0)
+    assert accounts.processed() == 1007, "its own tokens count where nothing of them is uncounted"
 
 
 def test_the_budget_is_used_up_when_all_who_live_have_stopped_and_the_log_is_near_to_it() -> None:

@@ -35,7 +35,7 @@ def test_no_schedule_forks_a_log_or_hangs(seeds: range) -> None:
     happens(total, (*faults, "state restored", "keyframe", "takeover", "purge"), seeds)
 
 
-@in_blocks(30, 5)
+@in_blocks(30, 10)
 def test_precision_follows_the_links_whatever_goes_wrong(seeds: range) -> None:
     total: Counter[str] = Counter()
     failed = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated
@@ -26,8 +27,11 @@ keys = typer.Typer(no_args_is_help=True, help="Who may take part in a run: certi
 
 Where = Annotated[Path, typer.Argument(metavar="DIR", help="The operator's folder of the run's keys.")]
 Named = Annotated[str, typer.Argument(metavar="NAME", help="The server's, or the process's: as in its settings.")]
-BatchTokens = Annotated[int | None, typer.Option(help="A learner: tokens of its steps, at most; else by the run's settings.")]
-MinStepS = Annotated[float | None, typer.Option("--min-step-s", help="A learner: seconds that its fastest step takes.")]
+# a grant bounds what its learner can claim at once, so the default is one for small models; `diloco keys grant` gives more
+BATCH_TOKENS = 65_536
+MIN_STEP_S = 0.01  # a step of a small model on a fast processor
+BatchTokens = Annotated[int | None, typer.Option(help="A learner: tokens of one step, at most. Default: 65536.")]
+MinStepS = Annotated[float | None, typer.Option("--min-step-s", help="A learner: seconds of its fastest step. Default: 0.01.")]
 Processes = Annotated[int | None, typer.Option(help="A learner: its processes, one a host, that share these keys.")]
 Days = Annotated[int, typer.Option(help="How long they are good for.")]
 
@@ -86,8 +90,18 @@ def add(
     elif kind == "server":
         _add_server(opened, name, host or [], serves or [], expires)
     else:
-        granted = {"batch_tokens": batch_tokens, "min_step_s": min_step_s}
+        granted = _grant_given(batch_tokens, min_step_s) if kind == "learner" else {}
         _add_identity(opened, name, kind, region, founder, expires, granted | {"processes": processes})
+
+
+def _grant_given(batch_tokens: int | None, min_step_s: float | None) -> dict[str, float | None]:
+    """Return a learner's grant: as given, else as asked for at a terminal, else the default."""
+    asks = sys.stdin.isatty() and sys.stdout.isatty()
+    if batch_tokens is None:
+        batch_tokens = typer.prompt("tokens of one of its steps, at most", BATCH_TOKENS, type=int) if asks else BATCH_TOKENS
+    if min_step_s is None:
+        min_step_s = typer.prompt("seconds that its fastest step takes", MIN_STEP_S, type=float) if asks else MIN_STEP_S
+    return {"batch_tokens": batch_tokens, "min_step_s": min_step_s}
 
 
 def _add_page(opened: Folder, name: str, hosts: list[str], expires: datetime) -> None:
@@ -124,6 +138,8 @@ def _add_identity(
     values = {"name": name, "role": role, "region": region, "founder": founder, "expires": expires}
     entry = opened.put_identity(parse(IdentityEntry, nothing | values | granted, "diloco keys add"))
     print(f"{role} {name}: good until {entry.expires:%Y-%m-%d}; it gets {opened.identity_file(name)}")
+    if role == "learner":
+        print(f"granted: {_grant_of(entry)}; more with: diloco keys grant {opened.path} {name} --batch-tokens N --min-step-s S")
     _say_reload(opened, [entry])
 
 

@@ -14,8 +14,20 @@ IN_REACH = 2 * UNMERGED  # and those of all learners, the dead too, up to so man
 
 
 def accounted(chain: Chain) -> int:
-    """Return the tokens of all learners that the log has, merged or lost."""
-    return chain.tokens_merged + chain.tokens_lost
+    """Return the tokens of all learners that count towards the budget: those that the log has, merged or lost.
+
+    No merge bears lost tokens out. So what one learner has lost beyond what was merged of it does not count, for the learner
+    of which that is most: no single member ends a run by a claim. An honest learner of which that is so was cut off for long.
+    Then the run goes on for as many tokens more.
+    """
+    return chain.tokens_merged + chain.tokens_lost - uncounted(chain)[1]
+
+
+def uncounted(chain: Chain) -> tuple[str, int]:
+    """Return the learner that has lost most tokens beyond its merged ones, and how many those are; 0: there is none."""
+    beyond = ((max(0, cursor.lost_tokens - cursor.tokens), name) for name, cursor in chain.cursors.items())
+    tokens, name = max(beyond, default=(0, ""))
+    return name, tokens
 
 
 def unmerged(cursor: Cursor) -> int:

@@ -105,6 +105,11 @@ def judge(
         ("tokens in its steps", claim.tokens, claim.steps * step_tokens(bounds, grant)),
         ("steps since genesis, merged ones included", steps + claim.steps, most_steps(elapsed_s, grant)),
         ("tokens merged, lost and held", merged + claim.tokens + claim.lost_tokens, processed_tokens(settings, bounds, grant)),
+        (
+            "tokens since genesis, merged and lost ones included",
+            merged + claim.tokens + claim.lost_tokens,
+            most_steps(elapsed_s, grant) * step_tokens(bounds, grant),
+        ),
         ("batches in its steps", held, claim.steps),
         ("the end of its batches", end, min(furthest_batch(settings, bounds, last), begins + most_steps(elapsed_s))),
         ("a share of the data", share, settings.learners + MAX_MEMBERS - 1),
