@@ -146,7 +146,7 @@ class Accounts:
         come before the announcement that says as much: learners that wait for it must not take a step more by chance.
         """
         noted = (stated + self.tokens - own for stated, own in (self.announced, self.schedule) if stated)
-        return max(self.tokens - self.uncounted, *noted)
+        return max([self.tokens - self.uncounted, *noted])
 
     def moment(self, budget: int) -> Moment:
         """Return what the learning rate goes by: the tokens that the newest applied version states and own ones since."""
