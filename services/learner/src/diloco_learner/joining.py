@@ -13,6 +13,7 @@ for the device either where the parameters are JAX arrays.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import re
 import sys
@@ -75,6 +76,9 @@ class Parameters(Carried, Protocol):
             SettingsError: an array is missing, new, of another shape or type, or shares memory with another one.
         """
 
+    def sample(self) -> Any:
+        """Return a number that is finite if the values of the smallest array are, which may be on its way from a device."""
+
 
 def parameters_of(params: Any) -> Parameters:
     """Return the parameters that a loop hands over, of whichever framework; the other one is not imported.
@@ -131,6 +135,7 @@ class JoinedRun:
         self._joined = False  # whether it is entered
         self._batch: Batch | None = None
         self._loss: Any = None
+        self._sample: Any = None  # of the parameters' values, after a step without a loss
         self._returned_s, self._blocked_s = 0.0, 0.0
 
     @property
@@ -237,23 +242,25 @@ class JoinedRun:
             SettingsError: they are of another model, or the loss is no single number.
             RunError: the run is not joined.
             EjectedError: an operator has ejected this learner.
-            DilocoError: the losses of ten steps in a row are not finite, or, of a loop that gives none, the values to be
-                offered; or the run cannot go on here; the message says why.
+            DilocoError: the losses of ten steps in a row are not finite, or, of a loop that gives none, its parameters; or the
+                run cannot go on here; the message says why.
         """
         called_s = time.perf_counter()
         self._check_joined()
         _check_loss(loss)
         share, index = self._take_batch()
         self._parameters.take(params)
-        done = StepDone(self.tokens, share, index, _number(self._loss), called_s - self._returned_s, self._blocked_s)
+        known = _number(self._loss), _is_finite(self._sample)
+        done = StepDone(self.tokens, share, index, known[0], called_s - self._returned_s, self._blocked_s, finite=known[1])
         # of PyTorch without what it was computed from, which would be kept for a step
         self._loss = loss.detach() if hasattr(loss, "detach") else loss
+        self._sample = self._parameters.sample() if loss is None else None
         self._pass(done)
         if self._member.is_stuck:
             raise DilocoError(
-                f"run {self.settings.run!r}: the losses of the newest {STUCK_STEPS} steps or more, or their values to be "
-                "offered, are NaN or infinite: look at the data, or begin again, from the run's model, with a fresh optimizer "
-                "and a lower learning rate"
+                f"run {self.settings.run!r}: the losses of the newest {STUCK_STEPS} steps or more, or their parameters, are "
+                "NaN or infinite: look at the data, or begin again, from the run's model, with a fresh optimizer and a lower "
+                "learning rate"
             )
         self._returned_s = time.perf_counter()
         self._blocked_s = self._returned_s - called_s
@@ -395,6 +402,10 @@ def _check_loss(loss: Any) -> None:
         return
     came = f"a {type(loss).__name__}" if shape is None else f"an array of shape {tuple(shape)}"
     raise SettingsError(f"step: loss is {came}, expected one number, the mean loss of the batch")
+
+
+def _is_finite(sample: Any) -> bool | None:
+    return None if sample is None else math.isfinite(float(sample))
 
 
 def _number(loss: Any) -> float | None:

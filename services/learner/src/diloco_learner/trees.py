@@ -92,6 +92,10 @@ class Tree:
             self._check_apart(leaves)
         self._leaves = leaves
 
+    def sample(self) -> Any:
+        """Return the sum of the smallest array; it is NaN once a model is: the loss's gradients carry NaN to all arrays."""
+        return min(self._leaves, key=lambda leaf: leaf.size).sum()
+
     def snapshot(self, fragment: Fragment) -> Reading:
         """Queue a copy of a fragment's values."""
         return Reading(fragment, tuple(read_rows(self._stored(self._index[piece.path]), piece) for piece in fragment.pieces))

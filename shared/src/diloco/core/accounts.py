@@ -37,6 +37,7 @@ class StepDone:
     steps: int = 1
     data_s: float = 0.0
     metrics: Mapping[str, float] = field(default_factory=dict)
+    finite: bool | None = None  # of a step that has no loss: whether the values that it led to are; None: nobody looked
 
 
 class Traffic(NamedTuple):
@@ -71,9 +72,7 @@ class Accounts:
     loss: float | None = None  # the newest that is finite
     metrics: Mapping[str, float] = field(default_factory=dict)  # the task's own, of the same step
     evaluation_failure: str | None = None  # an evaluator's: of the newest evaluation
-    steps_in_vain: int = 0  # the newest ones, one after the other, whose loss was not finite
-    invalid_since: int | None = None  # the step since which no values to be offered were finite, nor a loss; None: some are
-    invalid_steps: int = 0  # from then to the newest such values
+    steps_in_vain: int = 0  # the newest ones, one after the other, whose loss, or values, were not finite
     warming: int | None = None  # steps taken with an optimizer state that began fresh in a run under way
     schedule: tuple[int, int] = (0, 0)  # tokens of all learners as the newest applied version states, own tokens then
     announced: tuple[int, int] = (0, 0)  # tokens of all learners as last announced, own tokens then
@@ -101,26 +100,18 @@ class Accounts:
         if done.loss is not None and math.isfinite(done.loss):
             self.loss, self.metrics = done.loss, done.metrics
             self.steps_in_vain = 0
-            self.note_values(finite=True)
-        elif done.loss is not None:
+        elif done.loss is not None or done.finite is False:
             self.done.not_finite += 1
             self.steps_in_vain += done.steps
+        elif done.finite:
+            self.steps_in_vain = 0
         if done.busy_s:
             self.step_average.add((done.busy_s + done.blocked_s + done.data_s) / done.steps)
-
-    def note_values(self, *, finite: bool) -> None:
-        """Take in whether values that were read to be offered are finite: all that is known of steps that have no loss."""
-        if finite:
-            self.invalid_since, self.invalid_steps = None, 0
-        elif self.invalid_since is None:
-            self.invalid_since = self.step
-        else:
-            self.invalid_steps = self.step - self.invalid_since
 
     @property
     def is_stuck(self) -> bool:
         """Whether the newest steps were in vain, so many that it is no matter of a bad batch."""
-        return max(self.steps_in_vain, self.invalid_steps) >= STUCK_STEPS
+        return self.steps_in_vain >= STUCK_STEPS
 
     @property
     def failure(self) -> str | None:

@@ -219,12 +219,10 @@ class Learner:
 
     def encoded(self, answer: Answer, encoded: Encoded | None = None) -> PendingDelta:
         """Count an offer that was quantised (None: there are no arrays); it is sent next."""
-        self.accounts.note_values(finite=True)
         return self.fragments[answer.fragment].encoded(answer, encoded)
 
     def not_finite(self, index: int) -> None:
         """Give up an offer whose values are not finite; the next boundary begins again from the global model."""
-        self.accounts.note_values(finite=False)
         self.fragments[index].happen(Event.NOT_FINITE)
 
     def sent(self, index: int, sequence: int) -> None:

@@ -329,7 +329,7 @@ class Member:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether none of the newest ten steps has a finite loss, or, without losses, values that can be offered."""
+        """Whether none of the newest ten steps has a finite loss, or, without losses, finite values."""
         with self._shared.lock:
             return self.learner.accounts.is_stuck
 

@@ -89,6 +89,10 @@ class TorchParameters:
             self._state = self._state.moved(_views(found.state)) if found.whole else self._state
         self.tree = params
 
+    def sample(self) -> torch.Tensor:
+        """Return the sum of the smallest tensor; it is NaN once a model is: the loss's gradients carry NaN to all tensors."""
+        return min(self._rows.views.values(), key=torch.Tensor.numel).sum()
+
     def snapshot(self, fragment: Fragment) -> Copy:
         """Queue a copy of a fragment's values."""
         return Copy(self._rows_of(fragment).read(fragment))
