@@ -404,9 +404,7 @@ def test_one_rank_of_two_is_refused_and_the_other_goes_on() -> None:
 
 
 def test_a_tensor_that_is_spread_over_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Spread(torch.Tensor):
-        """Stands for torch's DTensor, which needs a process group."""
-
-    monkeypatch.setitem(sys.modules, "torch.distributed.tensor", types.SimpleNamespace(DTensor=Spread))
+    spread = type("Spread", (torch.Tensor,), {})  # stands for torch's DTensor, which needs a process group
+    monkeypatch.setitem(sys.modules, "torch.distributed.tensor", types.SimpleNamespace(DTensor=spread))
     with pytest.raises(SettingsError, match="parameter 'a' is a DTensor, which is spread over processes: join with the whole"):
-        TorchParameters({"a": torch.zeros(3).as_subclass(Spread)})
+        TorchParameters({"a": torch.zeros(3).as_subclass(spread)})
