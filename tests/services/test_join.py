@@ -332,6 +332,7 @@ JAX = jnp.zeros((64, 3))
         ({"a": NUMPY, "b": NUMPY}, "parameters 'a' and 'b' are one array, which is given away at each step"),
         ({"a": NUMPY, "b": NUMPY[:32]}, "parameters 'a' and 'b' share memory, so that a version of one would overwrite"),
         ({"a": JAX, "b": JAX}, "parameters 'a' and 'b' are one array, which is given away at each step"),
+        ({"a": JAX, "b": jax.device_put(JAX, JAX.device)}, "parameters 'a' and 'b' are one array"),  # two names of one buffer
         ({"a": {"b": NUMPY}, "a/b": NUMPY.copy()}, "two parameters are both 'a/b' in the run's log"),
     ],
 )

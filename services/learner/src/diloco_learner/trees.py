@@ -44,7 +44,7 @@ class Tree:
         self._arrangements: list[Arrangement | None] = [None] * len(self._leaves)
         if not self._leaves:
             raise SettingsError("join: params have no arrays: hand over the model's parameters, a pytree of float32 arrays")
-        self._check_apart(self._leaves)
+        self._check_apart(self._leaves, [_buffer(leaf) for leaf in self._leaves])
 
     @property
     def tree(self) -> Any:
@@ -89,7 +89,7 @@ class Tree:
                 )
             leaves.append(checked)
         if not all(map(operator.is_, leaves, self._leaves)):
-            self._check_apart(leaves)
+            self._check_apart(leaves, list(map(id, leaves)))
         self._leaves = leaves
 
     def sample(self) -> Any:
@@ -111,15 +111,17 @@ class Tree:
             else:
                 leaf[...] = kept.restored(written)
 
-    def _check_apart(self, leaves: Sequence[Leaf]) -> None:
+    def _check_apart(self, leaves: Sequence[Leaf], buffers: Sequence[int]) -> None:
         """Find out that no two arrays share memory: one would be donated twice, or written into by the other's versions.
+
+        Arrays of which ``buffers`` has the same number are one.
 
         Raises:
             SettingsError: two do.
         """
         places: dict[int, str] = {}
-        for path, leaf in zip(self._paths, leaves, strict=True):
-            first = places.setdefault(id(leaf), path)
+        for path, buffer in zip(self._paths, buffers, strict=True):
+            first = places.setdefault(buffer, path)
             if first != path:
                 raise SettingsError(
                     f"parameters {first!r} and {path!r} are one array, which is given away at each step: hand it over once, or "
@@ -132,6 +134,13 @@ class Tree:
         """Return an array as the log has it."""
         kept = self._arrangements[at]
         return self._leaves[at] if kept is None else kept.stored(self._leaves[at])
+
+
+def _buffer(leaf: Leaf) -> int:
+    """Return where an array lies, for arrays of JAX that are several names of one buffer; it may wait for the device."""
+    if isinstance(leaf, jax.Array) and leaf.size and len(leaf.sharding.device_set) == 1:
+        return hash((str(leaf.sharding.device_set), leaf.unsafe_buffer_pointer()))
+    return id(leaf)
 
 
 def _span(array: NDArray[np.float32]) -> Span:

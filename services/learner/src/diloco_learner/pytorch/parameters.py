@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import operator
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -196,6 +196,7 @@ class _Watch:
 _END = object()
 _is_set_to = torch.Tensor.is_set_to
 _requires_gradient = operator.attrgetter("requires_grad")
+_nbytes = operator.attrgetter("nbytes")
 
 
 def _check_alone() -> None:
@@ -242,9 +243,19 @@ def _find(params: Any, joined: Collection[str] = ()) -> _Found:
         _check(path, each.tensor)
     for path, buffer in found.state.items():
         _check(path, buffer)
-    spans = {path: _span(tensor) for path, tensor in found.watched.items()}
-    check_apart({path: spans.pop(path) for path in [*found.trained, *found.state]}, spans)
+    watched = found.watched
+    if not _lie_apart(list(watched.values())):
+        spans = {path: _span(tensor) for path, tensor in watched.items()}
+        check_apart({path: spans.pop(path) for path in [*found.trained, *found.state]}, spans)
     return found
+
+
+def _lie_apart(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether all tensors are contiguous and each lies behind the one before, which is usual and found out fast."""
+    if not all(map(torch.Tensor.is_contiguous, tensors)):
+        return False
+    places = sorted(zip(map(torch.Tensor.data_ptr, tensors), map(_nbytes, tensors), strict=True))
+    return all(begin + size <= following for (begin, size), (following, _) in itertools.pairwise(places))
 
 
 def _is_averaged(buffer: Held) -> bool:
