@@ -21,8 +21,8 @@ from tests.services.toy import LEARNING_RATE, SAMPLES, STEP_S, Regression
 
 import diloco
 from diloco.core.fragments import build_map
-from diloco.errors import AdmissionError, BrokerError, RunError, SettingsError
-from diloco_learner import kernels
+from diloco.errors import AdmissionError, BrokerError, DilocoError, RunError, SettingsError
+from diloco_learner import joining, kernels
 from diloco_learner.joining import JoinedRun
 from diloco_learner.tensors import Tensor
 from diloco_learner.trees import Tree
@@ -181,6 +181,27 @@ async def test_an_error_in_a_loop_leaves_the_run_in_order(launch: Launch) -> Non
         loop.run.step(loop.params)
 
 
+@pytest.mark.parametrize("gives_losses", [True, False])
+async def test_a_loop_that_is_not_finite_ends_after_ten_steps(launch: Launch, gives_losses: bool) -> None:
+    cluster = launch(small(learners=1, tokens=10**9))
+    await _begin(cluster)
+    tensors = Regression(cluster.settings).tensors
+    steps = list[int]()
+
+    def train() -> None:
+        with _join(cluster, dict(tensors), data="own") as run:
+            while not run.over:
+                steps.append(run.steps)
+                params = {path: np.full_like(tensor, np.nan) for path, tensor in run.params.items()}
+                time.sleep(STEP_S)
+                run.step(params, loss=float("nan") if gives_losses else None)
+
+    with pytest.raises(DilocoError, match=r"losses of the newest 10 steps or more, or their parameters, are NaN") as told:
+        await asyncio.to_thread(train)
+    assert told.value.exit_code == 1
+    assert len(steps) == 11  # what a step came to is read one step later
+
+
 async def test_a_loop_that_ends_early_has_its_work_merged(launch: Launch) -> None:
     cluster = launch(small(learners=2, tokens=200 * SAMPLES))
     cluster.toy(1)
@@ -301,6 +322,30 @@ def test_what_a_loop_says_of_its_tensors_is_checked_before_it_joins() -> None:
             diloco.join("nats://127.0.0.1:9", run="x", params=params, tokens=1, tensor=lambda path, shape, t=tensor: t)
 
 
+NUMPY = np.zeros((64, 3), np.float32)
+JAX = jnp.zeros((64, 3))
+
+
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [
+        ({"a": NUMPY, "b": NUMPY}, "parameters 'a' and 'b' are one array, which is given away at each step"),
+        ({"a": NUMPY, "b": NUMPY[:32]}, "parameters 'a' and 'b' share memory, so that a version of one would overwrite"),
+        ({"a": JAX, "b": JAX}, "parameters 'a' and 'b' are one array, which is given away at each step"),
+        ({"a": JAX, "b": jax.device_put(JAX, JAX.device)}, "parameters 'a' and 'b' are one array"),  # two names of one buffer
+        ({"a": {"b": NUMPY}, "a/b": NUMPY.copy()}, "two parameters are both 'a/b' in the run's log"),
+    ],
+)
+def test_arrays_that_are_one_are_refused_by_name(params: Any, said: str) -> None:
+    with pytest.raises(SettingsError, match=said):
+        Tree(params)
+
+
+def test_columns_of_one_array_are_apart() -> None:
+    whole = np.zeros((4, 6), np.float32)
+    Tree({"a": whole[:, :3], "b": whole[:, 3:]})
+
+
 def test_parameters_that_change() -> None:
     parameters = Tree({"a": np.zeros(3, np.float32), "b": np.zeros((), np.float32)})
     parameters.take({"a": np.ones(3, np.float32), "b": np.ones((), np.float32)})
@@ -310,6 +355,9 @@ def test_parameters_that_change() -> None:
         parameters.take(parameters.tree | {"a": np.zeros(4, np.float32)})
     with pytest.raises(SettingsError, match="parameter 'a' is float64"):
         parameters.take(parameters.tree | {"a": np.zeros(3)})
+    pair = Tree({"a": np.zeros(3, np.float32), "b": np.zeros(3, np.float32)})
+    with pytest.raises(SettingsError, match="parameters 'a' and 'b' are one array"):
+        pair.take({"a": pair.tree["a"], "b": pair.tree["a"]})
 
 
 @pytest.mark.parametrize(
@@ -317,13 +365,30 @@ def test_parameters_that_change() -> None:
     [
         ({"tokens": 0}, "tokens = 0: expected"),
         ({"data": "mine"}, "data = 'mine': expected 'dealt' or 'own'"),
-        ({"name": "no name"}, "name = 'no name'"),
+        ({"name": "no name"}, "join: name = 'no name': expected lower-case letters, digits, - and _, at most 48 characters"),
+        ({"run": "Mine"}, "join: run = 'Mine': expected lower-case letters"),
         ({"leave_s": -1}, "leave_s = -1"),
     ],
 )
 def test_wrong_arguments_are_refused_before_anything_is_reached(given: dict[str, Any], said: str) -> None:
     with pytest.raises(SettingsError, match=said):
         diloco.join("nats://127.0.0.1:9", **{"run": "x", "params": {"a": np.zeros(3, np.float32)}, "tokens": 8} | given)
+
+
+def test_the_name_by_default_fits_and_tells_hosts_and_processes_apart() -> None:
+    hosts = [
+        "node7",
+        "Node7",
+        "node7.cluster.example.org",
+        "node7-cluster.example.org",
+        f"pod-{'a' * 60}",
+        f"pod-{'a' * 61}",
+        "é",
+    ]
+    names = [joining.default_name(host, process) for host in hosts for process in (1, 4194304)]
+    assert all(joining.NAME.fullmatch(name) for name in names)
+    assert names[0] == "loop-node7-1"
+    assert len(set(names[2:])) == len(names) - 2  # hosts' names are of one case
 
 
 def test_a_name_that_diloco_does_not_have() -> None:

@@ -13,19 +13,23 @@ for the device either where the parameters are JAX arrays.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
+import re
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self, TypeAlias, TypeVar, get_args
 
-from diloco.core.accounts import StepDone
-from diloco.core.fragments import TensorSpec, build_map
-from diloco.errors import RunError, SettingsError
+from blake3 import blake3
+
+from diloco.core.accounts import STUCK_STEPS, StepDone
+from diloco.core.fragments import FixedSpec, TensorSpec, build_map
+from diloco.errors import DilocoError, RunError, SettingsError
 from diloco.member.member import Boundary, Member
 from diloco.member.shares import OwnData
 from diloco.process import observe, telemetry
@@ -44,6 +48,9 @@ Say = Callable[[str, tuple[int, ...]], Tensor]  # path, shape
 Data: TypeAlias = Literal["dealt", "own"]
 T = TypeVar("T")
 
+MAX_NAME = 48  # characters
+NAME = re.compile(rf"[a-z0-9][a-z0-9_-]{{0,{MAX_NAME - 1}}}")  # of runs and their members (diloco.settings.run)
+
 
 class Parameters(Carried, Protocol):
     """The parameters of a loop."""
@@ -59,12 +66,18 @@ class Parameters(Carried, Protocol):
             SettingsError: it says what cannot be.
         """
 
+    def fixed(self) -> list[FixedSpec]:
+        """Return the parameters that are frozen, with their hashes; all learners of a run have the same."""
+
     def take(self, params: Any) -> None:
-        """Take over the values of the same model.
+        """Take over the values of the same model; its arrays may be other ones than before.
 
         Raises:
-            SettingsError: an array is missing, new, or of another shape or type.
+            SettingsError: an array is missing, new, of another shape or type, or shares memory with another one.
         """
+
+    def sample(self) -> Any:
+        """Return a number that is finite if the values of the smallest array are, which may be on its way from a device."""
 
 
 def parameters_of(params: Any) -> Parameters:
@@ -122,6 +135,7 @@ class JoinedRun:
         self._joined = False  # whether it is entered
         self._batch: Batch | None = None
         self._loss: Any = None
+        self._sample: Any = None  # of the parameters' values, after a step without a loss
         self._returned_s, self._blocked_s = 0.0, 0.0
 
     @property
@@ -171,7 +185,8 @@ class JoinedRun:
     def _join(self) -> None:
         self._thread = LoopThread()
         self._stack.callback(self._thread.close)
-        self._member = self._wait(self._make_member())
+        fixed = self._parameters.fixed()
+        self._member = self._wait(self._make_member(fixed))
         self._stack.callback(lambda: self._wait(self._member.close()))
         self._member.admission.check_batch(self.tokens)
         read = self._parameters.snapshot
@@ -180,7 +195,7 @@ class JoinedRun:
         self._pass(None)
         self._returned_s = time.perf_counter()
 
-    async def _make_member(self) -> Member:
+    async def _make_member(self, fixed: Sequence[FixedSpec]) -> Member:
         transport = await skeleton.connect(self.settings, "learner", self.log, give_up_after_s=self._within_s)
         self._stack.callback(lambda: self._wait(transport.close()))
         try:
@@ -197,7 +212,7 @@ class JoinedRun:
                 "takes its own steps does not have: join a run of another preset"
             )
         cut = run.created.fragments
-        fragments = build_map(self._tensors, cut.count, cut.strategy)
+        fragments = build_map(self._tensors, cut.count, cut.strategy, fixed)
         kept = telemetry.begin(self.settings, "learner", self.log)
         if kept is not None:
             self._stack.callback(kept.close)
@@ -238,17 +253,26 @@ class JoinedRun:
             RunError: the run is not joined.
             EjectedError: an operator has ejected this learner.
             RefusedError: the run refuses its work: the reasons and their remedies are named.
-            DilocoError: the run cannot go on here; the message says why.
+            DilocoError: the losses of ten steps in a row are not finite, or, of a loop that gives none, its parameters; or the
+                run cannot go on here; the message says why.
         """
         called_s = time.perf_counter()
         self._check_joined()
         _check_loss(loss)
         share, index = self._take_batch()
         self._parameters.take(params)
-        done = StepDone(self.tokens, share, index, _number(self._loss), called_s - self._returned_s, self._blocked_s)
+        known = _number(self._loss), _is_finite(self._sample)
+        done = StepDone(self.tokens, share, index, known[0], called_s - self._returned_s, self._blocked_s, finite=known[1])
         # of PyTorch without what it was computed from, which would be kept for a step
         self._loss = loss.detach() if hasattr(loss, "detach") else loss
+        self._sample = self._parameters.sample() if loss is None else None
         self._pass(done)
+        if self._member.is_stuck:
+            raise DilocoError(
+                f"run {self.settings.run!r}: the losses of the newest {STUCK_STEPS} steps or more, or their parameters, are "
+                "NaN or infinite: look at the data, or begin again, from the run's model, with a fresh optimizer and a lower "
+                "learning rate"
+            )
         self._returned_s = time.perf_counter()
         self._blocked_s = self._returned_s - called_s
         return self.params
@@ -336,12 +360,13 @@ def join(
     Args:
         url: of the run's NATS server; in a run with regions, of its control store, and ``bulk_url`` of the region's own.
         run: the run's name.
-        params: a pytree of float32 arrays, JAX's or NumPy's; or a torch module, or its tensors by path. Where the run has no
-            model yet, it begins with these.
+        params: a pytree of float32 arrays, JAX's or NumPy's; or a torch module, or its tensors by name. Where the run has no
+            model yet, it begins with these. No two share memory. Of a module, frozen parameters are compared with those of the
+            run's other learners, and float32 buffers are averaged.
         tokens: of each step, for the run's budget and as the weight of its work.
         data: "dealt": :meth:`JoinedRun.batches` gives the batches of shares that are this learner's; "own": it has a loader of
             its own. Then it holds no share, and the run's ledger says that its data are not accounted for.
-        name: of this learner; by default that of the host and process.
+        name: of this learner, lower-case letters, digits, - and _; by default that of the host and process.
         tensor: ``tensor(path, shape)`` says of each array what a task says of it (docs/task-api.md, Tensors), such as
             ``diloco_learner.kernels.flax``; by default its shape does. All learners of a run say the same.
         share: of the data, that this learner takes if it is free.
@@ -357,13 +382,29 @@ def join(
         raise SettingsError(f"join: tokens = {tokens}: expected the number of tokens of each step, at least 1")
     if data not in get_args(Data):
         raise SettingsError(f"join: data = {data!r}: expected 'dealt' or 'own'{nearest(str(data), get_args(Data))}")
+    name = name or default_name(os.uname().nodename, os.getpid())
+    for what, said in (("name", name), ("run", run)):
+        if not NAME.fullmatch(said):
+            raise SettingsError(
+                f"join: {what} = {said!r}: expected lower-case letters, digits, - and _, at most {MAX_NAME} characters, of "
+                "which the first is a letter or digit"
+            )
     given = {
-        "name": name or f"loop-{os.uname().nodename}-{os.getpid()}".lower(), "run": run, "nats_url": url, "share": share,
+        "name": name, "run": run, "nats_url": url, "share": share,
         "region": region, "nats_bulk_url": bulk_url, "identity": None if identity is None else str(identity),
         "leave_s": leave_s,
     }  # fmt: skip
     settings = parse(LearnerSettings, {key: value for key, value in given.items() if value is not None}, "join")
     return JoinedRun(settings, params, tokens, tensor, within_s, data)
+
+
+def default_name(host: str, process: int) -> str:
+    """Return a learner's name of a host's and a process's; a hash of the host's is in it where that does not fit as it is."""
+    plain = f"loop-{host}-{process}".lower()
+    if NAME.fullmatch(plain):
+        return plain
+    end = f"-{blake3(host.encode()).hexdigest()[:8]}-{process}"
+    return f"loop-{re.sub('[^a-z0-9_-]+', '-', host.lower())}"[: MAX_NAME - len(end)] + end
 
 
 def _check_loss(loss: Any) -> None:
@@ -377,6 +418,10 @@ def _check_loss(loss: Any) -> None:
         return
     came = f"a {type(loss).__name__}" if shape is None else f"an array of shape {tuple(shape)}"
     raise SettingsError(f"step: loss is {came}, expected one number, the mean loss of the batch")
+
+
+def _is_finite(sample: Any) -> bool | None:
+    return None if sample is None else math.isfinite(float(sample))
 
 
 def _number(loss: Any) -> float | None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,10 +13,11 @@ from numpy.typing import NDArray
 
 from diloco.core.arrangement import Arrangement
 from diloco.core.delta import Reference
-from diloco.core.fragments import Fragment, TensorSpec
+from diloco.core.fragments import FixedSpec, Fragment, TensorSpec
 from diloco.errors import SettingsError
 from diloco_learner.island import Reading
 from diloco_learner.leaves import Leaf, path_of, read_rows, write_rows
+from diloco_learner.overlap import Span, check_apart
 from diloco_learner.tensors import trained
 
 Vector = NDArray[np.float32]
@@ -23,18 +27,24 @@ class Tree:
     """A pytree of float32 arrays, JAX's or NumPy's, whose fragments are read and written.
 
     Raises:
-        SettingsError: there is no array, or one of another type or kind.
+        SettingsError: there is no array, or one of another type or kind; or two share memory, or have one path.
     """
 
     def __init__(self, params: Any) -> None:
         keyed, self._structure = jax.tree_util.tree_flatten_with_path(params)
         self._paths = [path_of(path) for path, _ in keyed]
         self._index = {path: at for at, path in enumerate(self._paths)}
+        for first, second in itertools.pairwise(sorted(self._paths)):
+            if first == second:
+                raise SettingsError(
+                    f"two parameters are both {first!r} in the run's log, where / joins keys: rename one of them"
+                )
         self._leaves = [_checked(path, leaf) for path, (_, leaf) in zip(self._paths, keyed, strict=True)]
         self._shapes = [leaf.shape for leaf in self._leaves]
         self._arrangements: list[Arrangement | None] = [None] * len(self._leaves)
         if not self._leaves:
             raise SettingsError("join: params have no arrays: hand over the model's parameters, a pytree of float32 arrays")
+        self._check_apart(self._leaves, [_buffer(leaf) for leaf in self._leaves])
 
     @property
     def tree(self) -> Any:
@@ -55,24 +65,36 @@ class Tree:
             specs.append(TensorSpec(path, stored, tensor.kind == "embedding", kept))
         return specs
 
+    def fixed(self) -> list[FixedSpec]:
+        """Return nothing: a loop hands over what it trains."""
+        return []
+
     def take(self, params: Any) -> None:
         """Take over the values of the same model.
 
         Raises:
-            SettingsError: an array is missing, new, or of another shape or type.
+            SettingsError: an array is missing, new, of another shape or type, or shares memory with another one.
         """
         keyed, structure = jax.tree_util.tree_flatten_with_path(params)
         if str(structure) != str(self._structure):
             came = {path_of(path) for path, _ in keyed}
             differ = sorted(came ^ set(self._paths)) or ["another kind of container"]
             raise SettingsError(f"step: params are not those that joined: {', '.join(differ[:3])}: hand over the same pytree")
+        leaves = []
         for at, (_, leaf) in enumerate(keyed):
             checked = _checked(self._paths[at], leaf)
             if checked.shape != self._shapes[at]:
                 raise SettingsError(
                     f"step: parameter {self._paths[at]!r} has shape {checked.shape}, expected {self._shapes[at]}, as it joined"
                 )
-            self._leaves[at] = checked
+            leaves.append(checked)
+        if not all(map(operator.is_, leaves, self._leaves)):
+            self._check_apart(leaves, list(map(id, leaves)))
+        self._leaves = leaves
+
+    def sample(self) -> Any:
+        """Return the sum of the smallest array; it is NaN once a model is: the loss's gradients carry NaN to all arrays."""
+        return min(self._leaves, key=lambda leaf: leaf.size).sum()
 
     def snapshot(self, fragment: Fragment) -> Reading:
         """Queue a copy of a fragment's values."""
@@ -89,10 +111,40 @@ class Tree:
             else:
                 leaf[...] = kept.restored(written)
 
+    def _check_apart(self, leaves: Sequence[Leaf], buffers: Sequence[int]) -> None:
+        """Find out that no two arrays share memory: one would be donated twice, or written into by the other's versions.
+
+        Arrays of which ``buffers`` has the same number are one.
+
+        Raises:
+            SettingsError: two do.
+        """
+        places: dict[int, str] = {}
+        for path, buffer in zip(self._paths, buffers, strict=True):
+            first = places.setdefault(buffer, path)
+            if first != path:
+                raise SettingsError(
+                    f"parameters {first!r} and {path!r} are one array, which is given away at each step: hand it over once, or "
+                    "a copy of it"
+                )
+        of_host = zip(self._paths, leaves, strict=True)
+        check_apart({path: _span(leaf) for path, leaf in of_host if isinstance(leaf, np.ndarray)})
+
     def _stored(self, at: int) -> Leaf:
         """Return an array as the log has it."""
         kept = self._arrangements[at]
         return self._leaves[at] if kept is None else kept.stored(self._leaves[at])
+
+
+def _buffer(leaf: Leaf) -> int:
+    """Return where an array lies, for arrays of JAX that are several names of one buffer; it may wait for the device."""
+    if isinstance(leaf, jax.Array) and leaf.size and len(leaf.sharding.device_set) == 1:
+        return hash((str(leaf.sharding.device_set), leaf.unsafe_buffer_pointer()))
+    return id(leaf)
+
+
+def _span(array: NDArray[np.float32]) -> Span:
+    return Span("", array.ctypes.data, array.itemsize, array.shape, array.strides)
 
 
 def _checked(path: str, leaf: Any) -> Leaf:

@@ -37,6 +37,7 @@ class StepDone:
     steps: int = 1
     data_s: float = 0.0
     metrics: Mapping[str, float] = field(default_factory=dict)
+    finite: bool | None = None  # of a step that has no loss: whether the values that it led to are; None: nobody looked
 
 
 class Traffic(NamedTuple):
@@ -71,7 +72,7 @@ class Accounts:
     loss: float | None = None  # the newest that is finite
     metrics: Mapping[str, float] = field(default_factory=dict)  # the task's own, of the same step
     evaluation_failure: str | None = None  # an evaluator's: of the newest evaluation
-    steps_in_vain: int = 0  # the newest ones, one after the other, whose loss was not finite
+    steps_in_vain: int = 0  # the newest ones, one after the other, whose loss, or values, were not finite
     warming: int | None = None  # steps taken with an optimizer state that began fresh in a run under way
     uncounted: int = 0  # own tokens that do not count towards the budget, as of the version applied last
     schedule: tuple[int, int] = (0, 0)  # tokens of all learners as the newest applied version states, own tokens then
@@ -100,16 +101,23 @@ class Accounts:
         if done.loss is not None and math.isfinite(done.loss):
             self.loss, self.metrics = done.loss, done.metrics
             self.steps_in_vain = 0
-        elif done.loss is not None:
+        elif done.loss is not None or done.finite is False:
             self.done.not_finite += 1
             self.steps_in_vain += done.steps
+        elif done.finite:
+            self.steps_in_vain = 0
         if done.busy_s:
             self.step_average.add((done.busy_s + done.blocked_s + done.data_s) / done.steps)
 
     @property
+    def is_stuck(self) -> bool:
+        """Whether the newest steps were in vain, so many that it is no matter of a bad batch."""
+        return self.steps_in_vain >= STUCK_STEPS
+
+    @property
     def failure(self) -> str | None:
         """Return what people have to know of this member, whose process goes on; None: nothing."""
-        return STUCK if self.steps_in_vain >= STUCK_STEPS else self.evaluation_failure
+        return STUCK if self.is_stuck else self.evaluation_failure
 
     def count_on(self, cursor: Cursor | None, incarnation: int) -> int:
         """Square the totals with a merge of an offer that is not pending; return the tokens that were not known here.

@@ -108,6 +108,11 @@ class FixedSpec:
     shape: tuple[int, ...]
     hash: bytes
 
+    @classmethod
+    def of(cls, path: str, dtype: str, shape: tuple[int, ...], values: memoryview | bytes) -> FixedSpec:
+        """Return a fixed tensor by the bytes of its ``values`` in C order, little-endian."""
+        return cls(path, dtype, shape, blake3(values, max_threads=blake3.AUTO).digest())
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -327,6 +332,12 @@ def check_same_map(ours: FragmentMap, theirs: FragmentMap, run: str) -> None:
     mine, run_s = (_by_path(each) for each in (ours, theirs))
     for path in sorted(mine.keys() | run_s.keys()):
         a, b = mine.get(path), run_s.get(path)
+        if {type(a), type(b)} == {FixedSpec, type(None)}:
+            lacks = "the run" if b is None else "this learner"
+            raise AdmissionError(
+                f"run {run!r}: {lacks} lacks tensor {path!r}, which is not trained: either all learners of a run state what is "
+                "frozen (tasks, and loops that hand over a module), or none does (loops that hand over trained tensors by name)"
+            )
         if isinstance(a, FixedSpec) and isinstance(b, FixedSpec) and a != b:
             raise AdmissionError(
                 f"run {run!r}: tensor {path!r}, which is not trained, differs from the founder's: the run has "

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 
 from diloco.core.chunks import Chunk
 from diloco.core.delta import Reference
-from diloco.core.fragments import Fragment, FragmentMap, TensorSpec, build_map
+from diloco.core.fragments import FixedSpec, Fragment, FragmentMap, TensorSpec, build_map
 from diloco.errors import SettingsError
 from diloco.member.peer import Layout
 from diloco.member.state import Content
@@ -29,7 +30,9 @@ from diloco.settings.run import RunSettings
 from diloco_learner import members
 from diloco_learner.evaluation import Evaluation, evaluated, own_values, validation_sets
 from diloco_learner.model import COPY_BYTES, Capture, Vector, compare_states
+from diloco_learner.pytorch import names
 from diloco_learner.pytorch.device import Queue
+from diloco_learner.pytorch.frozen import fixed_specs
 from diloco_learner.pytorch.inner import Inner
 from diloco_learner.pytorch.task import Task, loss_of
 from diloco_learner.pytorch.tensors import Rows, check_module, check_views, merged_buffers, on_host, paths_of
@@ -88,20 +91,26 @@ class TorchIsland:
             of_state = _of(of_module, state=True)
         self._rows = Rows(views)
         self._inner = Inner(settings, task, _masters(self._masters, views))
-        persistent = self._module.state_dict().keys()
-        self._buffers = {name: buffer for name, buffer in self._module.named_buffers() if name in persistent}
+        self._buffers = {each.name: each.tensor for each in names.buffers_of(self._module) if each.persistent}
         self._state = Rows(merged_buffers(task, self._buffers, of_state, source))
+        held = names.parameters_of(self._module)
+        self._convolutions = {} if hasattr(task, "tensors") else names.convolutions(held)
+        self._frozen = [each for each in held if not each.tensor.requires_grad]
         self._layout: dict[str, Chunk] = {}
 
     def specs(self) -> list[TensorSpec]:
         """Return the tensors that are in the log, state among them."""
         state = [TensorSpec(path, tuple(buffer.shape), state=True) for path, buffer in self._state.views.items()]
-        trained = self._rows.specs(self.task, "a task of torch says by requires_grad_(False)")
+        trained = self._rows.specs(self.task, "a task of torch says by requires_grad_(False)", self._convolutions)
         return [*trained, *state]
 
     def fragments(self) -> FragmentMap:
-        """Return the fragments that the run cuts the model into."""
-        return build_map(self.specs(), self._run.fragments.count, self._run.fragments.strategy)
+        """Return the fragments that the run cuts the model into, and the parameters that are frozen."""
+        return build_map(self.specs(), self._run.fragments.count, self._run.fragments.strategy, self._fixed)
+
+    @cached_property
+    def _fixed(self) -> list[FixedSpec]:
+        return fixed_specs(self._frozen)
 
     def check(self, batch: Any) -> None:
         """Find out that the task's loss of a batch is one number that can be differentiated, and that all keeps its shape.
@@ -112,14 +121,14 @@ class TorchIsland:
             SettingsError: it is something else; the module has other parameters after a step, or the optimizer's state has
                 more than tensors.
         """
-        kept, names = self._kept(), [name for name, _ in self._module.named_parameters()]
+        kept, before = self._kept(), [each.name for each in names.parameters_of(self._module)]
         self.begin_step(batch, 0.0).wait()
         self._inner.learn_layout()
-        for name, _ in self._module.named_parameters():
-            if name not in names:
+        for each in names.parameters_of(self._module):
+            if each.name not in before:
                 raise SettingsError(
-                    f"task: parameter {name!r} came with the first step: make all of them in module(), or nothing trains it"
-                    f"{members.place(self.task.module)}"
+                    f"task: parameter {each.name!r} came with the first step: make all of them in module(), or nothing "
+                    f"trains it{members.place(self.task.module)}"
                 )
         self._restore(kept)
 
@@ -380,10 +389,10 @@ def _masters(module: torch.nn.Module, views: Mapping[str, torch.Tensor]) -> dict
     for path, view in views.items():
         paths.setdefault(view.untyped_storage().data_ptr(), []).append(path)
     found = {}
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad:
-            own = paths[parameter.untyped_storage().data_ptr()]
-            found[own[0] if len(own) == 1 else name.replace(".", "/")] = parameter
+    for each in names.parameters_of(module):
+        if each.tensor.requires_grad:
+            own = paths[each.tensor.untyped_storage().data_ptr()]
+            found[own[0] if len(own) == 1 else each.path] = each.tensor
     return found
 
 

@@ -1,17 +1,33 @@
-"""The parameters of a loop of one's own in PyTorch: a module, or its tensors by path. They are read and written in place."""
+"""The parameters of a loop of one's own in PyTorch: a module, or its tensors by name. They are read and written in place.
+
+A loop may have other tensors after a step than before it: ``parameter.data = ...``, ``module.to(device)`` and
+``load_state_dict(assign=True)`` swap the memory behind a parameter, and others replace the parameter. So each step begins with
+a look at all of them (:class:`_Watch`), and takes over what came. Its values count as the loop's own, like those of a step: the
+difference to the values before is part of what this learner offers next. What a run cannot take over is refused by name.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+import operator
+import sys
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from diloco.core.delta import Reference
-from diloco.core.fragments import Fragment, TensorSpec
+from diloco.core.fragments import FixedSpec, Fragment, TensorSpec
 from diloco.errors import SettingsError
 from diloco_learner.model import Vector
-from diloco_learner.pytorch.tensors import Rows, Views, on_host, paths_of, shown
+from diloco_learner.overlap import Span, check_apart
+from diloco_learner.pytorch.frozen import fixed_specs
+from diloco_learner.pytorch.names import Held, buffers_of, by_path, contents_of, convolutions, parameters_of, plain_path
+from diloco_learner.pytorch.tensors import Rows, Views, on_host, shown
+from diloco_learner.task_api import STATE
+from diloco_learner.tensors import Tensor
 
 
 @dataclass(frozen=True)
@@ -26,63 +42,293 @@ class Copy:
 
 
 class TorchParameters:
-    """Float32 tensors on any device.
+    """Float32 tensors on any device; of a module also the buffers that are averaged, and the parameters that are frozen.
 
     Raises:
-        SettingsError: there is no tensor, or one of another type or kind.
+        SettingsError: there is no tensor, or one of another type or kind; two share memory; or the loop is one of several
+            processes.
     """
 
     def __init__(self, params: Any) -> None:
-        self.tree = params
-        self._rows = Rows(_views(params))
+        _check_alone()
+        found = _find(params)
+        if not found.trained:
+            raise SettingsError("join: the module has no parameter that requires a gradient, so there is nothing to train")
+        self._joined, self._fixed = found, frozenset[FixedSpec]()
+        self._rows, self._state = Rows(_views(found.trained)), Rows(_views(found.state))
+        self.tree, self._watch = params, _Watch(params, found)
 
     def tensors(self, said: object) -> list[TensorSpec]:
-        """Return each tensor as the log has it.
+        """Return each tensor as the log has it, state that is averaged among them.
 
         Raises:
             SettingsError: ``said``, by its ``tensor``, says of one what cannot be.
         """
-        return self._rows.specs(said, "a loop says by not handing it over")
+        trained = self._rows.specs(said, "a loop says by not handing it over", self._joined.convolutions, optimized=False)
+        return [*trained, *(TensorSpec(path, tuple(view.shape), state=True) for path, view in self._state.views.items())]
+
+    def fixed(self) -> list[FixedSpec]:
+        """Return the frozen parameters of a module with their hashes, which takes half a second a gigabyte."""
+        specs = fixed_specs(self._joined.frozen.values())
+        self._fixed = frozenset(specs)
+        return specs
 
     def take(self, params: Any) -> None:
         """Take over the values of the same model: those of the module that joined, or tensors of the same names.
 
         Raises:
-            SettingsError: a tensor is missing, new, or of another shape or type.
+            SettingsError: a tensor is missing, new, of another shape or type, or shares memory with another one; or one that
+                was frozen is to be trained, or has other values.
         """
-        if params is self.tree and isinstance(params, torch.nn.Module):
-            return
-        views, known = _views(params), self._rows.views
-        differ = sorted(views.keys() ^ known.keys())
-        if differ:
-            raise SettingsError(f"step: params are not those that joined: {', '.join(differ[:3])}: hand over the same tensors")
-        for path, view in views.items():
-            if view.shape != known[path].shape:
-                raise SettingsError(
-                    f"step: parameter {path!r} has shape {tuple(view.shape)}, expected {tuple(known[path].shape)}, as it joined"
-                )
-        self.tree, self._rows = params, Rows(views)
+        _check_alone()
+        if not self._watch.sees_no_change(params):
+            found = _find(params, self._joined.trained.keys())
+            self._check_same(found)
+            self._watch = _Watch(params, found)
+            self._rows = self._rows.moved(_views(found.trained))
+            self._state = self._state.moved(_views(found.state)) if found.whole else self._state
+        self.tree = params
+
+    def sample(self) -> torch.Tensor:
+        """Return the sum of the smallest tensor; it is NaN once a model is: the loss's gradients carry NaN to all tensors."""
+        return min(self._rows.views.values(), key=torch.Tensor.numel).sum()
 
     def snapshot(self, fragment: Fragment) -> Copy:
         """Queue a copy of a fragment's values."""
-        return Copy(self._rows.read(fragment))
+        return Copy(self._rows_of(fragment).read(fragment))
 
     def write(self, fragment: Fragment, theta: Vector, reference: Reference | Vector | None = None, alpha: float = 0.0) -> None:
         """Write a fragment, as :class:`diloco_learner.model.Carried` says; vectors are float32 [its size]."""
-        self._rows.write(fragment, theta, reference, alpha)
+        self._rows_of(fragment).write(fragment, theta, reference, alpha)
 
+    def _rows_of(self, fragment: Fragment) -> Rows:
+        return self._state if fragment.state else self._rows
 
-def _views(params: Any) -> Views:
-    named = paths_of(params) if isinstance(params, torch.nn.Module) else params
-    found = {str(name).replace(".", "/"): tensor for name, tensor in named.items()}
-    if not found:
-        raise SettingsError("join: the module has no parameter that requires a gradient, so there is nothing to train")
-    for path, tensor in found.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise SettingsError(f"parameter {path!r} is a {type(tensor).__name__}, expected a tensor, as the others")
-        if tensor.dtype != torch.float32:
+    def _check_same(self, found: _Found) -> None:
+        joined = self._joined
+        for path in found.trained.keys() & joined.frozen.keys():
             raise SettingsError(
-                f"parameter {path!r} is {shown(tensor.dtype)}, expected float32: keep float32 masters, and compute in other "
-                "types by autocast"
+                f"step: parameter {path!r} requires a gradient now, and was frozen when this loop joined: join with it "
+                "unfrozen, and let its learning rate be 0 until it is to be trained"
             )
-    return {path: tensor.detach() for path, tensor in found.items()}
+        differ = found.trained.keys() ^ joined.trained.keys()
+        if found.whole and joined.whole:
+            differ |= (found.state.keys() ^ joined.state.keys()) | (found.frozen.keys() ^ joined.frozen.keys())
+        if differ:
+            first = ", ".join(sorted(differ)[:3])
+            raise SettingsError(f"step: params are not those that joined: {first}: hand over the same tensors")
+        for path, tensor in (found.trained | (found.state if joined.whole else {})).items():
+            expected = (joined.trained | joined.state)[path].shape
+            if tensor.shape != expected:
+                raise SettingsError(
+                    f"step: parameter {path!r} has shape {tuple(tensor.shape)}, expected {tuple(expected)}, as it joined"
+                )
+        moved = [each for path, each in found.frozen.items() if not self._watch.holds(path, each.tensor)]
+        for spec in fixed_specs(moved) if self._fixed else ():
+            if spec not in self._fixed:
+                raise SettingsError(
+                    f"step: frozen parameter {spec.path!r} has other values, or another type, than when this loop joined, and "
+                    "learners of a run have the same ones: leave it as it was, or join a new run"
+                )
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The tensors that a loop has handed over, by path."""
+
+    trained: Views
+    whole: bool = False  # a module, and not its trained tensors by name
+    state: Views = field(default_factory=dict)  # buffers that are averaged
+    frozen: dict[str, Held] = field(default_factory=dict)
+    convolutions: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def watched(self) -> Views:
+        """All tensors that have memory of their own."""
+        frozen = {path: each.tensor for path, each in self.frozen.items()}
+        return self.trained | self.state | {path: tensor for path, tensor in frozen.items() if _is_plain(tensor)}
+
+
+class _Watch:
+    """Tells at a step whether all tensors are where they were, in 0.1 ms for 300 of them (``bench/watching.py``).
+
+    A view that was detached from a tensor keeps the memory that the tensor had. ``is_set_to`` compares memory, shape and
+    strides of both, and with them the type. All loops over tensors run in C.
+    """
+
+    def __init__(self, params: Any, found: _Found) -> None:
+        watched = found.watched
+        self._params, self._tensors, self._names = params, list(watched.values()), None if found.whole else list(params)
+        self._views = _views(watched)
+        self._all = list(self._views.values())
+        self._frozen = [each.tensor for each in found.frozen.values()]
+        if found.whole:
+            self._places = [*contents_of(params), (_END,)]
+            self._buffers = [each for each in buffers_of(params) if STATE + each.path in found.state]
+            self._objects = list(self._present())
+
+    def sees_no_change(self, params: Any) -> bool:
+        """Whether all tensors are the ones that they were; a change of values is none."""
+        if self._names is not None:
+            return isinstance(params, Mapping) and list(params) == self._names and self._are_in_place(params.values())
+        return (
+            params is self._params
+            and all(map(operator.is_, self._present(), self._objects))
+            and self._are_in_place(self._tensors)
+            and not any(map(_requires_gradient, self._frozen))
+        )
+
+    def holds(self, path: str, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is where the one of this path was."""
+        return path in self._views and _is_set_to(tensor, self._views[path])
+
+    def _present(self) -> Iterable[object]:
+        """Yield all that the module has now: watched buffers, submodules and parameters, and an end that shows new ones."""
+        return itertools.chain(map(Held.now, self._buffers), itertools.chain.from_iterable(self._places))
+
+    def _are_in_place(self, tensors: Iterable[Any]) -> bool:
+        try:
+            return all(map(_is_set_to, tensors, self._all))
+        except TypeError:  # something else than a tensor
+            return False
+
+
+_END = object()
+_is_set_to = torch.Tensor.is_set_to
+_requires_gradient = operator.attrgetter("requires_grad")
+_nbytes = operator.attrgetter("nbytes")
+
+
+def _check_alone() -> None:
+    """Find out that this process is the whole of its loop, without asking the others.
+
+    Raises:
+        SettingsError: it is one of several.
+    """
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and (world := distributed.get_world_size()) > 1:
+        raise SettingsError(
+            f"join: this is rank {distributed.get_rank()} of a process group of {world}, and a loop that joins is one process, "
+            "or the ranks would not have the same model: let each process be a learner of its own, with its own name and "
+            "without a process group (torch.distributed.destroy_process_group() ends it)"
+        )
+
+
+def _find(params: Any, joined: Collection[str] = ()) -> _Found:
+    """Return the tensors of a module, or those handed over by name, if they can be those of a learner.
+
+    Parameters are trained if they require a gradient, or are of the ``joined`` ones, by path.
+
+    Raises:
+        SettingsError: one cannot be.
+    """
+    if not isinstance(params, torch.nn.Module):
+        found = _Found(by_path((str(name), plain_path(str(name)), tensor) for name, tensor in params.items()))
+    else:
+        held = parameters_of(params)
+        trained = [each for each in held if each.tensor.requires_grad or each.path in joined]
+        frozen = [each for each in held if not (each.tensor.requires_grad or each.path in joined)]
+        state = [each for each in buffers_of(params) if each.persistent and _is_averaged(each)]
+        found = _Found(
+            by_path((each.name, each.path, each.tensor) for each in trained),
+            True,
+            {STATE + each.path: each.tensor for each in state},
+            by_path((each.name, each.path, each) for each in frozen),
+            convolutions(held),
+        )
+    for path, tensor in found.trained.items():
+        _check(path, tensor)
+        _check_type(path, tensor)
+    for path, each in found.frozen.items():
+        _check(path, each.tensor)
+    for path, buffer in found.state.items():
+        _check(path, buffer)
+    watched = found.watched
+    if not _lie_apart(list(watched.values())):
+        spans = {path: _span(tensor) for path, tensor in watched.items()}
+        check_apart({path: spans.pop(path) for path in [*found.trained, *found.state]}, spans)
+    return found
+
+
+def _lie_apart(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether all tensors are contiguous and each lies behind the one before, which is usual and found out fast."""
+    if not all(map(torch.Tensor.is_contiguous, tensors)):
+        return False
+    places = sorted(zip(map(torch.Tensor.data_ptr, tensors), map(_nbytes, tensors), strict=True))
+    return all(begin + size <= following for (begin, size), (following, _) in itertools.pairwise(places))
+
+
+def _is_averaged(buffer: Held) -> bool:
+    """Whether a buffer is averaged between learners, as those of a task are: each that holds float32.
+
+    Raises:
+        SettingsError: it would be, if it were float32.
+    """
+    if not buffer.tensor.is_floating_point() or not buffer.tensor.numel():
+        return False
+    if buffer.tensor.dtype != torch.float32:
+        raise SettingsError(
+            f"buffer {buffer.path!r} is {shown(buffer.tensor.dtype)}, expected float32, since learners average their buffers: "
+            "make it float32, or register it with persistent=False, and each learner keeps its own"
+        )
+    return True
+
+
+def _check(path: str, tensor: Any) -> None:
+    """Find out that a tensor has values, and all of them here.
+
+    Raises:
+        SettingsError: it has not.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise SettingsError(f"parameter {path!r} is a {type(tensor).__name__}, expected a tensor, as the others")
+    distributed = sys.modules.get("torch.distributed.tensor")  # nobody has a DTensor who has not imported it
+    if distributed is not None and isinstance(tensor, distributed.DTensor):
+        raise SettingsError(
+            f"parameter {path!r} is a DTensor, which is spread over processes: join with the whole module in one process, "
+            "without fully_shard and parallelize_module"
+        )
+    if torch.nn.parameter.is_lazy(tensor):
+        raise SettingsError(f"parameter {path!r} has no shape yet: call the module once on a batch, and join then")
+    if tensor.is_meta:
+        raise SettingsError(
+            f"parameter {path!r} is on the meta device, so it has no values: give it some (module.to_empty, then its "
+            "initialisation), and join then"
+        )
+
+
+def _check_type(path: str, tensor: torch.Tensor) -> None:
+    """Find out that a trained tensor is float32, in memory of its own.
+
+    Raises:
+        SettingsError: it is not.
+    """
+    if not _is_plain(tensor):
+        raise SettingsError(
+            f"parameter {path!r} is a {type(tensor).__name__} of layout {shown(tensor.layout)}, expected a plain dense tensor: "
+            "freeze it, and train float32 tensors beside it, such as adapters"
+        )
+    if tensor.dtype == torch.float32:
+        return
+    if tensor.is_floating_point():
+        do = "keep float32 masters (module.float(), or copies of yours by name), and compute in other types by autocast"
+    elif tensor.is_complex():
+        do = "hand over torch.view_as_real(parameter), by name"
+    else:
+        do = "leave out what is not trained"
+    raise SettingsError(f"parameter {path!r} is {shown(tensor.dtype)}, expected float32: {do}")
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has memory of its own, with a place for each value."""
+    return tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
+
+
+def _views(tensors: Views) -> Views:
+    return {path: tensor.detach() for path, tensor in tensors.items()}
+
+
+def _span(tensor: torch.Tensor) -> Span:
+    item = tensor.element_size()
+    strides = tuple(item * stride for stride in tensor.stride())
+    return Span(str(tensor.device), tensor.data_ptr(), item, tuple(tensor.shape), strides)

@@ -7,18 +7,21 @@ a task's ``tensors(module)`` gives for each path a view of a parameter, such as 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from diloco.core.arrangement import Arrangement
 from diloco.core.delta import Reference
 from diloco.core.fragments import Fragment, Piece, TensorSpec
 from diloco.core.rows import at
 from diloco.errors import SettingsError
 from diloco_learner import members
 from diloco_learner.model import Vector
+from diloco_learner.pytorch import names
 from diloco_learner.task_api import STATE, is_merged
-from diloco_learner.tensors import trained
+from diloco_learner.tensors import Tensor, trained
 
 Views = dict[str, torch.Tensor]
 FLOATS = (torch.float32, torch.bfloat16)
@@ -26,8 +29,7 @@ FLOATS = (torch.float32, torch.bfloat16)
 
 def paths_of(module: torch.nn.Module) -> Views:
     """Return the trained parameters of a module by their paths."""
-    named = module.named_parameters()
-    return {name.replace(".", "/"): tensor.detach() for name, tensor in named if tensor.requires_grad}
+    return {each.path: each.tensor.detach() for each in names.parameters_of(module) if each.tensor.requires_grad}
 
 
 def merged_buffers(task: object, buffers: Views, named: Mapping[str, Any], source: str) -> Views:
@@ -66,7 +68,7 @@ def check_module(module: Any, source: str, place: str) -> None:
     """
     if not isinstance(module, torch.nn.Module):
         raise SettingsError(f"{source}: module() returned a {type(module).__name__}, expected a torch.nn.Module{place}")
-    named = [(name, tensor) for name, tensor in module.named_parameters() if tensor.requires_grad]
+    named = [(each.name, each.tensor) for each in names.parameters_of(module) if each.tensor.requires_grad]
     if not named:
         raise SettingsError(
             f"{source}: the module has no parameter that requires a gradient, so there is nothing to train{place}"
@@ -92,14 +94,15 @@ def check_views(views: Any, module: torch.nn.Module, source: str, place: str) ->
         raise SettingsError(
             f"{source}: tensors() returned a {type(views).__name__}, expected views of parameters by path{place}"
         )
-    places = {tensor.untyped_storage().data_ptr(): (name, tensor) for name, tensor in module.named_parameters()}
-    missing = {name: tensor.numel() for name, tensor in module.named_parameters() if tensor.requires_grad}
+    held = names.parameters_of(module)
+    places = {each.tensor.untyped_storage().data_ptr(): each.name for each in held}
+    missing = {each.name: each.tensor.numel() for each in held if each.tensor.requires_grad}
     for path, view in views.items():
         if not isinstance(view, torch.Tensor):
             raise SettingsError(
                 f"{source}: tensors() has {path!r} as a {type(view).__name__}, expected a view of a parameter{place}"
             )
-        name, _ = places.get(view.untyped_storage().data_ptr(), ("", None))
+        name = places.get(view.untyped_storage().data_ptr(), "")
         if name not in missing:
             raise SettingsError(
                 f"{source}: tensors() has {path!r}, which shares no memory with a trained parameter: give a view of one, such "
@@ -118,9 +121,16 @@ class Rows:
 
     def __init__(self, views: Views) -> None:
         self.views = views
+        self._arrangements: dict[str, Arrangement] = {}
+        self._stored = views  # as the log has them, output units first
 
-    def specs(self, said: object, frozen: str) -> list[TensorSpec]:
-        """Return every tensor as the log has it; a task or loop has ``said`` what each is; ``frozen`` is how it says of one so.
+    def specs(
+        self, said: object, frozen: str, convolutions: Mapping[str, Tensor] = MappingProxyType({}), *, optimized: bool = True
+    ) -> list[TensorSpec]:
+        """Return every tensor as the log has it, in which it is read and written from now on.
+
+        A task or loop has ``said`` what each is; where it says nothing, the weights of ``convolutions``, by path, are what
+        their modules' types say. ``frozen`` is how it says of one so. ``optimized``: by us, as matrices of the model's shape.
 
         Raises:
             SettingsError: it says of one what cannot be.
@@ -129,13 +139,25 @@ class Rows:
         for path, view in self.views.items():
             shape = tuple(view.shape)
             tensor = trained(said, path, shape, frozen)
-            if tensor.arrangement(shape) is not None:
+            if path in convolutions and not hasattr(said, "tensor") and tensor.kind != "embedding":
+                tensor = convolutions[path]
+            kept = tensor.arrangement(shape)
+            if kept is not None and (len(kept.outputs) > 1 or (optimized and tensor.kind == "matrix")):
                 raise SettingsError(
                     f"task: tensor({path!r}, {shape}) has its output axes elsewhere than first: give a view that has them "
                     "first, such as parameter.T: by tensors(module) of a task, by the tensors that a loop hands over"
                 )
-            specs.append(TensorSpec(path, shape, tensor.kind == "embedding"))
+            if kept is not None:
+                self._arrangements[path] = kept
+            specs.append(TensorSpec(path, shape if kept is None else kept.stored_shape, tensor.kind == "embedding", kept))
+        self._stored = self._as_stored(self.views)
         return specs
+
+    def moved(self, views: Views) -> Rows:
+        """Return the rows of other tensors, of the same paths and shapes, as the log has them."""
+        rows = Rows(views)
+        rows._arrangements, rows._stored = self._arrangements, self._as_stored(views)
+        return rows
 
     def read(self, fragment: Fragment) -> torch.Tensor:
         """Return a copy of a fragment's values, float32 [its size], on their device."""
@@ -152,13 +174,23 @@ class Rows:
                 rows.copy_(new if reference is None and alpha == 0 else alpha * rows + (1 - alpha) * new)
 
     def _rows(self, piece: Piece) -> torch.Tensor:
-        view = self.views[piece.path]
+        view = self._stored[piece.path]
         return view[piece.row_start : piece.row_stop] if view.ndim else view
+
+    def _as_stored(self, views: Views) -> Views:
+        return {path: _outputs_first(view, self._arrangements.get(path)) for path, view in views.items()}
+
+
+def _outputs_first(view: torch.Tensor, kept: Arrangement | None) -> torch.Tensor:
+    """Return a view whose first axis is the rows of the log; its other axes are the log's columns, in C order."""
+    if kept is None:
+        return view
+    return view.movedim(kept.outputs[0], 0) if kept.outputs else view[None]
 
 
 def _part(vector: Reference | Vector, piece: Piece, rows: torch.Tensor) -> torch.Tensor:
     values = at(vector, piece)
-    return torch.from_numpy(values if values.flags.writeable else values.copy()).to(rows.device)
+    return torch.from_numpy(values if values.flags.writeable else values.copy()).to(rows.device).reshape(rows.shape)
 
 
 def on_host(values: torch.Tensor, out: Vector | None) -> Vector:
@@ -170,6 +202,6 @@ def on_host(values: torch.Tensor, out: Vector | None) -> Vector:
     return out
 
 
-def shown(dtype: torch.dtype) -> str:
-    """Return a type as people name it."""
-    return str(dtype).removeprefix("torch.")
+def shown(kind: torch.dtype | torch.layout) -> str:
+    """Return a type, or a layout, as people name it."""
+    return str(kind).removeprefix("torch.")

@@ -1,0 +1,140 @@
+"""The tensors of a module by name, in loops and in tasks alike: without the parts that wrappers put into names.
+
+``torch.compile(module)`` has the module that a user wrote as ``_orig_mod``, and every name begins with that; other wrappers do
+likewise. A run's log has the names of the module that was wrapped, so that learners with and without a wrapper are learners of
+one run. Wrappers are told by their type, never by a name: an honest submodule may be called ``module``.
+
+Types are compared by name, since importing ``torch._dynamo`` takes nine seconds of processor time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, ValuesView
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from diloco.errors import SettingsError
+from diloco_learner.tensors import Tensor
+
+T = TypeVar("T")
+
+# by the wrapper's type: the attribute that has what was wrapped
+WRAPPERS = {
+    "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
+    "torch.nn.parallel.distributed.DistributedDataParallel": "module",
+    "torch.nn.parallel.data_parallel.DataParallel": "module",
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper": "_checkpoint_wrapped_module",
+}
+CONVOLUTIONS = (
+    torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d,
+    torch.nn.ConvTranspose1d, torch.nn.ConvTranspose2d, torch.nn.ConvTranspose3d,
+)  # fmt: skip
+# in the names of a dictionary, which has no types: nobody calls a submodule so
+WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
+
+
+class Held(NamedTuple):
+    """A tensor of a module: its name without wrappers, and the place that holds it."""
+
+    name: str
+    tensor: torch.Tensor
+    owner: torch.nn.Module
+    key: str
+
+    @property
+    def path(self) -> str:
+        """The path in the log."""
+        return self.name.replace(".", "/")
+
+    def now(self) -> torch.Tensor | None:
+        """Return what is held in this place now, of a buffer."""
+        return vars(self.owner)["_buffers"].get(self.key)
+
+    @property
+    def persistent(self) -> bool:
+        """Whether ``state_dict`` has this buffer."""
+        return self.key not in vars(self.owner)["_non_persistent_buffers_set"]
+
+    def conv_axis(self) -> int | None:
+        """Return the axis of the output units of a convolution's weight; None: it is none."""
+        if self.key != "weight" or not isinstance(self.owner, CONVOLUTIONS):
+            return None
+        # (in, out / groups, ...): with groups no axis has the output units, or the first one where each is a group
+        return 1 if self.owner.transposed and self.owner.groups == 1 else 0
+
+
+def parameters_of(module: torch.nn.Module) -> list[Held]:
+    """Return the parameters of a module, each once, in the order of ``named_parameters``."""
+    return _each_once(Held(prefix + key, one, owner, key) for prefix, owner, key, one in _held(module, "_parameters"))
+
+
+def buffers_of(module: torch.nn.Module) -> list[Held]:
+    """Return the buffers of a module, each once, in the order of ``named_buffers``."""
+    return _each_once(Held(prefix + key, one, owner, key) for prefix, owner, key, one in _held(module, "_buffers"))
+
+
+def contents_of(module: torch.nn.Module) -> Iterator[ValuesView[object]]:
+    """Yield what a module and all below it have now and later: submodules and parameters, of each that has some."""
+    for _, owner in _modules(module, "", set()):
+        for kind in ("_modules", "_parameters"):
+            if vars(owner)[kind]:
+                yield vars(owner)[kind].values()
+
+
+def convolutions(held: Iterable[Held]) -> dict[str, Tensor]:
+    """Return by path what a run takes the weights of convolutions for, if a task or loop says nothing of its tensors."""
+    axes = {each.path: each.conv_axis() for each in held}
+    return {path: Tensor(kind="head", output_axis=axis) for path, axis in axes.items() if axis is not None}
+
+
+def plain_path(name: str) -> str:
+    """Return the path in the log of a tensor that a loop hands over by name: without the parts that only wrappers make.
+
+    ``module`` stays: a submodule may be called so, and a dictionary does not say whose it is.
+    """
+    return "/".join(part for part in name.replace(".", "/").split("/") if part not in WRAPPED)
+
+
+def by_path(named: Iterable[tuple[str, str, T]]) -> dict[str, T]:
+    """Return tensors by their path in the log; each comes with name, path and tensor.
+
+    Raises:
+        SettingsError: two names are one path.
+    """
+    found: dict[str, tuple[str, T]] = {}
+    for name, path, tensor in named:
+        if path in found:
+            first = found[path][0]
+            raise SettingsError(f"parameters {first!r} and {name!r} are both {path!r} in the run's log: rename one of them")
+        found[path] = name, tensor
+    return {path: tensor for path, (_, tensor) in found.items()}
+
+
+def _modules(module: torch.nn.Module, prefix: str, seen: set[int]) -> Iterator[tuple[str, torch.nn.Module]]:
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    yield prefix, module
+    wrapped = next((WRAPPERS[name] for name in map(_type_name, type(module).__mro__) if name in WRAPPERS), None)
+    for key, child in vars(module)["_modules"].items():
+        if child is not None:
+            yield from _modules(child, prefix if key == wrapped else f"{prefix}{key}.", seen)
+
+
+def _type_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _held(module: torch.nn.Module, kind: str) -> Iterator[tuple[str, torch.nn.Module, str, torch.Tensor]]:
+    for prefix, owner in _modules(module, "", set()):
+        for key, tensor in vars(owner)[kind].items():
+            if tensor is not None:
+                yield prefix, owner, key, tensor
+
+
+def _each_once(held: Iterable[Held]) -> list[Held]:
+    seen: dict[int, Held] = {}
+    for each in held:
+        seen.setdefault(id(each.tensor), each)
+    return list(seen.values())

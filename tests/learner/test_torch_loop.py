@@ -1,0 +1,410 @@
+"""The tensors of a training loop of one's own in PyTorch: what is taken over at a step, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import diloco
+from diloco.core.fragments import build_map, check_same_map
+from diloco.errors import AdmissionError, SettingsError
+from diloco_learner.tensors import Tensor
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed: make torch")
+
+from torch import nn  # noqa: E402
+
+from diloco.settings.presets import run_settings  # noqa: E402
+from diloco_learner.pytorch.island import TorchIsland  # noqa: E402
+from diloco_learner.pytorch.parameters import TorchParameters  # noqa: E402
+
+
+def linear(columns: int = 4) -> Any:
+    return nn.Sequential(nn.Linear(columns, 4), nn.Linear(4, 4))
+
+
+def adapted() -> Any:
+    """A module whose first layer is frozen."""
+    module = linear()
+    module[0].requires_grad_(False)
+    return module
+
+
+class Joined:
+    """Parameters that have joined, in a run of one fragment."""
+
+    def __init__(self, params: Any, tensor: Any = None, count: int = 1) -> None:
+        self.parameters = TorchParameters(params)
+        said = None if tensor is None else types.SimpleNamespace(tensor=tensor)
+        self.map = build_map(self.parameters.tensors(said), count, fixed=self.parameters.fixed())
+
+    def values(self, fragment: int = 0) -> Any:
+        return self.parameters.snapshot(self.map.fragments[fragment]).to_host()
+
+    def write(self, value: float, fragment: int = 0) -> None:
+        cut = self.map.fragments[fragment]
+        self.parameters.write(cut, np.full(cut.size, value, np.float32))
+
+
+def paths(params: Any) -> list[str]:
+    return [each.path for each in TorchParameters(params).tensors(None)]
+
+
+def assign(module: Any) -> None:
+    module.load_state_dict({name: 2 * value for name, value in module.state_dict().items()}, assign=True)
+
+
+def swap_data(module: Any) -> None:
+    for parameter in module.parameters():
+        parameter.data = 2 * parameter.data
+
+
+def replace_parameter(module: Any) -> None:
+    module[1].weight = nn.Parameter(2 * module[1].weight.detach())
+
+
+def replace_layer(module: Any) -> None:
+    module[1] = nn.Linear(4, 4)
+
+
+def from_vector(module: Any) -> None:
+    nn.utils.vector_to_parameters(2 * nn.utils.parameters_to_vector(module.parameters()).detach(), module.parameters())
+
+
+def move(module: Any) -> None:
+    module.to(torch.float64).to(torch.float32)  # as a move to another device: other memory behind the same parameters
+
+
+@pytest.mark.parametrize("swap", [assign, swap_data, replace_parameter, replace_layer, from_vector, move])
+def test_what_a_loop_swaps_is_read_and_written_from_the_next_step_on(swap: Callable[[Any], None]) -> None:
+    module = linear()
+    joined = Joined(module)
+    swap(module)
+    joined.parameters.take(module)
+    named = sorted(module.named_parameters())
+    assert joined.values().tolist() == [value for _, one in named for value in one.flatten().tolist()]
+    joined.write(7)
+    assert all(bool((one == 7).all()) for one in module.parameters())
+
+
+def test_tensors_by_name_may_be_other_ones_at_each_step() -> None:
+    joined = Joined({"a": torch.zeros(3), "b": torch.zeros(2)})
+    after = {"a": torch.ones(3), "b": torch.ones(2)}
+    joined.parameters.take(after)
+    joined.write(7)
+    assert after["a"].tolist() == [7] * 3
+    after["b"].data = torch.zeros(2)
+    joined.parameters.take(after)
+    assert joined.values().tolist() == [7, 7, 7, 0, 0]
+
+
+def test_averaged_weights_that_are_swapped_in_between_two_steps_leave_no_trace() -> None:
+    module = linear()
+    joined = Joined(module)
+    trained = {name: one.data for name, one in module.named_parameters()}
+    for one in module.parameters():  # for an evaluation, say
+        one.data = torch.full_like(one, 100.0)
+    for name, one in module.named_parameters():
+        one.data = trained[name]
+    joined.parameters.take(module)
+    assert joined.values().max() < 100
+    joined.write(7)
+    assert all(bool((one == 7).all()) for one in module.parameters())
+
+
+def unfreeze(module: Any) -> None:
+    module[0].requires_grad_(True)
+
+
+def another_base(module: Any) -> None:
+    module[0].weight = nn.Parameter(torch.zeros(4, 4), requires_grad=False)
+
+
+def one_more(module: Any) -> None:
+    module.append(nn.Linear(4, 4))
+
+
+def one_less(module: Any) -> None:
+    del module[1]
+
+
+def wider(module: Any) -> None:
+    module[1].weight = nn.Parameter(torch.zeros(5, 4))
+
+
+def rounded(module: Any) -> None:
+    module.to(torch.bfloat16)
+
+
+def tied(module: Any) -> None:
+    module[1].bias = nn.Parameter(module[1].weight.detach()[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            unfreeze,
+            "parameter '0/(bias|weight)' requires a gradient now, and was frozen when this loop joined: join with it unfr",
+        ),
+        (another_base, "frozen parameter '0/weight' has other values, or another type, than when this loop joined"),
+        (one_more, "params are not those that joined: 2/bias, 2/weight"),
+        (one_less, "params are not those that joined: 1/bias, 1/weight"),
+        (wider, r"parameter '1/weight' has shape \(5, 4\), expected \(4, 4\), as it joined"),
+        (rounded, "parameter '1/weight' is bfloat16, expected float32"),
+        (tied, "parameters '1/bias' and '1/weight' share memory"),
+    ],
+)
+def test_a_change_that_no_run_can_follow_is_named_at_the_next_step(change: Callable[[Any], None], said: str) -> None:
+    module = adapted()
+    joined = Joined(module)
+    change(module)
+    with pytest.raises(SettingsError, match=said):
+        joined.parameters.take(module)
+
+
+def test_a_frozen_base_may_move_and_a_trained_tensor_may_be_frozen_later() -> None:
+    module = adapted()
+    joined = Joined(module)
+    move(module)
+    module[1].requires_grad_(False)
+    joined.parameters.take(module)
+    joined.write(7)
+    assert bool((module[1].weight == 7).all())
+
+
+def test_another_module_of_the_same_tensors_is_taken_over_and_one_on_another_base_is_not() -> None:
+    module, other = adapted(), adapted()
+    joined = Joined(module)
+    with pytest.raises(SettingsError, match=r"frozen parameter '0/.*' has other values"):
+        joined.parameters.take(other)
+    other.load_state_dict(module.state_dict())
+    joined.parameters.take(other)
+    joined.write(7)
+    assert bool((other[1].weight == 7).all())
+    assert not bool((module[1].weight == 7).any())
+
+
+X = torch.zeros(8, 4)
+
+
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [
+        ({"a": X, "b": X}, "parameters 'a' and 'b' share memory, so that a version of one would overwrite the other"),
+        ({"a": X, "b": X[:2]}, "parameters 'a' and 'b' share memory"),
+        ({"a": X[:, :3], "b": X.T[2:]}, "parameters 'a' and 'b' share memory"),
+        ({"a": torch.zeros(1, 4).expand(5, 4)}, r"parameter 'a' has several values in one place of its memory, as expand\(\)"),
+        ({"a/b.c": X, "a.b.c": X.clone()}, "parameters 'a/b.c' and 'a.b.c' are both 'a/b/c' in the run's log: rename one"),
+        ({"_orig_mod.a": X, "a": X.clone()}, "parameters '_orig_mod.a' and 'a' are both 'a'"),
+        ({"a": X.to(torch.bfloat16)}, r"'a' is bfloat16, expected float32: keep float32 masters \(module.float\(\), or copies"),
+        ({"a": X.to(torch.complex64)}, r"'a' is complex64, expected float32: hand over torch.view_as_real\(parameter\)"),
+        ({"a": X.to(torch.int64)}, "'a' is int64, expected float32: leave out what is not trained"),
+        ({"a": X.to_sparse()}, "'a' is a Tensor of layout sparse_coo, expected a plain dense tensor"),
+        ({"a": torch.zeros(3, device="meta")}, "'a' is on the meta device, so it has no values: give it some"),
+        (nn.Sequential(nn.LazyLinear(4)), "'0/weight' has no shape yet: call the module once on a batch, and join then"),
+        (linear().requires_grad_(False), "the module has no parameter that requires a gradient"),
+    ],
+)
+def test_tensors_that_no_version_can_be_written_into_are_refused_by_name(params: Any, said: str) -> None:
+    with pytest.raises(SettingsError, match=said):
+        diloco.join("nats://127.0.0.1:9", run="x", params=params, tokens=1)
+
+
+def test_parts_of_one_tensor_that_have_no_value_in_common_are_apart() -> None:
+    whole = torch.zeros(4, 6)
+    joined = Joined({"q": whole[:, :3], "k": whole[:, 3:], "t": torch.zeros(3, 2).T})
+    joined.write(7)
+    assert bool((whole == 7).all())
+
+
+def wrapped() -> dict[str, Any]:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    inner = linear()
+    return {
+        "compiled": torch.compile(inner, backend="eager"),
+        "checkpointed": nn.Sequential(checkpoint_wrapper(nn.Linear(4, 4)), nn.Linear(4, 4)),
+        "in parallel": nn.DataParallel(inner),
+        "compiled twice": torch.compile(nn.DataParallel(torch.compile(inner, backend="eager")), backend="eager"),
+        "by name": dict(torch.compile(inner, backend="eager").named_parameters()),
+    }
+
+
+@pytest.mark.slow  # imports PyTorch's compiler
+def test_a_wrapper_leaves_no_trace_in_the_log() -> None:
+    class Slope:
+        tokens_per_batch = 1
+
+        def module(self) -> Any:
+            return torch.compile(linear(), backend="eager")
+
+        def loss(self, module: Any, batch: Any) -> Any:
+            return module(torch.ones(4)).sum()
+
+        def batches(self, *where: int) -> Any:
+            return itertools.repeat(0)
+
+    expected = paths(linear())
+    assert {what: paths(params) for what, params in wrapped().items()} == dict.fromkeys(wrapped(), expected)
+    island = TorchIsland(Slope(), run_settings(overrides={"fragments.count": 1, "shards": 1}))
+    assert [each.path for each in island.specs()] == expected
+
+
+def test_an_honest_submodule_may_be_called_as_a_wrapper_calls_its_own() -> None:
+    assert paths(nn.ModuleDict({"module": nn.Linear(2, 2, bias=False)})) == ["module/weight"]
+    assert paths({"module.weight": torch.zeros(2)}) == ["module/weight"]
+
+
+def test_learners_on_another_frozen_base_are_not_admitted() -> None:
+    torch.manual_seed(0)
+    founder, same, other = (adapted() for _ in range(3))
+    same.load_state_dict(founder.state_dict())
+    theirs = Joined(founder).map
+    assert [(each.path, each.dtype, each.shape) for each in theirs.fixed] == [
+        ("0/bias", "float32", (4,)),
+        ("0/weight", "float32", (4, 4)),
+    ]
+    check_same_map(Joined(same).map, theirs, "mine")
+    with pytest.raises(
+        AdmissionError, match=r"tensor '0/bias', which is not trained, differs from the founder's: .* same file"
+    ):
+        check_same_map(Joined(other).map, theirs, "mine")
+    adapter = Joined({"1.weight": same[1].weight, "1.bias": same[1].bias}).map
+    assert not adapter.fixed
+    for ours, run_s, lacks in ((adapter, theirs, "this learner"), (theirs, adapter, "the run")):
+        with pytest.raises(AdmissionError, match=f"{lacks} lacks tensor '0/bias', which is not trained: either all learners"):
+            check_same_map(ours, run_s, "mine")
+
+
+def test_a_frozen_base_is_hashed_in_its_own_type() -> None:
+    import ml_dtypes
+
+    from diloco.core.fragments import FixedSpec
+
+    module = adapted()
+    module[0].to(torch.bfloat16)
+    values = module[0].weight.detach().float().numpy().astype(ml_dtypes.bfloat16)
+    expected = FixedSpec.of("0/weight", values.dtype.name, values.shape, values.tobytes())  # as of a task of JAX
+    assert expected in Joined(module).map.fixed
+
+
+def test_a_task_states_the_same_frozen_parameters_and_kernels_as_a_loop_with_its_module() -> None:
+    class Convolved:
+        tokens_per_batch = 1
+
+        def module(self) -> Any:
+            torch.manual_seed(0)
+            module = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 2, 1))
+            module[2].requires_grad_(False)
+            return module
+
+        def loss(self, module: Any, batch: Any) -> Any:
+            return module(torch.ones(1, 3, 4, 4)).sum()
+
+        def batches(self, *where: int) -> Any:
+            return itertools.repeat(0)
+
+    task = Convolved()
+    island = TorchIsland(task, run_settings(overrides={"fragments.count": 3, "shards": 1}))
+    assert island.fragments().digest == Joined(task.module(), count=3).map.digest
+
+
+def test_buffers_are_averaged_as_a_task_s_are() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    joined = Joined(module, count=2)
+    assert [each.path for each in joined.map.tensors if each.state] == ["state/1/running_mean", "state/1/running_var"]
+    [state] = [each.index for each in joined.map.fragments if each.state]
+    module[1].running_mean.fill_(3)
+    assert joined.values(state).tolist() == [3, 3, 3, 3, 1, 1, 1, 1]
+    module.to(torch.float64).to(torch.float32)
+    joined.parameters.take(module)
+    joined.write(7, state)
+    assert module[1].running_var.tolist() == [7] * 4
+    module[1].running_mean = torch.zeros(4, dtype=torch.float64)
+    with pytest.raises(SettingsError, match="buffer '1/running_mean' is float64, expected float32, since learners average"):
+        joined.parameters.take(module)
+
+
+@pytest.mark.parametrize(
+    ("module", "rows", "axis"),
+    [
+        (nn.Conv2d(3, 8, 3), (8, 27), 0),
+        (nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last), (8, 27), 0),
+        (nn.Conv1d(3, 8, 2), (8, 6), 0),
+        (nn.ConvTranspose2d(3, 8, 2), (8, 12), 1),
+        (nn.ConvTranspose2d(6, 6, 2, groups=6), (6, 4), 0),
+    ],
+)
+def test_rows_of_a_convolution_are_its_output_units(module: Any, rows: tuple[int, int], axis: int) -> None:
+    joined = Joined(module, count=2)
+    [weight] = [each for each in joined.map.tensors if each.path == "weight"]
+    assert (weight.shape, weight.model_shape) == (rows, tuple(module.weight.shape))
+    for fragment in joined.map.fragments:
+        for piece in fragment.pieces:
+            if piece.path == "weight":
+                units = module.weight.detach().movedim(axis, 0)[piece.row_start : piece.row_stop].flatten().tolist()
+                assert joined.values(fragment.index)[piece.offset : piece.offset + piece.size].tolist() == units
+    before = module.weight.detach().clone()
+    for fragment in joined.map.fragments:
+        joined.parameters.write(fragment, joined.values(fragment.index) + 1)
+    assert torch.equal(module.weight.detach(), before + 1)
+
+
+def test_of_tensors_by_name_the_shape_says_what_they_are_or_the_loop_does() -> None:
+    kernel = {"weight": torch.zeros(8, 3, 3, 3)}
+    assert Joined(kernel).map.tensors[0].shape == (8, 3, 3, 3)
+    said = Joined(kernel, lambda path, shape: Tensor(kind="matrix"))
+    assert said.map.digest == Joined(nn.Conv2d(3, 8, 3, bias=False)).map.digest
+
+
+@pytest.mark.parametrize("module", [linear(), nn.Embedding(5, 3), nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))])
+def test_maps_of_models_of_matrices_are_as_before(module: Any) -> None:
+    named = {name: one.detach() for name, one in module.named_parameters()}
+    assert Joined(module).map.digest == Joined(named).map.digest
+    assert all(each.arrangement is None for each in Joined(module).map.tensors)
+
+
+RANK = """
+import sys, time, torch, torch.distributed as dist, diloco
+dist.init_process_group("gloo", init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=2)
+module = torch.nn.Linear(4, 4)
+if dist.get_rank() == 0:
+    try:
+        diloco.join("nats://127.0.0.1:9", run="x", params=module, tokens=1)
+    except diloco.errors.SettingsError as error:
+        print(error)
+dist.barrier()  # so the other rank waits for nothing of ours
+dist.destroy_process_group()
+diloco.join("nats://127.0.0.1:9", run="x", params=module, tokens=1)
+print("alone")
+"""
+
+
+@pytest.mark.tool
+def test_one_rank_of_two_is_refused_and_the_other_goes_on() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", RANK, address, str(rank)], stdout=subprocess.PIPE, text=True) for rank in (0, 1)
+    ]
+    said = [rank.communicate()[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert said[0].startswith("join: this is rank 0 of a process group of 2, and a loop that joins is one process")
+    assert [text.splitlines()[-1] for text in said] == ["alone", "alone"]
+
+
+def test_a_tensor_that_is_spread_over_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    spread = type("Spread", (torch.Tensor,), {})  # stands for torch's DTensor, which needs a process group
+    monkeypatch.setitem(sys.modules, "torch.distributed.tensor", types.SimpleNamespace(DTensor=spread))
+    with pytest.raises(SettingsError, match="parameter 'a' is a DTensor, which is spread over processes: join with the whole"):
+        TorchParameters({"a": torch.zeros(3).as_subclass(spread)})
