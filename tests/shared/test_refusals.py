@@ -163,3 +163,13 @@ def test_a_learner_that_ends_without_a_refusal_ends_well() -> None:
     assert account.in_vain("run", "ann") is None
     _taken_in(account, None, [refused(1)], (0, 0))
     assert "nothing of it was merged, and 1 of its offers were refused" in str(account.in_vain("run", "ann"))
+
+
+def test_a_learner_that_is_quarantined_goes_on_until_it_is_readmitted() -> None:
+    account = RefusalAccount()
+    known = report(None, [refused(number, reason="ejected") for number in range(1, 6)])
+    assert known is not None
+    assert account.take_in(known, {}) == {}
+    assert account.in_a_row("run", "ann") is None
+    assert account.offers == {"ejected": 5}
+    assert "readmit" in str(account.in_vain("run", "ann"))

@@ -267,7 +267,7 @@ class JoinedRun:
         self._loss = loss.detach() if hasattr(loss, "detach") else loss
         self._sample = self._parameters.sample() if loss is None else None
         self._pass(done)
-        if self._member.is_stuck:
+        if self._member.learner.accounts.is_stuck:
             raise DilocoError(
                 f"run {self.settings.run!r}: the losses of the newest {STUCK_STEPS} steps or more, or their parameters, are "
                 "NaN or infinite: look at the data, or begin again, from the run's model, with a fresh optimizer and a lower "

@@ -45,7 +45,7 @@ class Span:
         return False
 
     def array(self) -> NDArray[Any]:
-        """Return an array of NumPy that claims this memory; its values must not be read."""
+        """Return an array, raw bytes [shape], that claims this memory; its values must not be read."""
         return np.asarray(_Claim(self))
 
 

@@ -101,6 +101,8 @@ class RefusalAccount:
         known, newest = Counter[int](), Counter[int]()
         for entry in refusals.entries:
             self.offers[entry.reason] += entry.offers
+            if entry.reason == "ejected":
+                continue  # one that is quarantined follows the run until it is readmitted
             known[entry.fragment] += entry.offers
             newest[entry.fragment] = max(newest[entry.fragment], entry.number)
         more = {}

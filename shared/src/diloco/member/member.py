@@ -332,12 +332,6 @@ class Member:
         """Own steps taken in this run."""
         return self.learner.accounts.step
 
-    @property
-    def is_stuck(self) -> bool:
-        """Whether none of the newest ten steps has a finite loss, or, without losses, finite values."""
-        with self._shared.lock:
-            return self.learner.accounts.is_stuck
-
     def count_steps(self, step_tokens: int) -> None:
         """Begin with as many steps as the log holds tokens of this learner, for steps of ``step_tokens`` each."""
         with self._shared.lock:
