@@ -24,6 +24,7 @@ from diloco.errors import (
     IslandError,
     MachineError,
     MessageError,
+    RefusedError,
     RunError,
     SettingsError,
     WanError,
@@ -72,7 +73,7 @@ def test_the_job_replaces_pods_that_can_go_on_and_gives_up_what_would_end_again(
     for rule in spec["podFailurePolicy"]["rules"]:
         by_action[rule["action"]] |= set(rule.get("onExitCodes", {}).get("values", ()))
     assert by_action["Ignore"] == {IslandError.exit_code, LEFT}
-    given_up = (SettingsError, DataError, RunError, AdmissionError, EjectedError, MachineError)
+    given_up = (SettingsError, DataError, RunError, AdmissionError, EjectedError, MachineError, RefusedError)
     assert by_action["FailJob"] == {error.exit_code for error in given_up}
     counted = {error.exit_code for error in (DilocoError, BrokerError, MessageError, WanError)}
     assert not counted & (by_action["Ignore"] | by_action["FailJob"])

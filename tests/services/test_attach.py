@@ -63,7 +63,7 @@ async def test_a_run_that_ended_elsewhere_is_said_to_be_over(
     assert (shown["run"], shown["state"]) == (cluster.name, "finished")
     assert [fragment["version"] for fragment in shown["fragments"]] == versions
     await asyncio.to_thread(inspect.status, path, json_=False)
-    assert f"run {cluster.name} is over: 4 fragments, versions {min(versions)} to" in capsys.readouterr().out
+    assert f"run {cluster.name} is over: 4 fragments at versions {min(versions)} to" in capsys.readouterr().out
 
     verdict = await verify.check(path)
     assert verdict.holds

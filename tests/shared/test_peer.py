@@ -8,6 +8,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import structlog
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from tests.pace import DEADLINE_S, scaled_s
 
 from diloco.core.chunks import Chunk
+from diloco.errors import FormatError, NonFiniteError
 from diloco.member import peer
 from diloco.member.peer import Borrower, InMemory, Layout, Lendable, Lender, Loan
 from diloco.nats.transport import NatsTransport
@@ -315,3 +317,9 @@ def test_layouts_differ_by_name_shape_and_type() -> None:
     assert len({one.digest, *(Layout.of(other).digest for other in others)}) == 4
     assert one.size_bytes == 12
     assert Layout.of({}).wholes() == []
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -2e30])
+def test_values_of_a_type_that_numpy_does_not_know_are_looked_at_too(value: float) -> None:
+    with pytest.raises((NonFiniteError, FormatError), match="state of ann: optimizer/mu holds"):
+        peer._check_values("state of ann: optimizer/mu", "optimizer/mu", np.array([1.0, value]).astype(ml_dtypes.bfloat16))

@@ -73,10 +73,26 @@ def test_a_new_owner_reads_the_same_offer_and_reports_it_no_second_time() -> Non
     assert report(known, [refused(3, fragment=1)]) is not None
 
 
-def test_offers_that_cannot_be_read_count_each_time() -> None:
+def test_offers_that_cannot_be_read_count_once() -> None:
+    """They have no number, and every new owner of the fragment reads them again."""
     known = report(None, [refused(0, reason="form"), refused(0, reason="form")])
     assert known is not None
-    assert known.entries == [RefusedOffers(0, "form", 2, 0)]
+    assert known.entries == [RefusedOffers(0, "form", 1, 0)]
+    assert report(known, [refused(0, reason="form")]) is None
+    account = RefusalAccount()
+    assert account.take_in(known, {}) == {}
+    assert account.offers == {"form": 1}
+
+
+def test_refusals_between_merges_that_one_look_shows_together_are_no_row() -> None:
+    """Offers 1, 3 and 5 were refused, 2 and 4 merged."""
+    account = RefusalAccount()
+    known = _taken_in(account, None, [refused(1), refused(3), refused(5)], (7, 4))
+    assert account.in_a_row("run", "ann") is None
+    known = _taken_in(account, known, [refused(6)], (7, 4))
+    assert account.in_a_row("run", "ann") is None
+    _taken_in(account, known, [refused(7)], (7, 4))
+    assert account.in_a_row("run", "ann") is not None
 
 
 def test_a_younger_process_begins_anew_and_an_older_one_is_over() -> None:
@@ -165,11 +181,13 @@ def test_a_learner_that_ends_without_a_refusal_ends_well() -> None:
     assert "nothing of it was merged, and 1 of its offers were refused" in str(account.in_vain("run", "ann"))
 
 
-def test_a_learner_that_is_quarantined_goes_on_until_it_is_readmitted() -> None:
+@pytest.mark.parametrize(("reason", "remedy"), [("ejected", "readmit"), ("too_far", "merge_factor")])
+def test_a_learner_that_may_be_merged_again_goes_on(reason: RefusalReason, remedy: str) -> None:
+    """One that is quarantined until it is readmitted, and one that moves the model too far."""
     account = RefusalAccount()
-    known = report(None, [refused(number, reason="ejected") for number in range(1, 6)])
+    known = report(None, [refused(number, reason=reason) for number in range(1, 6)])
     assert known is not None
     assert account.take_in(known, {}) == {}
     assert account.in_a_row("run", "ann") is None
-    assert account.offers == {"ejected": 5}
-    assert "readmit" in str(account.in_vain("run", "ann"))
+    assert account.offers == {reason: 5}
+    assert remedy in str(account.in_vain("run", "ann"))

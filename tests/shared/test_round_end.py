@@ -10,7 +10,6 @@ from tests.made.rounds import STEPS, commit, hold, is_used_up, log_of, names, of
 from tests.made.run_settings import ROUNDS, settings_of
 
 from diloco.core import budget
-from diloco.core.accounts import Accounts
 from diloco.core.roster import Roster
 from diloco.core.round import Round
 
@@ -46,7 +45,6 @@ def test_what_one_learner_has_lost_beyond_its_merged_tokens_ends_no_run() -> Non
     settings, chain = settings_of(ROUNDS, tokens=1000), log_of(100, lost=1010, ann=(1, 60), bob=(1, 30), eve=(1, 10))
     for name, lost in (("eve", 1000), ("bob", 10)):
         chain.cursors[name] = msgspec.structs.replace(chain.cursors[name], lost_tokens=lost)
-    assert budget.uncounted(chain) == ("eve", 990)
     assert budget.accounted(chain) == 100 + 10 + 10
     assert not is_used_up(Roster(settings), chain, 0)
     chain.cursors["ann"] = msgspec.structs.replace(chain.cursors["ann"], lost_tokens=160)  # 100 more than it has merged
@@ -54,14 +52,15 @@ def test_what_one_learner_has_lost_beyond_its_merged_tokens_ends_no_run() -> Non
     assert budget.accounted(chain) == 100 + 10 + 10 + 160, "only the one of which it is most does not count"
 
 
-def test_a_learner_stops_by_the_tokens_that_count() -> None:
-    accounts = Accounts(tokens=1000)
-    accounts.note_version(120, 990)
-    assert accounts.processed() == 120
-    accounts.tokens += 7
-    assert accounts.processed() == 127
-    accounts.note_version(300, 0)
-    assert accounts.processed() == 1007, "its own tokens count where nothing of them is uncounted"
+def test_a_run_whose_learner_has_lost_most_ends_when_all_who_live_have_stopped() -> None:
+    """Ann has processed the budget, and lost most of it; bob, of whom the log has something, is gone for good."""
+    settings, chain = settings_of(ROUNDS, tokens=1000), log_of(200, lost=900, ann=(1, 100), bob=(1, 100))
+    chain.cursors["ann"] = msgspec.structs.replace(chain.cursors["ann"], lost_tokens=900)
+    roster = Roster(settings)
+    roster.hear(learner_heartbeat("ann", tokens=1000, state="stepping"), 0)
+    assert not is_used_up(roster, chain, 0)
+    roster.hear(learner_heartbeat("ann", tokens=1000, state="closing"), 1)
+    assert is_used_up(roster, chain, 1)
 
 
 def test_the_budget_is_used_up_when_all_who_live_have_stopped_and_the_log_is_near_to_it() -> None:

@@ -75,8 +75,8 @@ def _show_end(run: rundir.RunDirectory, ended: Sequence[Chain], json_: bool) -> 
     versions, merged = [each.version for each in ended], min(each.tokens_merged for each in ended)
     learners = {name for each in ended for name in each.cursors}
     print(
-        f"run {run.name} is over: {len(ended)} fragments, versions {min(versions)} to {max(versions)}, {count(merged)} tokens "
-        f"or more of {len(learners)} learners merged in each; the report is in its coordinator's state_dir"
+        f"run {run.name} is over: {len(ended)} fragments at versions {min(versions)} to {max(versions)}; at least "
+        f"{count(merged)} tokens merged in each, from {len(learners)} learner(s). Its report is in the coordinator's state_dir."
     )
 
 

@@ -16,7 +16,7 @@ from diloco.control.changes import read_changes
 from diloco.control.creation import Run
 from diloco.core.chain import Chain
 from diloco.core.fragments import FragmentMap
-from diloco.errors import BrokerError, MessageError, RunError
+from diloco.errors import BrokerError, DilocoError, RunError
 from diloco.log.log import Log
 from diloco.log.reader import Loaded
 from diloco.log.stream import Head, pass_over
@@ -55,7 +55,7 @@ class RunReader:
     async def state(self) -> str:
         """Return "over", "going on" or "stopped".
 
-        The log tells of a run whose coordinator is elsewhere, and so is its report.
+        The log shows that a run is over when its report is on another machine.
         """
         if self.directory.finished or await self.log.reader.closed():
             return "over"
@@ -185,11 +185,19 @@ async def read_chains(log: Log) -> list[Chain]:
 
 
 async def read_end(path: Path) -> list[Chain] | None:
-    """Read every fragment's closed head of a run that is over, from the log alone; None: it is not over, or cannot be read."""
+    """Read every fragment's closed head of a run that is over from its own server.
+
+    None: the run is not over, or its server does not answer, or cannot be read.
+    """
     try:
+        reachable = await _live(rundir.load(path))
+        for transport in reachable.values():
+            await transport.close()
+        if not reachable:
+            return None
         async with opened(path) as seen:
             chains = await read_chains(seen.log)
-    except (BrokerError, RunError, MessageError):
+    except (DilocoError, OSError):
         return None
     return chains if chains and all(chain.closed for chain in chains) else None
 

@@ -18,6 +18,7 @@ from diloco.process.retry import Complaint
 from diloco.wire.refusals import Refusals, refusals_key, unpack_refusals
 
 REPORT_EVERY_S = 1.0  # the reports of one learner
+RETRY_S = 60.0  # after a report that the server did not take: each attempt costs it and its log some lines
 MAX_WAITING = 64  # refusals of one learner that wait to be reported
 
 
@@ -51,12 +52,10 @@ class RefusalReporter:
                 try:
                     await self._report(learner, refusals)
                     complaint.over()
-                except BrokerError as error:
-                    self._waiting[learner] = [*refusals, *self._waiting.get(learner, [])][-MAX_WAITING:]
+                except BrokerError as error:  # these are not reported: the next refusals are
                     complaint.warn("refusals_not_reported", learner=learner, reason=str(error))
+                    await asyncio.sleep(RETRY_S)
             await asyncio.sleep(REPORT_EVERY_S)
-            if self._waiting:
-                self._news.set()
 
     async def _report(self, learner: str, refusals: list[Refusal]) -> None:
         admitted = await admitted_incarnation(self._run, learner)

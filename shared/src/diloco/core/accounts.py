@@ -74,7 +74,6 @@ class Accounts:
     evaluation_failure: str | None = None  # an evaluator's: of the newest evaluation
     steps_in_vain: int = 0  # the newest ones, one after the other, whose loss, or values, were not finite
     warming: int | None = None  # steps taken with an optimizer state that began fresh in a run under way
-    uncounted: int = 0  # own tokens that do not count towards the budget, as of the version applied last
     schedule: tuple[int, int] = (0, 0)  # tokens of all learners as the newest applied version states, own tokens then
     announced: tuple[int, int] = (0, 0)  # tokens of all learners as last announced, own tokens then
     step_average: Average = field(default_factory=Average)  # seconds
@@ -133,12 +132,8 @@ class Accounts:
         self.tokens += unknown
         return unknown
 
-    def note_version(self, tokens: int, uncounted: int) -> None:
-        """Go on with the schedule from an applied version, which states so many tokens of all learners.
-
-        ``uncounted``: own ones that do not count towards the budget (:func:`diloco.core.budget.uncounted`).
-        """
-        self.uncounted = uncounted
+    def note_version(self, tokens: int) -> None:
+        """Go on with the schedule from an applied version, as of which so many tokens of all learners count."""
         if tokens > self.schedule[0]:
             self.schedule = (tokens, self.tokens)
 
@@ -153,8 +148,7 @@ class Accounts:
         What is announced goes by the log, and has nothing of a learner that was cut off before its first merge. A version may
         come before the announcement that says as much: learners that wait for it must not take a step more by chance.
         """
-        noted = (stated + self.tokens - own for stated, own in (self.announced, self.schedule) if stated)
-        return max([self.tokens - self.uncounted, *noted])
+        return max(self.tokens, *(stated + self.tokens - own for stated, own in (self.announced, self.schedule)))
 
     def moment(self, budget: int) -> Moment:
         """Return what the learning rate goes by: the tokens that the newest applied version states and own ones since."""

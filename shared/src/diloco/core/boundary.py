@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from diloco.core import lockstep
 from diloco.core.accounts import Accounts
-from diloco.core.budget import accounted, uncounted
+from diloco.core.budget import accounted
 from diloco.core.delta import Apply, Carried
 from diloco.core.fragment_state import Application, FragmentState, Phase, Version
 from diloco.core.learner import Activity, Learner
@@ -168,8 +168,7 @@ def _take(name: str, accounts: Accounts, state: FragmentState, application: Appl
     chain, unknown = version.chain, None
     if carried.forgotten:
         unknown = accounts.count_on(chain.cursors.get(name), state.delta.incarnation)
-    learner, tokens = uncounted(chain)
-    accounts.note_version(accounted(chain), tokens if learner == name else 0)
+    accounts.note_version(accounted(chain))
     return version, carried, unknown
 
 

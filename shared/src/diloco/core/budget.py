@@ -16,18 +16,16 @@ IN_REACH = 2 * UNMERGED  # and those of all learners, the dead too, up to so man
 def accounted(chain: Chain) -> int:
     """Return the tokens of all learners that count towards the budget: those that the log has, merged or lost.
 
-    No merge bears lost tokens out. So what one learner has lost beyond what was merged of it does not count, for the learner
-    of which that is most: no single member ends a run by a claim. An honest learner of which that is so was cut off for long.
-    Then the run goes on for as many tokens more.
+    Nothing proves lost tokens. The largest excess of lost over merged tokens of one learner does not count, so no single claim
+    ends a run.
     """
-    return chain.tokens_merged + chain.tokens_lost - uncounted(chain)[1]
+    excess = (cursor.lost_tokens - cursor.tokens for cursor in chain.cursors.values())
+    return stated(chain) - max(0, max(excess, default=0))
 
 
-def uncounted(chain: Chain) -> tuple[str, int]:
-    """Return the learner that has lost most tokens beyond its merged ones, and how many those are; 0: there is none."""
-    beyond = ((max(0, cursor.lost_tokens - cursor.tokens), name) for name, cursor in chain.cursors.items())
-    tokens, name = max(beyond, default=(0, ""))
-    return name, tokens
+def stated(chain: Chain) -> int:
+    """Return all tokens that the log has, merged or lost, as learners stated them."""
+    return chain.tokens_merged + chain.tokens_lost
 
 
 def unmerged(cursor: Cursor) -> int:
@@ -42,9 +40,21 @@ def believable(chain: Chain) -> int:
 
 def in_reach(chain: Chain, budget: int) -> bool:
     """Whether the log's tokens and those that may be on their way make up the budget."""
-    if accounted(chain) + IN_REACH * chain.tokens_merged < budget:
+    return _in_reach(chain, accounted(chain), budget)
+
+
+def stated_in_reach(chain: Chain, budget: int) -> bool:
+    """Whether all tokens that the log has, and those that may be on their way, make up the budget.
+
+    That is enough once every live learner has stopped: each by its own count, which no other learner's claim raises.
+    """
+    return _in_reach(chain, stated(chain), budget)
+
+
+def _in_reach(chain: Chain, tokens: int, budget: int) -> bool:
+    if tokens + IN_REACH * chain.tokens_merged < budget:
         return False  # the mean offers of all learners are no more than all that was merged
-    return accounted(chain) + IN_REACH * sum(map(_mean, chain.cursors.values())) >= budget
+    return tokens + IN_REACH * sum(map(_mean, chain.cursors.values())) >= budget
 
 
 def _mean(cursor: Cursor) -> int:

@@ -277,8 +277,8 @@ class FragmentState:
         self.answered = 0
 
     def answer_again(self, refused: int) -> None:
-        """Answer the open round again if offer ``refused`` (0: it could not be read) answered it: no merge will have that."""
-        if refused in (0, self.delta.next_number - 1) and not self.sending:
+        """Answer the open round again if it was answered by offer ``refused``, which no merge will have."""
+        if refused == self.delta.next_number - 1 and not self.sending:
             self.reopen()
 
     def answer(self) -> Answer | None:

@@ -10,7 +10,7 @@ import numpy as np
 from msgspec import structs
 from numpy.typing import NDArray
 
-from diloco.core import codec, excess, outer, quantise
+from diloco.core import budget, codec, excess, outer, quantise
 from diloco.core.chain import Chain
 from diloco.core.compiled import kernels
 from diloco.core.float_mode import exact
@@ -194,14 +194,13 @@ def encode(delta: Vector, residual: Vector, settings: RunSettings, bits: Bits) -
 def outer_rates(replica: Replica, settings: RunSettings) -> tuple[float, float]:
     """Return the learning rate and momentum of the next outer step of a fragment.
 
-    Those of state are its rule's. Those of AdamW are the inner settings', after the tokens of all learners, merged or lost; its
-    momentum is beta1. Readers take both from the record: a cosine may have other bits elsewhere.
+    Those of state are its rule's. Those of AdamW are the inner settings', after the tokens of all learners that count
+    towards the budget; its momentum is beta1. Readers take both from the record: a cosine may have other bits elsewhere.
     """
     if isinstance(replica.optimizer, outer.Average):
         return replica.optimizer.rates
     if settings.outer.optimizer == "adamw":
-        tokens_done = replica.chain.tokens_merged + replica.chain.tokens_lost
-        return scheduled_rate(settings.inner, tokens_done, settings.tokens), settings.inner.beta1
+        return scheduled_rate(settings.inner, budget.accounted(replica.chain), settings.tokens), settings.inner.beta1
     return settings.outer.learning_rate, settings.outer.momentum
 
 

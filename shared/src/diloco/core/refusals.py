@@ -13,15 +13,17 @@ from dataclasses import dataclass
 from diloco.errors import ClaimError, MessageError, NonFiniteError, NotAdmittedError, RefusedError, UnmergeableError
 from diloco.wire.refusals import MAX_REFUSALS, MAX_TEXT_CHARACTERS, RefusalReason, Refusals, RefusedOffers
 
+FOLLOWS: frozenset[RefusalReason] = frozenset({"ejected", "too_far"})  # a learner that is refused so may be merged again
 IN_A_ROW = 3  # refused offers of one fragment, with nothing merged in between, that end a learner
 
 REMEDIES: Mapping[RefusalReason, str] = {
-    "claim": "state the tokens of a step as they are, and compare the run's settings and this learner's grant with its batch",
+    "claim": "state the tokens of a step as they are; if this learner's grant is too small: diloco keys grant DIR NAME "
+    "--batch-tokens N --min-step-s S",
     "form": "run the same version of diloco here as the run's syncers",
-    "identity": "give each learner a name, and an identity, of its own",
+    "identity": "the process is not admitted: give each learner a name and an identity of its own",
     "grant": "have the operator make a grant: diloco keys grant DIR NAME --batch-tokens N",
-    "not_finite": "look at this learner's data and learning rate: its parameters hold NaN or infinity",
-    "too_far": "lower this learner's learning rate, or compare quarantine.merge_factor with what it does",
+    "not_finite": "its parameters contain NaN or infinity: check its data and lower its learning rate",
+    "too_far": "lower this learner's learning rate, or ask the operator to raise quarantine.merge_factor",
     "ejected": "ask the operator: diloco readmit DIR NAME",
 }
 
@@ -58,7 +60,8 @@ def report(known: Refusals | None, refusals: Iterable[Refusal]) -> Refusals | No
     """Return a learner's report with further ``refusals`` of the same learner, in order; None: they change nothing.
 
     A refusal of an older process of the learner, and of an offer that is in the report, changes nothing: a new owner reads
-    the same offers as the one before it. A refusal of a younger process begins a new report.
+    the same offers as the one before it. So offers of a fragment that cannot be read, and have no number, count once. A refusal
+    of a younger process begins a new report.
     """
     changed = known
     for refusal in refusals:
@@ -67,9 +70,9 @@ def report(known: Refusals | None, refusals: Iterable[Refusal]) -> Refusals | No
         if refusal.incarnation < changed.incarnation:
             continue
         of_fragment = [entry for entry in changed.entries if entry.fragment == refusal.fragment]
-        if refusal.number and any(entry.number >= refusal.number for entry in of_fragment):
-            continue
         old = next((entry for entry in of_fragment if entry.reason == refusal.reason), None)
+        if any(entry.number >= refusal.number for entry in of_fragment) if refusal.number else old:
+            continue
         newest = max(refusal.number, old.number if old else 0)
         entry = RefusedOffers(refusal.fragment, refusal.reason, 1 + (old.offers if old else 0), newest)
         entries = [*(other for other in changed.entries if other is not old), entry][-MAX_REFUSALS:]
@@ -96,15 +99,14 @@ class RefusalAccount:
 
         ``merged``: by fragment, (incarnation, number) of the learner's last merged offer.
         """
-        self.offers = Counter()
-        self._texts = dict(refusals.texts)
+        offers_by_reason = Counter[RefusalReason]()
         known, newest = Counter[int](), Counter[int]()
         for entry in refusals.entries:
-            self.offers[entry.reason] += entry.offers
-            if entry.reason == "ejected":
-                continue  # one that is quarantined follows the run until it is readmitted
-            known[entry.fragment] += entry.offers
-            newest[entry.fragment] = max(newest[entry.fragment], entry.number)
+            offers_by_reason[entry.reason] += entry.offers
+            if entry.number and entry.reason not in FOLLOWS:
+                known[entry.fragment] += entry.offers
+                newest[entry.fragment] = max(newest[entry.fragment], entry.number)
+        self.offers, self._texts = offers_by_reason, dict(refusals.texts)  # another thread reads them
         more = {}
         for fragment, offers in known.items():
             at = merged.get(fragment, (0, 0))
@@ -112,8 +114,10 @@ class RefusalAccount:
                 self._in_a_row[fragment] = 0
             self._merged[fragment] = at
             if offers > self._known[fragment]:
-                later = (refusals.incarnation, newest[fragment]) > at  # than what was merged
-                self._in_a_row[fragment] += later * (offers - self._known[fragment])
+                row = self._in_a_row[fragment] + offers - self._known[fragment]
+                # of the offers since the last one that was merged, however many were refused before it
+                most = newest[fragment] - at[1] if at[0] == refusals.incarnation else row
+                self._in_a_row[fragment] = max(0, min(row, most))
                 more[fragment] = newest[fragment]
         self._known = known
         return more

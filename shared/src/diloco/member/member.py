@@ -144,7 +144,7 @@ class Member:
         self._change()
         self.log.info("joined", fragments=len(versions), version_min=min(versions), version_max=max(versions))
         if all(state.newest.chain.closed for state in self.learner.fragments):
-            self.log.warning("run_is_over", remedy="begin another run; diloco up --continue goes on from its model")
+            self.log.warning("run_is_over", remedy="start another run; diloco up --continue starts from its model")
 
     async def _initial(self, initial: Callable[[Fragment], Vector] | None, index: int) -> Vector:
         assert initial is not None, "a learner alone founds a run, and has parameters"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -225,15 +225,26 @@ def _check_values(what: str, name: str, values: Values) -> None:
         NonFiniteError: some are not finite.
         FormatError: some are too large, or negative where a square root is taken of them.
     """
-    if not np.issubdtype(values.dtype, np.floating):
+    if values.dtype.kind in "biu" or not values.size:
         return
-    least, most = (float(values.min()), float(values.max())) if values.size else (0.0, 0.0)
+    wide = values.astype(np.float64 if values.dtype.itemsize > 4 else np.float32)  # of bfloat16 NumPy knows no order
+    least, most = float(wide.min()), float(wide.max())
     if not (math.isfinite(least) and math.isfinite(most)):  # NaN is passed on by both
         raise NonFiniteError(f"{what} holds NaN or infinity: the learner's own optimizer state is broken")
     if max(-least, most) > MAX_MAGNITUDE:
         raise FormatError(f"{what} holds {max(-least, most, key=abs):.3g}, expected at most {MAX_MAGNITUDE:g}")
     if least < 0 and NOT_NEGATIVE.intersection(name.split("/")):
         raise FormatError(f"{what} holds {least:.3g}, expected no negative value of a second moment")
+
+
+async def _whole(work: Coroutine[Any, Any, None]) -> None:
+    """Do work in a thread to its end, also if this is cancelled: another peer's values must not come beside it."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await task
+        raise
 
 
 class _Unavailable(Exception):
@@ -295,7 +306,7 @@ class Borrower:
             if left_bytes == part.size_bytes:
                 del filling[chunk]
                 async with putting:
-                    await asyncio.to_thread(self.put, chunk, values)
+                    await _whole(asyncio.to_thread(self.put, chunk, values))
 
         within_s = READY_TIMEOUT_S + sum(part.size_bytes for _, part in parts) / LENT_BYTES_S
         try:

@@ -13,7 +13,7 @@ from diloco.process.observe import Logger
 from diloco.wire.refusals import Refusals, refusals_key, unpack_refusals
 
 LOOK_EVERY_S = 2.0  # owners report once a second; each look is one request of the server
-UNMERGED_S = 60.0  # a learner of which nothing is merged for so long after its first offer was stored says so itself
+UNMERGED_S = 300.0  # from the first stored offer: many rounds, also of learners with long steps
 
 
 class RefusalWatch:
@@ -44,10 +44,9 @@ class RefusalWatch:
                 self._warn_of_unmerged()
 
     async def look(self) -> None:
-        """Read the report, and take it in.
+        """Read the report and act on it.
 
-        The open round that a refused offer answered is answered again, by a new offer: the owner waits for one. One that moved
-        the model too far is not replaced: the learner's next round comes without it.
+        The open round that a refused offer answered is answered again, by a new offer: the owner waits for one.
 
         Raises:
             BrokerError: the server is away.
@@ -61,10 +60,9 @@ class RefusalWatch:
             states = self._learner.fragments
             merged = {state.index: state.newest.chain.cursor(self._name) for state in states}
             more = self._account.take_in(read, merged)
-            too_far = {entry.fragment for entry in read.entries if entry.reason == "too_far"}
-            for fragment in more.keys() - too_far:
+            for fragment, number in more.items():
                 if fragment < len(states):
-                    states[fragment].answer_again(more[fragment])
+                    states[fragment].answer_again(number)
             error = self._account.in_a_row(self._run.name, self._name)
             if error is not None and not all(state.newest.chain.closed for state in states):
                 self._shared.fail(error)
@@ -97,7 +95,7 @@ class RefusalWatch:
             return any(state.delta.next_number > 1 for state in self._learner.fragments)
 
     def _warn_of_unmerged(self) -> None:
-        """Say once what a learner can see by itself: its offers are stored, and no record has one of them."""
+        """Warn once if offers are stored but none is in a record."""
         with self._shared.lock:
             stored = sum(state.sent > 0 for state in self._learner.fragments)
             merged = self._learner.rounds_merged
@@ -107,4 +105,5 @@ class RefusalWatch:
         self._stored_s = now_s if self._stored_s is None else self._stored_s
         if now_s - self._stored_s >= UNMERGED_S and "unmerged" not in self._warned:
             self._warned.add("unmerged")
-            self._log.warning("offers_unmerged", fragments=stored, seconds=round(now_s - self._stored_s, 1))
+            remedy = "look at the log of the syncers, and whether this learner's offers come late (diloco status DIR)"
+            self._log.warning("offers_unmerged", fragments=stored, seconds=round(now_s - self._stored_s, 1), remedy=remedy)
