@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import types
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -193,7 +194,125 @@ def test_another_module_of_the_same_tensors_is_taken_over_and_one_on_another_bas
     assert not bool((module[1].weight == 7).any())
 
 
+class Growing(nn.Module):  # type: ignore[misc]
+    """A module with empty places that may be filled later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.layers, self.scales, self.child = nn.Linear(4, 4), nn.ModuleDict(), nn.ParameterDict(), nn.Module()
+        self.register_buffer("unset", None)
+        self.register_buffer("empty", torch.zeros(0))
+        self.register_buffer("cache", torch.zeros(2), persistent=False)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+
+def fill_layers(module: Any) -> None:
+    module.layers["a"] = nn.Linear(4, 4)
+
+
+def fill_scales(module: Any) -> None:
+    module.scales["a"] = torch.zeros(2)
+
+
+def fill_child(module: Any) -> None:
+    module.child.scale = nn.Parameter(torch.zeros(2))
+
+
+def fill_child_with_frozen(module: Any) -> None:
+    module.child.scale = nn.Parameter(torch.zeros(2), requires_grad=False)
+
+
+def new_buffer(module: Any) -> None:
+    module.child.register_buffer("mean", torch.zeros(2))
+
+
+def set_buffer(module: Any) -> None:
+    module.unset = torch.zeros(2)
+
+
+def fill_buffer(module: Any) -> None:
+    module.empty = torch.zeros(2)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (fill_layers, "params are not those that joined: layers/a/bias, layers/a/weight"),
+        (fill_scales, "params are not those that joined: scales/a: hand over the same tensors"),
+        (fill_child, "params are not those that joined: child/scale"),
+        (fill_child_with_frozen, "params are not those that joined: child/scale"),
+        (new_buffer, r"joined: state/child/mean: .* \(register a buffer that comes later with persistent=False\)"),
+        (set_buffer, "params are not those that joined: state/unset"),
+        (fill_buffer, "params are not those that joined: state/empty"),
+    ],
+)
+def test_what_comes_into_an_empty_place_is_named_at_the_next_step(change: Callable[[Any], None], said: str) -> None:
+    module = Growing()
+    joined = Joined(module)
+    change(module)
+    with pytest.raises(SettingsError, match=said):
+        joined.parameters.take(module)
+
+
+def test_buffers_that_are_each_learner_s_own_may_be_replaced_and_come_later() -> None:
+    module = Growing()
+    joined = Joined(module)
+    module.cache, module.count = torch.ones(2), module.count + 1
+    module.unset = torch.zeros(2, dtype=torch.int64)
+    module.register_buffer("later", torch.zeros(2), persistent=False)
+    del module.empty
+    joined.parameters.take(module)
+    joined.write(7)
+    assert bool((module.body.weight == 7).all())
+
+
 X = torch.zeros(8, 4)
+
+
+def beside(tensor: Any) -> Any:
+    """A module with a frozen parameter beside the trained ones."""
+    module = linear()
+    module.register_parameter("base", nn.Parameter(tensor, requires_grad=False))
+    return module
+
+
+def buffered(tensor: Any) -> Any:
+    module = linear()
+    module.register_buffer("mean", tensor)
+    return module
+
+
+def alike(*, frozen: bool) -> Any:
+    """A module of which a parameter has the path of a buffer."""
+    module = buffered(torch.zeros(2))
+    module.add_module("state", nn.ParameterDict({"mean": nn.Parameter(torch.zeros(2), requires_grad=not frozen)}))
+    return module
+
+
+def trained_and_frozen_alike() -> Any:
+    module = nn.ModuleDict({"x/y": linear(), "x": nn.ModuleDict({"y": linear()})})
+    module["x"].requires_grad_(False)
+    return module
+
+
+def made_for_inference(make: Callable[[], Any]) -> Any:
+    with torch.inference_mode():
+        return make()
+
+
+def unusual(make: Callable[[], Any]) -> Any:
+    """A tensor of a kind that PyTorch warns of."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return make()
+
+
+def nested() -> Any:
+    return torch.nested.nested_tensor([torch.zeros(2, 3), torch.zeros(3, 3)])
+
+
+def quantized() -> Any:
+    return torch.quantize_per_tensor(X, 0.1, 0, torch.qint8)
 
 
 @pytest.mark.parametrize(
@@ -211,6 +330,31 @@ X = torch.zeros(8, 4)
         ({"a": X.to_sparse()}, "'a' is a Tensor of layout sparse_coo, expected a plain dense tensor"),
         ({"a": torch.zeros(3, device="meta")}, "'a' is on the meta device, so it has no values: give it some"),
         (nn.Sequential(nn.LazyLinear(4)), "'0/weight' has no shape yet: call the module once on a batch, and join then"),
+        (
+            beside(X.to_sparse()),
+            "parameter 'base' is a Parameter of layout sparse_coo, expected a plain dense tensor: hand over",
+        ),
+        (beside(unusual(torch.eye(2).to_sparse_csr)), "parameter 'base' is a Parameter of layout sparse_csr"),
+        (
+            beside(unusual(nested)),
+            "parameter 'base' is a Parameter that is nested, expected",
+        ),
+        (beside(unusual(quantized)), "parameter 'base' is a Parameter that is quantized, expected"),
+        (buffered(X.to_sparse()), "buffer 'mean' is a Tensor of layout sparse_coo, expected a plain dense tensor"),
+        (buffered(torch.zeros(3, device="meta")), "buffer 'mean' is on the meta device"),
+        (
+            nn.Sequential(nn.Linear(4, 4), nn.LazyBatchNorm1d(affine=False)),
+            "buffer '1/running_mean' has no shape yet: call the module once on a batch, and join then",
+        ),
+        (made_for_inference(linear), r"parameter '0/weight' was made under torch.inference_mode\(\), .*: make it without, or"),
+        ({"a": made_for_inference(X.clone)}, "parameter 'a' was made under torch.inference_mode"),
+        (buffered(made_for_inference(X.clone)), "buffer 'mean' was made under torch.inference_mode"),
+        (
+            alike(frozen=False),
+            "parameter 'state.mean' and buffer 'mean' are both 'state/mean' in the run's log: rename one of them, or register",
+        ),
+        (alike(frozen=True), "parameter 'state.mean' and buffer 'mean' are both 'state/mean' in the run's log"),
+        (trained_and_frozen_alike(), "parameters 'x/y.0.weight' and 'x.y.0.weight' are both 'x/y/0/weight' in the run's log"),
         (linear().requires_grad_(False), "the module has no parameter that requires a gradient"),
     ],
 )
@@ -295,6 +439,22 @@ def test_a_frozen_base_is_hashed_in_its_own_type() -> None:
     values = module[0].weight.detach().float().numpy().astype(ml_dtypes.bfloat16)
     expected = FixedSpec.of("0/weight", values.dtype.name, values.shape, values.tobytes())  # as of a task of JAX
     assert expected in Joined(module).map.fixed
+
+
+def test_a_frozen_view_is_hashed_by_its_values() -> None:
+    turned = torch.tensor([1 + 2j, 3 - 1j]).conj()
+    assert Joined(beside(turned)).map.fixed == Joined(beside(turned.resolve_conj().clone())).map.fixed
+
+
+def test_a_task_with_a_frozen_tensor_that_cannot_be_compared_is_refused() -> None:
+    task = types.SimpleNamespace(module=lambda: beside(X.to_sparse()), loss=None, batches=None, tokens_per_batch=1)
+    island = TorchIsland(task, run_settings(overrides={"fragments.count": 1, "shards": 1}))
+    with pytest.raises(SettingsError, match="parameter 'base', which is not trained, is a Tensor of layout sparse_coo"):
+        island.fragments()
+
+
+def test_a_module_that_is_not_finite_is_seen_beside_an_empty_tensor() -> None:
+    assert TorchParameters({"a": torch.zeros(0), "b": torch.full((2,), torch.nan)}).sample().isnan()
 
 
 def test_a_task_states_the_same_frozen_parameters_and_kernels_as_a_loop_with_its_module() -> None:

@@ -199,22 +199,32 @@ class WithHead(Model):
         return {"embed": "embed.weight"} | ({} if self.tied else {"head": "lm_head.weight"})
 
 
-def folder(path: Path, tie: bool | None, head: NDArray[np.float32] | None) -> Path:
+def folder(path: Path, tie: bool | None, head: NDArray[np.float32] | None, **config: Any) -> Path:
     """A folder as Hugging Face's libraries write it."""
     path.mkdir()
     tensors = {"embed.weight": np.arange(7500, dtype=np.float32).reshape(2500, 3), "body": np.ones((3, 3), np.float32)}
     save_file(tensors if head is None else tensors | {"lm_head.weight": head}, path / "model.safetensors")
     if tie is not None:
-        (path / "config.json").write_text(json.dumps({"tie_word_embeddings": tie}))
+        (path / "config.json").write_text(json.dumps({"tie_word_embeddings": tie} | config))
     return path
 
 
 def test_a_folder_whose_head_would_be_made_at_random_is_refused(tmp_path: Path) -> None:
     island = Island(WithHead(tied=True), SETTINGS)
     with pytest.raises(SettingsError, match=r"a: config.json: tie_word_embeddings is false, .* embedding 'embed.weight'"):
-        put(folder(tmp_path / "a", False, None), island)
+        put(folder(tmp_path / "a", False, None, architectures=["LlamaForCausalLM"]), island)
     for name, tie in (("b", True), ("c", None)):
         assert put(folder(tmp_path / name, tie, None), island)["embed"][2499, 2] == 7499
+
+
+def test_a_folder_of_a_model_that_may_have_no_head_is_read_with_a_note(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    island = Island(WithHead(tied=True), SETTINGS)
+    assert put(folder(tmp_path / "a", False, None), island)["embed"][2499, 2] == 7499
+    assert "a: config.json: tie_word_embeddings is false, architectures names no model" in capsys.readouterr().err
+    put(folder(tmp_path / "b", False, None, architectures=["LlamaModel"]), island)
+    assert not capsys.readouterr().err
 
 
 def test_a_head_of_other_values_than_the_embedding_that_stands_for_it_is_refused(tmp_path: Path) -> None:

@@ -346,6 +346,10 @@ def test_columns_of_one_array_are_apart() -> None:
     Tree({"a": whole[:, :3], "b": whole[:, 3:]})
 
 
+def test_a_tree_that_is_not_finite_is_seen_beside_an_empty_array() -> None:
+    assert np.isnan(Tree({"a": np.zeros(0, np.float32), "b": np.full(2, np.nan, np.float32)}).sample())
+
+
 def test_parameters_that_change() -> None:
     parameters = Tree({"a": np.zeros(3, np.float32), "b": np.zeros((), np.float32)})
     parameters.take({"a": np.ones(3, np.float32), "b": np.ones((), np.float32)})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -93,8 +94,11 @@ class Tree:
         self._leaves = leaves
 
     def sample(self) -> Any:
-        """Return the sum of the smallest array; it is NaN once a model is: the loss's gradients carry NaN to all arrays."""
-        return min(self._leaves, key=lambda leaf: leaf.size).sum()
+        """Return the sum of the smallest array that has a value; it is NaN once a model is.
+
+        The loss's gradients carry NaN to all arrays.
+        """
+        return min(self._leaves, key=lambda leaf: leaf.size or math.inf).sum()
 
     def snapshot(self, fragment: Fragment) -> Reading:
         """Queue a copy of a fragment's values."""

@@ -8,6 +8,7 @@ of them in memory than that.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -116,7 +117,9 @@ def _check(path: Path, files: Files, named: Naming, setting: str) -> None:
 
 
 def _check_tied(path: Path, files: Files, named: Naming, setting: str) -> None:
-    """Find out that a folder's head is the one that Hugging Face's libraries would take; without a configuration it is.
+    """Find out that a folder's head is the one that Hugging Face's libraries would take, or say that it may be another.
+
+    Without a configuration it is that one.
 
     Raises:
         SettingsError: they would make it up, or put the embedding in its place.
@@ -126,6 +129,10 @@ def _check_tied(path: Path, files: Files, named: Naming, setting: str) -> None:
     source = f"{setting}{path}: {CONFIG}"
     config, _ = naming.read_object(path / CONFIG, source)
     tying.check_head(named, config, source)
+    # where the key is not there the libraries' default stands: a folder that they wrote is right
+    unsaid = tying.unsaid(named, config, source) if tying.is_tied(config) is False else None
+    if unsaid is not None:
+        print(unsaid, file=sys.stderr)
     ignored = tying.heads_to_be_ignored(named, config)
     if ignored is not None and not _are_equal(files, *ignored):
         embedding, head = ignored

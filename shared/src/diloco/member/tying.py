@@ -25,10 +25,11 @@ def check_head(named: Naming, config: Mapping[str, Any], source: str) -> None:
     """Find out that no head is made up for a model of these tensors.
 
     Raises:
-        SettingsError: the configuration says that the head is no embedding, and there is none; ``source`` begins the sentence.
+        SettingsError: the configuration names a model with a head, and says that the head is no embedding, and there is none;
+            ``source`` begins the sentence.
     """
     embedding = _lone_embedding(named, config)
-    if is_tied(config) is not False or embedding is None:
+    if is_tied(config) is not False or not _names_a_head(config) or embedding is None:
         return
     raise SettingsError(
         f"{source}: {KEY} is false, but the model has no head beside its embedding {embedding!r} of shape "
@@ -38,12 +39,19 @@ def check_head(named: Naming, config: Mapping[str, Any], source: str) -> None:
 
 
 def unsaid(named: Naming, config: Mapping[str, Any], source: str) -> str | None:
-    """Say that a configuration leaves the head of a model without one to the libraries; None: it does not, or nobody knows.
+    """Say that the libraries may make a head for a model without one; None: they do not, or the configuration says nothing.
 
-    ``source`` begins the sentence.
+    It says so where only one of the two is known: that the model has a head, or that its head is no embedding. ``source``
+    begins the sentence.
     """
-    embedding = _lone_embedding(named, config)
-    if is_tied(config) is not None or embedding is None or "architectures" not in config:
+    embedding, tied, has_head = _lone_embedding(named, config), is_tied(config), _names_a_head(config)
+    if embedding is not None and tied is False and has_head is None:
+        return (
+            f"{source}: {KEY} is false, architectures names no model, and the model has no head beside its embedding "
+            f"{embedding!r}: Hugging Face's libraries make a head at random if they load it as a model with one; set {KEY} to "
+            "true if the embedding is the head, or name the model in architectures"
+        )
+    if embedding is None or tied is not None or not has_head:
         return None
     return (
         f"{source}: does not say {KEY}, and the model has no head beside its embedding {embedding!r}: Hugging Face's libraries "
@@ -52,7 +60,7 @@ def unsaid(named: Naming, config: Mapping[str, Any], source: str) -> str | None:
 
 
 def heads_to_be_ignored(named: Naming, config: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the names of the embedding and of a head of its shape that the libraries put it in the place of; None: no such."""
+    """Return the embedding and the head that the libraries would replace by it; None if there is no such head."""
     if is_tied(config) is not True:
         return None
     for head in named.shapes:
@@ -73,11 +81,16 @@ def is_tied(config: Mapping[str, Any]) -> bool | None:
     return None
 
 
-def _lone_embedding(named: Naming, config: Mapping[str, Any]) -> str | None:
-    """Return the name of the word embedding of a model that should have a head, and has no tensor for it; None: it is none."""
+def _names_a_head(config: Mapping[str, Any]) -> bool | None:
+    """Return whether a configuration names a model that has a head; None: it names no model."""
     architectures = config.get("architectures")
-    if isinstance(architectures, list) and not any(str(name).endswith(WITH_HEAD) for name in architectures):
+    if not isinstance(architectures, list) or not architectures:
         return None
+    return any(str(name).endswith(WITH_HEAD) for name in architectures)
+
+
+def _lone_embedding(named: Naming, config: Mapping[str, Any]) -> str | None:
+    """Return the name of the word embedding of a model that has no tensor for a head; None: it has, or has no embedding."""
     embedding = next(iter(_embeddings(named, config)), None)
     return None if embedding is None or _has_head(named, embedding) else embedding
 

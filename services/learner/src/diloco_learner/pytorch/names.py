@@ -9,7 +9,9 @@ Types are compared by name, since importing ``torch._dynamo`` takes nine seconds
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, ValuesView
+import operator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -47,14 +49,10 @@ class Held(NamedTuple):
         """The path in the log."""
         return self.name.replace(".", "/")
 
-    def now(self) -> torch.Tensor | None:
-        """Return what is held in this place now, of a buffer."""
-        return vars(self.owner)["_buffers"].get(self.key)
-
     @property
     def persistent(self) -> bool:
         """Whether ``state_dict`` has this buffer."""
-        return self.key not in vars(self.owner)["_non_persistent_buffers_set"]
+        return _is_persistent(self.owner, self.key)
 
     def conv_axis(self) -> int | None:
         """Return the axis of the output units of a convolution's weight; None: it is none."""
@@ -74,12 +72,27 @@ def buffers_of(module: torch.nn.Module) -> list[Held]:
     return _each_once(Held(prefix + key, one, owner, key) for prefix, owner, key, one in _held(module, "_buffers"))
 
 
-def contents_of(module: torch.nn.Module) -> Iterator[ValuesView[object]]:
-    """Yield what a module and all below it have now and later: submodules and parameters, of each that has some."""
+def contents_of(module: torch.nn.Module) -> Iterator[Collection[object]]:
+    """Yield what a module and all below it have now and later: submodules, parameters, and names of buffers.
+
+    Of an empty container too, which may be filled later. Of buffers the names, since many modules replace one in each step.
+    """
     for _, owner in _modules(module, "", set()):
-        for kind in ("_modules", "_parameters"):
-            if vars(owner)[kind]:
-                yield vars(owner)[kind].values()
+        held = vars(owner)
+        yield from (held["_modules"].values(), held["_parameters"].values(), held["_buffers"].keys())
+
+
+def looks_at_buffers(module: torch.nn.Module) -> list[Callable[[], object]]:
+    """Return for each persistent buffer that holds floats, or nothing yet, what returns that which its place holds.
+
+    It raises KeyError once the module has no such buffer.
+    """
+    return [
+        partial(operator.getitem, vars(owner)["_buffers"], key)
+        for _, owner in _modules(module, "", set())
+        for key, tensor in vars(owner)["_buffers"].items()
+        if _is_persistent(owner, key) and (tensor is None or tensor.is_floating_point())
+    ]
 
 
 def convolutions(held: Iterable[Held]) -> dict[str, Tensor]:
@@ -120,6 +133,10 @@ def _modules(module: torch.nn.Module, prefix: str, seen: set[int]) -> Iterator[t
     for key, child in vars(module)["_modules"].items():
         if child is not None:
             yield from _modules(child, prefix if key == wrapped else f"{prefix}{key}.", seen)
+
+
+def _is_persistent(owner: torch.nn.Module, key: str) -> bool:
+    return key not in vars(owner)["_non_persistent_buffers_set"]
 
 
 def _type_name(cls: type) -> str:

@@ -9,6 +9,7 @@ difference to the values before is part of what this learner offers next. What a
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -23,8 +24,17 @@ from diloco.core.fragments import FixedSpec, Fragment, TensorSpec
 from diloco.errors import SettingsError
 from diloco_learner.model import Vector
 from diloco_learner.overlap import Span, check_apart
-from diloco_learner.pytorch.frozen import fixed_specs
-from diloco_learner.pytorch.names import Held, buffers_of, by_path, contents_of, convolutions, parameters_of, plain_path
+from diloco_learner.pytorch.frozen import check_dense, fixed_specs
+from diloco_learner.pytorch.names import (
+    Held,
+    buffers_of,
+    by_path,
+    contents_of,
+    convolutions,
+    looks_at_buffers,
+    parameters_of,
+    plain_path,
+)
 from diloco_learner.pytorch.tensors import Rows, Views, on_host, shown
 from diloco_learner.task_api import STATE
 from diloco_learner.tensors import Tensor
@@ -90,8 +100,11 @@ class TorchParameters:
         self.tree = params
 
     def sample(self) -> torch.Tensor:
-        """Return the sum of the smallest tensor; it is NaN once a model is: the loss's gradients carry NaN to all tensors."""
-        return min(self._rows.views.values(), key=torch.Tensor.numel).sum()
+        """Return the sum of the smallest tensor that has a value; it is NaN once a model is.
+
+        The loss's gradients carry NaN to all tensors.
+        """
+        return min(self._rows.views.values(), key=lambda tensor: tensor.numel() or math.inf).sum()
 
     def snapshot(self, fragment: Fragment) -> Copy:
         """Queue a copy of a fragment's values."""
@@ -116,7 +129,8 @@ class TorchParameters:
             differ |= (found.state.keys() ^ joined.state.keys()) | (found.frozen.keys() ^ joined.frozen.keys())
         if differ:
             first = ", ".join(sorted(differ)[:3])
-            raise SettingsError(f"step: params are not those that joined: {first}: hand over the same tensors")
+            later = " (register a buffer that comes later with persistent=False)" if differ & found.state.keys() else ""
+            raise SettingsError(f"step: params are not those that joined: {first}: hand over the same tensors{later}")
         for path, tensor in (found.trained | (found.state if joined.whole else {})).items():
             expected = (joined.trained | joined.state)[path].shape
             if tensor.shape != expected:
@@ -163,8 +177,10 @@ class _Watch:
         self._all = list(self._views.values())
         self._frozen = [each.tensor for each in found.frozen.values()]
         if found.whole:
-            self._places = [*contents_of(params), (_END,)]
-            self._buffers = [each for each in buffers_of(params) if STATE + each.path in found.state]
+            contents = list(contents_of(params))
+            self._places = [*filter(len, contents), (_END,)]
+            self._empty = [each for each in contents if not each]  # apart, as it takes half as long
+            self._buffers = looks_at_buffers(params)
             self._objects = list(self._present())
 
     def sees_no_change(self, params: Any) -> bool:
@@ -173,6 +189,7 @@ class _Watch:
             return isinstance(params, Mapping) and list(params) == self._names and self._are_in_place(params.values())
         return (
             params is self._params
+            and not any(self._empty)
             and all(map(operator.is_, self._present(), self._objects))
             and self._are_in_place(self._tensors)
             and not any(map(_requires_gradient, self._frozen))
@@ -183,8 +200,11 @@ class _Watch:
         return path in self._views and _is_set_to(tensor, self._views[path])
 
     def _present(self) -> Iterable[object]:
-        """Yield all that the module has now: watched buffers, submodules and parameters, and an end that shows new ones."""
-        return itertools.chain(map(Held.now, self._buffers), itertools.chain.from_iterable(self._places))
+        """Yield all that the module has now: submodules and parameters, an end that shows new ones, and watched buffers.
+
+        Buffers come last: where names before them differ, none may be left to look at.
+        """
+        return itertools.chain(itertools.chain.from_iterable(self._places), map(operator.call, self._buffers))
 
     def _are_in_place(self, tensors: Iterable[Any]) -> bool:
         try:
@@ -226,23 +246,23 @@ def _find(params: Any, joined: Collection[str] = ()) -> _Found:
         found = _Found(by_path((str(name), plain_path(str(name)), tensor) for name, tensor in params.items()))
     else:
         held = parameters_of(params)
+        paths = by_path((each.name, each.path, each) for each in held)
         trained = [each for each in held if each.tensor.requires_grad or each.path in joined]
         frozen = [each for each in held if not (each.tensor.requires_grad or each.path in joined)]
+        for each in held:  # before types and sizes are asked of any, which some tensors cannot say
+            _check(f"parameter {each.path!r}", each.tensor)
         state = [each for each in buffers_of(params) if each.persistent and _is_averaged(each)]
         found = _Found(
-            by_path((each.name, each.path, each.tensor) for each in trained),
+            {each.path: each.tensor for each in trained},
             True,
-            {STATE + each.path: each.tensor for each in state},
-            by_path((each.name, each.path, each) for each in frozen),
+            _by_state_path(state, paths),
+            {each.path: each for each in frozen},
             convolutions(held),
         )
     for path, tensor in found.trained.items():
-        _check(path, tensor)
+        if not found.whole:
+            _check(f"parameter {path!r}", tensor)
         _check_type(path, tensor)
-    for path, each in found.frozen.items():
-        _check(path, each.tensor)
-    for path, buffer in found.state.items():
-        _check(path, buffer)
     watched = found.watched
     if not _lie_apart(list(watched.values())):
         spans = {path: _span(tensor) for path, tensor in watched.items()}
@@ -264,7 +284,10 @@ def _is_averaged(buffer: Held) -> bool:
     Raises:
         SettingsError: it would be, if it were float32.
     """
-    if not buffer.tensor.is_floating_point() or not buffer.tensor.numel():
+    if not buffer.tensor.is_floating_point():
+        return False
+    _check(f"buffer {buffer.path!r}", buffer.tensor)
+    if not buffer.tensor.numel():
         return False
     if buffer.tensor.dtype != torch.float32:
         raise SettingsError(
@@ -274,26 +297,50 @@ def _is_averaged(buffer: Held) -> bool:
     return True
 
 
-def _check(path: str, tensor: Any) -> None:
-    """Find out that a tensor has values, and all of them here.
+def _by_state_path(state: Iterable[Held], parameters: Mapping[str, Held]) -> Views:
+    """Return averaged buffers by their path in the log, which none of the ``parameters`` of the module has.
+
+    Raises:
+        SettingsError: one has it, or two buffers have one.
+    """
+    found: dict[str, Held] = {}
+    for each in state:
+        path = STATE + each.path
+        kind, other = ("parameter", parameters[path]) if path in parameters else ("buffer", found.setdefault(path, each))
+        if other is not each:
+            raise SettingsError(
+                f"{kind} {other.name!r} and buffer {each.name!r} are both {path!r} in the run's log: rename one of them, or "
+                "register the buffer with persistent=False, and each learner keeps its own"
+            )
+    return {path: each.tensor for path, each in found.items()}
+
+
+def _check(what: str, tensor: Any) -> None:
+    """Find out that a tensor has values that can be read and written, and all of them here; ``what`` it is begins the sentence.
 
     Raises:
         SettingsError: it has not.
     """
     if not isinstance(tensor, torch.Tensor):
-        raise SettingsError(f"parameter {path!r} is a {type(tensor).__name__}, expected a tensor, as the others")
+        raise SettingsError(f"{what} is a {type(tensor).__name__}, expected a tensor, as the others")
     distributed = sys.modules.get("torch.distributed.tensor")  # nobody has a DTensor who has not imported it
     if distributed is not None and isinstance(tensor, distributed.DTensor):
         raise SettingsError(
-            f"parameter {path!r} is a DTensor, which is spread over processes: join with the whole module in one process, "
+            f"{what} is a DTensor, which is spread over processes: join with the whole module in one process, "
             "without fully_shard and parallelize_module"
         )
     if torch.nn.parameter.is_lazy(tensor):
-        raise SettingsError(f"parameter {path!r} has no shape yet: call the module once on a batch, and join then")
+        raise SettingsError(f"{what} has no shape yet: call the module once on a batch, and join then")
     if tensor.is_meta:
         raise SettingsError(
-            f"parameter {path!r} is on the meta device, so it has no values: give it some (module.to_empty, then its "
+            f"{what} is on the meta device, so it has no values: give it some (module.to_empty, then its "
             "initialisation), and join then"
+        )
+    check_dense(what, tensor)
+    if tensor.is_inference():
+        raise SettingsError(
+            f"{what} was made under torch.inference_mode(), so it can be neither trained nor written: make it without, or hand "
+            "over a copy that is made outside (copy.deepcopy)"
         )
 
 
@@ -305,7 +352,7 @@ def _check_type(path: str, tensor: torch.Tensor) -> None:
     """
     if not _is_plain(tensor):
         raise SettingsError(
-            f"parameter {path!r} is a {type(tensor).__name__} of layout {shown(tensor.layout)}, expected a plain dense tensor: "
+            f"parameter {path!r} is a {type(tensor).__name__}, which is made of other tensors, expected a plain dense tensor: "
             "freeze it, and train float32 tensors beside it, such as adapters"
         )
     if tensor.dtype == torch.float32:

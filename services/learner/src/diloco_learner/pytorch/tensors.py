@@ -202,6 +202,6 @@ def on_host(values: torch.Tensor, out: Vector | None) -> Vector:
     return out
 
 
-def shown(kind: torch.dtype | torch.layout) -> str:
-    """Return a type, or a layout, as people name it."""
+def shown(kind: torch.dtype) -> str:
+    """Return a type as people name it."""
     return str(kind).removeprefix("torch.")
