@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from tests.services.toy import LEARNING_RATE, SAMPLES, STEP_S, Regression
 import diloco
 from diloco.core.fragments import build_map
 from diloco.errors import AdmissionError, BrokerError, DilocoError, RunError, SettingsError
+from diloco.settings.run import NAME_PATTERN
 from diloco_learner import joining, kernels
 from diloco_learner.joining import JoinedRun
 from diloco_learner.tensors import Tensor
@@ -390,7 +392,7 @@ def test_the_name_by_default_fits_and_tells_hosts_and_processes_apart() -> None:
         "é",
     ]
     names = [joining.default_name(host, process) for host in hosts for process in (1, 4194304)]
-    assert all(joining.NAME.fullmatch(name) for name in names)
+    assert all(re.fullmatch(NAME_PATTERN, name) for name in names)
     assert names[0] == "loop-node7-1"
     assert len(set(names[2:])) == len(names) - 2  # hosts' names are of one case
 

@@ -49,7 +49,7 @@ def simulate(scenario: Scenario, rounds: Rounds) -> Outcome:
     """
     run = {"tokens": FOR_EVER, "task.name": TASK}
     rounds = replace(rounds, settings=changed_settings(rounds.settings, run, "simulation"))
-    most = claims.StepBounds().most_tokens
+    most = claims.OWN_TASK.most_tokens
     for learner in scenario.learners:
         worth = learner.slices * learner.tokens * (scenario.duration_s / learner.step_s + 1)
         if worth > FOR_EVER:

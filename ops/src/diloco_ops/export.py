@@ -313,7 +313,7 @@ async def _mean(seen: RunReader, fragment: int, version: int, average: int, room
 
 @exact
 def _add(theta: Vector, total: NDArray[np.float64]) -> None:
-    """Add a version, float32 [size], to the sum of those before, float64 [size]."""
+    """Add a version, float32 [size], to ``total``, float64 [size]."""
     total += theta
 
 

@@ -30,7 +30,7 @@ Named = Annotated[str, typer.Argument(metavar="NAME", help="The server's, or the
 # a grant bounds what its learner can claim at once, so the default is one for small models; `diloco keys grant` gives more
 BATCH_TOKENS = 65_536
 MIN_STEP_S = 0.01  # a step of a small model on a fast processor
-BatchTokens = Annotated[int | None, typer.Option(help="A learner: tokens of one step, at most. Default: 65536.")]
+BatchTokens = Annotated[int | None, typer.Option(help="A learner: the most tokens of one step. Default: 65536.")]
 MinStepS = Annotated[float | None, typer.Option("--min-step-s", help="A learner: seconds of its fastest step. Default: 0.01.")]
 Processes = Annotated[int | None, typer.Option(help="A learner: its processes, one a host, that share these keys.")]
 Days = Annotated[int, typer.Option(help="How long they are good for.")]
@@ -98,9 +98,9 @@ def _grant_given(batch_tokens: int | None, min_step_s: float | None) -> dict[str
     """Return a learner's grant: as given, else as asked for at a terminal, else the default."""
     asks = sys.stdin.isatty() and sys.stdout.isatty()
     if batch_tokens is None:
-        batch_tokens = typer.prompt("tokens of one of its steps, at most", BATCH_TOKENS, type=int) if asks else BATCH_TOKENS
+        batch_tokens = typer.prompt("most tokens of one step", BATCH_TOKENS, type=int) if asks else BATCH_TOKENS
     if min_step_s is None:
-        min_step_s = typer.prompt("seconds that its fastest step takes", MIN_STEP_S, type=float) if asks else MIN_STEP_S
+        min_step_s = typer.prompt("seconds of its fastest step", MIN_STEP_S, type=float) if asks else MIN_STEP_S
     return {"batch_tokens": batch_tokens, "min_step_s": min_step_s}
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from diloco.core.built_in import BUILT_IN
 from diloco.core.fragments import FragmentMap, check_same_map, unpack_map
 from diloco.errors import SettingsError
 from diloco.process import observe
@@ -26,7 +27,7 @@ from diloco.settings.validation import parse
 from diloco_learner import members, options
 from diloco_learner.data import open_data
 from diloco_learner.mix.mix import Mix
-from diloco_learner.task_api import GPT, first_batches, units_of
+from diloco_learner.task_api import first_batches, units_of
 
 if TYPE_CHECKING:
     from diloco_learner.frameworks import Loaded
@@ -86,7 +87,7 @@ def check(plan: Plan) -> Found:
         DataError: its data is missing, unreadable or too short.
     """
     settings, cache_dir = plan.settings, LearnerSettings(name="check").cache_dir  # with what DILOCO_* says, as learners have it
-    if settings.task.name == GPT:
+    if settings.task.name == BUILT_IN:
         options.refuse(settings.task.options, options.BUILT_IN)
         own = open_data(settings.task, plan.data, cache_dir)
         next(own.batches(0, settings.learners, settings.seed, 0))

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from diloco.core.built_in import BUILT_IN
 from diloco.settings.run import RunSettings, TaskSettings
 from diloco.settings.service import MeshSettings
 from diloco_learner.model import Model
-from diloco_learner.task_api import GPT, is_torch, made
+from diloco_learner.task_api import is_torch, made
 
 Task: TypeAlias = Any  # of one of them
 
@@ -29,7 +30,7 @@ def load(settings: TaskSettings, data: str | None, cache_dir: Path) -> Loaded:
         SettingsError: no such task, it cannot be imported, or it lacks something that a task has.
         DataError: its data is missing, unreadable or too short.
     """
-    found = None if settings.name == GPT else made(settings, data)
+    found = None if settings.name == BUILT_IN else made(settings, data)
     if is_torch(found):
         from diloco_learner.pytorch.task import checked as checked_torch
 

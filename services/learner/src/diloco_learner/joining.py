@@ -34,7 +34,7 @@ from diloco.member.member import Boundary, Member
 from diloco.member.shares import OwnData
 from diloco.process import observe, telemetry
 from diloco.service import skeleton
-from diloco.settings.run import TaskSettings
+from diloco.settings.run import MAX_NAME, NAME_PATTERN, TaskSettings
 from diloco.settings.service import LearnerSettings
 from diloco.settings.validation import nearest, parse
 from diloco_learner.feed import Batch, Feed
@@ -47,9 +47,6 @@ Make = Callable[[int, int, int, int], Iterator[Any]]  # share, shares, seed, sta
 Say = Callable[[str, tuple[int, ...]], Tensor]  # path, shape
 Data: TypeAlias = Literal["dealt", "own"]
 T = TypeVar("T")
-
-MAX_NAME = 48  # characters
-NAME = re.compile(rf"[a-z0-9][a-z0-9_-]{{0,{MAX_NAME - 1}}}")  # of runs and their members (diloco.settings.run)
 
 
 class Parameters(Carried, Protocol):
@@ -261,8 +258,8 @@ class JoinedRun:
         _check_loss(loss)
         share, index = self._take_batch()
         self._parameters.take(params)
-        known = _number(self._loss), _is_finite(self._sample)
-        done = StepDone(self.tokens, share, index, known[0], called_s - self._returned_s, self._blocked_s, finite=known[1])
+        known, finite = _number(self._loss), _is_finite(self._sample)
+        done = StepDone(self.tokens, share, index, known, called_s - self._returned_s, self._blocked_s, finite=finite)
         # of PyTorch without what it was computed from, which would be kept for a step
         self._loss = loss.detach() if hasattr(loss, "detach") else loss
         self._sample = self._parameters.sample() if loss is None else None
@@ -384,7 +381,7 @@ def join(
         raise SettingsError(f"join: data = {data!r}: expected 'dealt' or 'own'{nearest(str(data), get_args(Data))}")
     name = name or default_name(os.uname().nodename, os.getpid())
     for what, said in (("name", name), ("run", run)):
-        if not NAME.fullmatch(said):
+        if not re.fullmatch(NAME_PATTERN, said):
             raise SettingsError(
                 f"join: {what} = {said!r}: expected lower-case letters, digits, - and _, at most {MAX_NAME} characters, of "
                 "which the first is a letter or digit"
@@ -401,7 +398,7 @@ def join(
 def default_name(host: str, process: int) -> str:
     """Return a learner's name of a host's and a process's; a hash of the host's is in it where that does not fit as it is."""
     plain = f"loop-{host}-{process}".lower()
-    if NAME.fullmatch(plain):
+    if re.fullmatch(NAME_PATTERN, plain):
         return plain
     end = f"-{blake3(host.encode()).hexdigest()[:8]}-{process}"
     return f"loop-{re.sub('[^a-z0-9_-]+', '-', host.lower())}"[: MAX_NAME - len(end)] + end

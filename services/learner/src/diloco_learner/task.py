@@ -13,15 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from diloco.core.built_in import BUILT_IN
 from diloco.errors import SettingsError
 from diloco.settings.run import TaskSettings
 from diloco_learner import gpt, members, options, tensors
 from diloco_learner.data import open_data
 from diloco_learner.leaves import difference, path_of
 from diloco_learner.mix.mix import Mix
-from diloco_learner.task_api import GPT, check_called, is_torch, made
 from diloco_learner.task_api import Aux as Aux
 from diloco_learner.task_api import Units as Units
+from diloco_learner.task_api import check_called, is_torch, made
 from diloco_learner.tensors import Tensor
 
 TEMPERATURE = 0.8
@@ -149,7 +150,7 @@ def load_task(settings: TaskSettings, data: str | None, cache_dir: Path | None =
         SettingsError: no such task, it cannot be imported, or what it returns lacks something a task has.
         DataError: its data is missing, unreadable or too short.
     """
-    if settings.name == GPT:
+    if settings.name == BUILT_IN:
         options.refuse(settings.options, options.BUILT_IN)
         return GptTask(settings, data, cache_dir)
     return checked(made(settings, data), settings)

@@ -11,12 +11,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from diloco.core.built_in import BUILT_IN
 from diloco.errors import SettingsError
 from diloco.settings.run import RunSettings, TaskSettings
 from diloco_learner import members, options
 
-GPT = BUILT_IN
 METRIC_NAME = re.compile(r"[a-z0-9_]{1,48}")  # of all numbers that tasks name
 MAX_METRICS = 32  # of a loss
 RULES = ("average", "local")  # of state

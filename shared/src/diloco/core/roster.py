@@ -198,16 +198,15 @@ class Roster:
         """
         if self.ending:
             return True
-        if self.stopped(now_s) and (near or self._stated_in_reach(chain) or self._nothing_comes(chain, now_s)):
+        if self.stopped(now_s) and (
+            near or budget.stated_in_reach(chain, self.settings.tokens) or self._nothing_comes(chain, now_s)
+        ):
             return True
         return near and self.processed(chain, now_s) >= self.settings.tokens
 
     def in_reach(self, chain: Chain) -> bool:
         """Whether the log's tokens and those that may be on their way make up the budget."""
         return budget.in_reach(chain, self.settings.tokens)
-
-    def _stated_in_reach(self, chain: Chain) -> bool:
-        return budget.stated_in_reach(chain, self.settings.tokens)
 
     def _nothing_comes(self, chain: Chain, now_s: float) -> bool:
         """Whether learners that have stopped hold nothing of a fragment, and are all that its log knows or the run has."""

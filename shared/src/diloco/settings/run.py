@@ -30,7 +30,9 @@ TWO_BITS = "two_bits"  # an encoding of 2 bits
 CONTINUES = "continues"  # a version 0 that another run ended with, and shares that begin where that one's ended
 
 
-Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,47}$", description="lower-case letters, digits, - and _")]
+MAX_NAME = 48  # characters
+NAME_PATTERN = rf"^[a-z0-9][a-z0-9_-]{{0,{MAX_NAME - 1}}}$"
+Name = Annotated[str, Field(pattern=NAME_PATTERN, description="lower-case letters, digits, - and _")]
 
 
 # a process's name, or a pattern that ends in a star (:mod:`diloco.service.skeleton` settles the number)

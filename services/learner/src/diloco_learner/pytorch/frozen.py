@@ -15,7 +15,7 @@ def fixed_specs(frozen: Iterable[Held]) -> list[FixedSpec]:
     """Return path, type, shape and hash of each; a tensor is on the host while it is hashed, one after the other.
 
     Raises:
-        SettingsError: one, or a part of one, is not dense.
+        SettingsError: a tensor is not dense, or is made of a tensor that is not.
     """
     return [spec for each in frozen for spec in _specs(each.path, each.tensor.detach())]
 

@@ -32,7 +32,7 @@ CONVOLUTIONS = (
     torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d,
     torch.nn.ConvTranspose1d, torch.nn.ConvTranspose2d, torch.nn.ConvTranspose3d,
 )  # fmt: skip
-# in the names of a dictionary, which has no types: nobody calls a submodule so
+# A dictionary has names without types. These parts of a name are reserved by PyTorch, so no user's submodule has them.
 WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
 
 

@@ -1,4 +1,4 @@
-"""The parameters of a loop of one's own in PyTorch: a module, or its tensors by name. They are read and written in place.
+"""The parameters of a joined PyTorch loop: a module, or its tensors by name. They are read and written in place.
 
 A loop may have other tensors after a step than before it: ``parameter.data = ...``, ``module.to(device)`` and
 ``load_state_dict(assign=True)`` swap the memory behind a parameter, and others replace the parameter. So each step begins with

@@ -7,10 +7,11 @@ from typing import Any, Protocol
 
 import torch
 
+from diloco.core.built_in import BUILT_IN
 from diloco.errors import SettingsError
 from diloco.settings.run import TaskSettings
 from diloco_learner import members, tensors
-from diloco_learner.task_api import GPT, Aux, check_called, check_metric_names, made
+from diloco_learner.task_api import Aux, check_called, check_metric_names, made
 
 REQUIRED = ("tokens_per_batch", "module", "loss", "batches")
 # by member that is called: how many arguments it is given by place, and the keywords that it may name
@@ -55,7 +56,7 @@ def load_task(settings: TaskSettings, data: str | None) -> Task:
     Raises:
         SettingsError: no such task, it cannot be imported, or it lacks something that a torch task has.
     """
-    if settings.name == GPT:
+    if settings.name == BUILT_IN:
         raise SettingsError(
             "task: the run's is the built-in one, which is of JAX: name a torch task of the same model by the setting task, "
             "such as torch_gpt:make of examples/torch_gpt.py"

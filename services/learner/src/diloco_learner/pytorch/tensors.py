@@ -202,6 +202,6 @@ def on_host(values: torch.Tensor, out: Vector | None) -> Vector:
     return out
 
 
-def shown(kind: torch.dtype) -> str:
+def shown(dtype: torch.dtype) -> str:
     """Return a type as people name it."""
-    return str(kind).removeprefix("torch.")
+    return str(dtype).removeprefix("torch.")
