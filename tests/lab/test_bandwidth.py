@@ -17,7 +17,6 @@ from diloco.errors import SettingsError
 from diloco_lab import comparison, published
 from diloco_lab.bandwidth import (
     STRATEGIES,
-    UTILISATIONS,
     Job,
     Row,
     Schedule,
@@ -30,6 +29,7 @@ from diloco_lab.bandwidth import (
     utilisation,
 )
 from diloco_lab.command import simulate
+from diloco_lab.published import UTILISATIONS
 
 # two datacenters: each sends a value's bits once, so that a cycle is parameters * bits
 UNIT = Job(parameters=1000, step_s=2.0, datacenters=2)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from html import escape
 
-from diloco_lab import bandwidth, comparison, goodput, pictures, published
+from diloco_lab import bandwidth, comparison, goodput, pictures, published, recovery
 from diloco_lab.bandwidth import Job
 from diloco_lab.cluster import MICROS
 from diloco_lab.comparison import Errors
@@ -49,12 +49,13 @@ class Contents:
             "uptime": pictures.uptime(self.rows),
             "storm": pictures.timeline(storm.learners, storm.stretches, storm.versions, 0, until_us, storm.events),
             "bandwidth": pictures.utilisation(bandwidth.curves(self.job, bandwidth.all_schedules())),
+            "recovery": pictures.recovery(recovery.NAMED),
         }
 
 
 def render(contents: Contents) -> str:
     """Return the page as text."""
-    parts = (_headline, _goodput, _uptime, _constants, _storm, _links)
+    parts = (_headline, _goodput, _uptime, _constants, _storm, _links, _recovery)
     header = f'<span class="preset">beside {SOURCE}</span>'
     return html.document("Simulated", header, "\n".join(part(contents) for part in parts), html.inlined())
 
@@ -122,7 +123,7 @@ def _storm(contents: Contents) -> str:
 
 def _links(contents: Contents) -> str:
     job = contents.job
-    head, rows = bandwidth.table(job, bandwidth.all_schedules(), bandwidth.UTILISATIONS)
+    head, rows = bandwidth.table(job, bandwidth.all_schedules(), published.UTILISATIONS)
     said = (
         f"Gbit/s of a datacenter's link, each way, for a compute utilisation: {bandwidth.of(job)}. Schedule table: as for the "
         "published figures, which are in brackets; training: that of the product's preset. Below: how far all published cells "
@@ -131,6 +132,17 @@ def _links(contents: Contents) -> str:
     cells = html.wide(html.table(head, [[escape(cell) for cell in each] for each in rows]))
     errors = _errors(comparison.of_links(comparison.link_rows()))
     return html.section("Bandwidth", said, html.wide(contents.pictures["bandwidth"]) + cells + errors)
+
+
+def _recovery(contents: Contents) -> str:
+    job = contents.job
+    head, rows = recovery.table(recovery.rows(recovery.NAMED, job.parameters, job.step_s))
+    said = (
+        "A learner that comes back fetches parameters and optimizer state while versions go on over the same link. The H steps "
+        f"of a cycle are free; what takes longer is downtime. {job.parameters:g} parameters, {job.step_s:g} s a step."
+    )
+    cells = html.wide(html.table(head, [[escape(cell) for cell in each] for each in rows]))
+    return html.section("Recovery", said, html.wide(contents.pictures["recovery"]) + cells)
 
 
 def _name(row: Row) -> str:

@@ -19,7 +19,6 @@ from diloco_lab.bandwidth import (
     HEAD,
     PRECISIONS,
     STRATEGIES,
-    UTILISATIONS,
     Job,
     Named,
     cells,
@@ -35,6 +34,7 @@ from diloco_lab.bandwidth import (
 )
 from diloco_lab.commands import show
 from diloco_lab.commands.files import Svg, ready, write_picture
+from diloco_lab.published import UTILISATIONS
 
 WANTED = 0.95
 
