@@ -1,4 +1,4 @@
-"""docs/simulator.md has what the simulators say; `diloco simulate report out.html --svg docs --page docs/simulator.md` makes it."""
+"""docs/simulator.md has what the simulators say; `diloco simulate report out.html --svg docs --page FILE` makes it."""
 
 from __future__ import annotations
 

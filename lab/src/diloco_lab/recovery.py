@@ -2,8 +2,8 @@
 
 A learner that comes back fetches ``values`` numbers for each parameter: the parameter and the inner optimizer's moments, as of
 one syncer step. Meanwhile the run goes on, and in ``steps`` (H) steps brings a version of each fragment over the same link. Of
-a link that carries ``rate`` bits a step for each parameter ``rate - version_bits / H`` are left for the state. The learner is in
-after ``values * value_bits / (rate - version_bits / H)`` steps. The H steps of one cycle are free, since any learner is
+a link that carries ``rate`` bits a step for each parameter ``rate - version_bits / H`` are left for the state. The learner
+is in after ``values * value_bits / (rate - version_bits / H)`` steps. The H steps of one cycle are free, since any learner is
 refreshed within them, and the paper bounds a recovery by them; what a recovery takes longer is its downtime.
 
 The paper says that there is none while ``3N / H`` parameters a step fit, and that up to six steps a copy of the model are free.
