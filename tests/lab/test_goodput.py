@@ -12,7 +12,7 @@ import pytest
 from tests.made.command_line import Command, commanding
 
 from diloco.errors import SettingsError
-from diloco_lab import fit, goodput, published
+from diloco_lab import comparison, fit, goodput, published
 from diloco_lab.cluster import YEAR_S, Cluster
 from diloco_lab.command import simulate
 from diloco_lab.goodput import Point, Row, conditions, interval, mean_error, points, strategy_of, sweep, thumb
@@ -177,7 +177,7 @@ class TestCommand:
             *("published_goodput", "published_uptime"),
         }
         assert rows[-1]["published_goodput"] == 0.88
-        assert rows[-1]["published_uptime"] is None
+        assert rows[-1]["published_uptime"] == 1.0
         assert 0 < rows[-1]["goodput_low"] <= rows[-1]["goodput"] <= rows[-1]["goodput_high"] <= 1
 
     def test_a_tape_takes_the_place_of_chance(self, command: Command, tmp_path: Path) -> None:
@@ -211,4 +211,24 @@ class TestCommand:
 
 
 def test_every_published_row_is_complete() -> None:
-    assert all(set(row) == set(CHIPS) for (strategy, _), row in published.CELLS.items() if strategy != "decoupled")
+    assert all(set(row) == set(CHIPS) for row in published.CELLS.values())
+    assert (
+        sum(cell.goodput is not None and cell.uptime is not None for row in published.CELLS.values() for cell in row.values())
+        == 30
+    )
+
+
+def test_errors_of_published_cells_by_hand() -> None:
+    rows = [
+        cell("data-parallel", 1, 600_000, 0.40, 0.38),
+        cell("decoupled", 8, 1_200_000, 0.87, 0.88),
+        cell("decoupled", 4, 2_400_000, 0.70, 0.73),
+        cell("decoupled", 1, 600_000, 0.9),
+    ]
+    fitted, predicted = comparison.of_goodput(rows)  # no uptime is known of these
+    assert fitted.sentence() == (
+        "goodput, data-parallel, fitted, 1 published cells: "
+        "mean error 2.00 points, bias +2.00 points, worst +2.0 points (data-parallel, 600k chips)"
+    )
+    assert (predicted.cells, predicted.cell) == (2, "M = 4, 2.40M chips")
+    assert (predicted.mean, predicted.bias, predicted.worst) == pytest.approx((2.0, -2.0, -3.0))

@@ -146,4 +146,4 @@ def test_the_command_writes_page_and_pictures(tmp_path: Path) -> None:
     subprocess.run(line, check=True, capture_output=True, timeout=2 * DEADLINE_S)
     assert "Simulated" in (tmp_path / "page.html").read_text()
     names = sorted(path.name for path in (tmp_path / "svg").iterdir())
-    assert names == ["simulator-bandwidth.svg", "simulator-goodput.svg", "simulator-storm.svg", "simulator-uptime.svg"]
+    assert names == [f"simulator-{name}.svg" for name in ("bandwidth", "goodput", "recovery", "storm", "uptime")]

@@ -29,14 +29,16 @@ from diloco.errors import SettingsError
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RoundSettings
 from diloco.settings.validation import nearest
+from diloco_lab import published
+from diloco_lab.published import UTILISATIONS
 
 ScheduleName = Literal["table", "training"]
 
-UTILISATIONS = (0.5, 0.75, 0.9, 0.95, 0.99)
 PRECISIONS = (16, 8, 4)
 CURVE_GBIT = tuple(10 ** (part / 40) for part in range(-80, 161))
 BITS_PER_GBIT = 1e9
 
+HEAD = ("strategy", "schedule", "bits", "H", "P", "tau")  # of the cells that name a schedule
 MOST_STEPS = 100_000  # of round.steps
 MOST_FRAGMENTS = 4096  # of fragments.count
 
@@ -97,8 +99,8 @@ class Schedule:
             raise SettingsError(f"in_backward with steps = {self.steps}, overlap_steps = {self.overlap_steps}: must be 1 and 0")
 
 
-# Of a cycle's 100 steps about 36 go on while something is sent: inferred from one published cell, 0.84 Gbit/s. How many
-# fragments share the 36 does not matter as long as one is needed before the next is released; 24 is the published number.
+# A cycle of 100 steps, of which 36 go on while something is sent: the 40 published cells have 99.5 and 36.0 by least squares.
+# How many fragments share the 36 does not matter as long as one is needed before the next is released; 24 is as published.
 _TABLE_OVERLAPPED = Schedule(bits=4, steps=100, fragments=24, overlap_steps=36 / 24)
 _TABLE = {
     "data-parallel": Schedule(bits=16, steps=1, fragments=64, overlap_steps=0, in_backward=True),
@@ -132,12 +134,10 @@ class Row:
 
     @property
     def published_gbit(self) -> float | None:
-        """Return the rate that arXiv 2604.21428 gives for this row; None if it is not known."""
-        if (self.parameters, self.step_s, self.datacenters, self.utilisation) != (5e9, 1, 8, 0.95):
+        """Return the rate that Table 13 of arXiv 2604.21428 has for this row; None: it has no such cell."""
+        if self.schedule != "table" or self.parameters != published.LINK_PARAMETERS:
             return None
-        return {("data-parallel", 16, "table"): 198.0, ("decoupled", 4, "table"): 0.84}.get(
-            (self.strategy, self.bits, self.schedule)
-        )
+        return published.link_gbit(self.step_s, self.datacenters, self.strategy, self.bits, self.utilisation)
 
 
 @dataclass(frozen=True)
@@ -281,6 +281,13 @@ def needed(job: Job, named: Iterable[Named], utilisations: Iterable[float]) -> l
     return [[row(job, *one, share, needed_bits_per_s(job, one[2], share)) for share in shares] for one in named]
 
 
+def table(job: Job, named: Sequence[Named], utilisations: Sequence[float]) -> tuple[list[str], list[list[str]]]:
+    """Return headings and rows of a table: a row for each schedule, a column for each utilisation."""
+    rates = needed(job, named, utilisations)
+    rows = [[*cells(one), *map(rate_text, each)] for one, each in zip(named, rates, strict=True)]
+    return [*HEAD, *map(percent, utilisations)], rows
+
+
 def all_schedules() -> list[Named]:
     """Return the schedules of every strategy."""
     return [(strategy, name, schedule) for strategy in STRATEGIES for name, schedule in schedules(strategy).items()]
@@ -298,11 +305,10 @@ def of(job: Job) -> str:
     return what + (f"{job.datacenters} datacenters" if job.datacenters > 1 else "one datacenter, which needs no link")
 
 
-def beside(each: Row, published_gbit: float) -> str:
-    """Return a published rate beside ours, as text."""
-    off = f"{100 * (each.gbit_per_s / published_gbit - 1):+.1f} %"
-    ours = gbit_text(each.gbit_per_s)
-    return f"published: {each.strategy} {percent(each.utilisation)} {published_gbit:g}, here {ours} ({off})"
+def rate_text(each: Row) -> str:
+    """Return a rate, and in brackets the published one, if there is one."""
+    known = each.published_gbit
+    return gbit_text(each.gbit_per_s) + ("" if known is None else f" ({known:g})")
 
 
 def percent(share: float) -> str:

@@ -8,6 +8,7 @@ from diloco_lab.commands.bandwidth import bandwidth
 from diloco_lab.commands.goodput import goodput
 from diloco_lab.commands.island import island
 from diloco_lab.commands.plan import plan
+from diloco_lab.commands.recovery import recover
 from diloco_lab.commands.report import report
 from diloco_lab.commands.run import run
 from diloco_lab.commands.trace import trace
@@ -24,6 +25,7 @@ def _simulate() -> None:
 
 simulate.command()(goodput)
 simulate.command()(bandwidth)
+simulate.command("recovery")(recover)
 simulate.command()(plan)
 simulate.command()(island)
 simulate.command()(run)

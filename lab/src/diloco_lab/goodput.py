@@ -256,19 +256,28 @@ def cell_text(row: Row | None, quantity: str) -> str:
     return f"{100 * mean:.1f}{width}" + ("" if known is None else f" ({100 * known:.0f})")
 
 
+def table(rows: Sequence[Row], quantity: str) -> tuple[list[str], list[list[str]]]:
+    """Return headings and rows of a table: a row for each strategy and M, a column for each number of chips."""
+    numbers = sorted({each.chips for each in rows})
+    found = {(each.strategy, each.learners, each.chips): each for each in rows}
+    keys = dict.fromkeys((each.strategy, each.learners) for each in rows)
+    made = [
+        [strategy, str(learners), *(cell_text(found.get((strategy, learners, number)), quantity) for number in numbers)]
+        for strategy, learners in keys
+    ]
+    return ["strategy", "M", *(f"{count(number)} chips" for number in numbers)], made
+
+
 def constants_text(constants: Constants) -> str:
     """Return the constants' names and values."""
     return ", ".join(f"{field.name} {value:g}" for field, value in zip(fields(constants), astuple(constants), strict=True))
 
 
 def notes(rows: Sequence[Row], chosen: Conditions, seeds: int, days: float) -> list[str]:
-    """Return the notes below the tables."""
+    """Return the notes below the tables; :mod:`diloco_lab.comparison` has the errors of the published cells."""
     found = [f"{days:.3g} days"]
     if seeds > 1:
         found = [f"means over {seeds} seeds of {days:.3g} days, ± 95 % interval; in brackets what is published"]
-    error = mean_error(rows)
-    if error is not None:
-        found.append(f"mean absolute error over the published cells: {100 * error:.2f} points")
     if chosen.constants == published.FITTED:
         found.append("constants, fitted to the data-parallel rows alone: " + constants_text(chosen.constants))
     else:

@@ -7,10 +7,11 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from html import escape
 
-from diloco_lab import bandwidth, pictures, published
+from diloco_lab import bandwidth, comparison, goodput, pictures, published, recovery
 from diloco_lab.bandwidth import Job
 from diloco_lab.cluster import MICROS
-from diloco_lab.goodput import Conditions, Row, cell_text, mean_error, notes
+from diloco_lab.comparison import Errors
+from diloco_lab.goodput import Conditions, Row, mean_error, notes
 from diloco_lab.published import Constants
 from diloco_lab.storm import DURATION_S, Storm
 from diloco_report import html
@@ -48,12 +49,13 @@ class Contents:
             "uptime": pictures.uptime(self.rows),
             "storm": pictures.timeline(storm.learners, storm.stretches, storm.versions, 0, until_us, storm.events),
             "bandwidth": pictures.utilisation(bandwidth.curves(self.job, bandwidth.all_schedules())),
+            "recovery": pictures.recovery(recovery.NAMED),
         }
 
 
 def render(contents: Contents) -> str:
     """Return the page as text."""
-    parts = (_headline, _goodput, _uptime, _constants, _storm, _links)
+    parts = (_headline, _goodput, _uptime, _constants, _storm, _links, _recovery)
     header = f'<span class="preset">beside {SOURCE}</span>'
     return html.document("Simulated", header, "\n".join(part(contents) for part in parts), html.inlined())
 
@@ -83,18 +85,17 @@ def _goodput(contents: Contents) -> str:
 def _uptime(contents: Contents) -> str:
     said = "Share of the time in which some learner took a step."
     notes_ = "".join(html.note(text) for text in notes(contents.rows, contents.conditions, contents.seeds, contents.days))
-    return html.section("Uptime", said, html.wide(contents.pictures["uptime"]) + _cells(contents.rows, "uptime") + notes_)
+    cells = _cells(contents.rows, "uptime") + _errors(comparison.of_goodput(contents.rows))
+    return html.section("Uptime", said, html.wide(contents.pictures["uptime"]) + cells + notes_)
 
 
 def _cells(rows: Sequence[Row], quantity: str) -> str:
-    numbers = sorted({row.chips for row in rows})
-    cells = {(row.strategy, row.learners, row.chips): row for row in rows}
-    keys = dict.fromkeys((row.strategy, row.learners) for row in rows)
-    made = [
-        [escape(strategy), str(learners), *(cell_text(cells.get((strategy, learners, number)), quantity) for number in numbers)]
-        for strategy, learners in keys
-    ]
-    return html.wide(html.table(["strategy", "M", *(f"{count(number)} chips" for number in numbers)], made))
+    head, made = goodput.table(rows, quantity)
+    return html.wide(html.table(head, [[escape(cell) for cell in each] for each in made]))
+
+
+def _errors(found: Sequence[Errors]) -> str:
+    return html.wide(html.table(list(comparison.HEAD), [[escape(text) for text in each.texts()] for each in found]))
 
 
 def _constants(contents: Contents) -> str:
@@ -121,17 +122,27 @@ def _storm(contents: Contents) -> str:
 
 
 def _links(contents: Contents) -> str:
-    job, named = contents.job, bandwidth.all_schedules()
-    rows = [
-        [escape(cell) for cell in bandwidth.cells(one)] + [bandwidth.gbit_text(each.gbit_per_s) for each in needed]
-        for one, needed in zip(named, bandwidth.needed(job, named, bandwidth.UTILISATIONS), strict=True)
-    ]
-    head = ["strategy", "schedule", "bits", "H", "P", "tau", *(bandwidth.percent(share_) for share_ in bandwidth.UTILISATIONS)]
+    job = contents.job
+    head, rows = bandwidth.table(job, bandwidth.all_schedules(), published.UTILISATIONS)
     said = (
         f"Gbit/s of a datacenter's link, each way, for a compute utilisation: {bandwidth.of(job)}. Schedule table: as for the "
-        "published figures; training: that of the product's preset."
+        "published figures, which are in brackets; training: that of the product's preset. Below: how far all published cells "
+        "are from ours, over four settings of a step's time and the number of datacenters."
     )
-    return html.section("Bandwidth", said, html.wide(contents.pictures["bandwidth"]) + html.wide(html.table(head, rows)))
+    cells = html.wide(html.table(head, [[escape(cell) for cell in each] for each in rows]))
+    errors = _errors(comparison.of_links(comparison.link_rows()))
+    return html.section("Bandwidth", said, html.wide(contents.pictures["bandwidth"]) + cells + errors)
+
+
+def _recovery(contents: Contents) -> str:
+    job = contents.job
+    head, rows = recovery.table(recovery.rows(recovery.NAMED, job.parameters, job.step_s))
+    said = (
+        "A learner that comes back fetches parameters and optimizer state while versions go on over the same link. The H steps "
+        f"of a cycle are free; what takes longer is downtime. {job.parameters:g} parameters, {job.step_s:g} s a step."
+    )
+    cells = html.wide(html.table(head, [[escape(cell) for cell in each] for each in rows]))
+    return html.section("Recovery", said, html.wide(contents.pictures["recovery"]) + cells)
 
 
 def _name(row: Row) -> str:

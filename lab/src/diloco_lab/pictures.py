@@ -17,6 +17,7 @@ from diloco_lab.cluster import MICROS, Learner
 from diloco_lab.goodput import Row
 from diloco_lab.lifetime import Stretch
 from diloco_lab.outcome import Version
+from diloco_lab.recovery import Recovery
 from diloco_report.charts import across, joined_spans, moment, nice_ticks, row_name, text_at, time_axis
 from diloco_report.html import style
 from diloco_report.units import count, share
@@ -333,6 +334,36 @@ def utilisation(curves: Sequence[Curve]) -> str:
         parts.append(_dot(left + 14, top + 20, 4.5, "fill:none;stroke:var(--soft);stroke-width:1.75", "", "key"))
         parts.append(text_at("tick", left + 26, top + 24, "start", "published"))
     return _svg(high, "Compute utilisation against bandwidth", [*parts, *marks])
+
+
+def recovery(named: Sequence[tuple[str, Recovery]]) -> str:
+    """Draw the downtime of recovering learners against the link, a line each; hollow marks are where it becomes 0."""
+    left, right, top, bottom, high = 52, 150, 14, 46, 360
+    most = 2.0 * max((one.steps for _, one in named), default=0)
+    if not most:
+        return '<p class="empty">No recovery was given.</p>'
+    low, up = 0.5, 16.0  # bits a step for each parameter
+    x = _log_scale(low, up, left, WIDTH - right)
+
+    def y(steps: float) -> float:
+        return high - bottom - (high - top - bottom) * min(1.0, steps / most)
+
+    parts, marks = [], []
+    for tick in nice_ticks(0, most, 5):
+        parts += [across("grid", left, WIDTH - right, y(tick)), text_at("tick", left - 8, y(tick) + 4, "end", f"{tick:g}")]
+    for rate in (0.5, 1.0, 2.0, 4.0, 8.0, 16.0):
+        parts.append(text_at("tick", x(rate), high - bottom + 18, "middle", f"{rate:g}"))
+    said = "bits a step for each parameter of the link; upwards: downtime in steps"
+    parts.append(text_at("axis", (left + WIDTH - right) / 2, high - 6, "middle", said))
+    rates = [low * (up / low) ** (part / 200) for part in range(201)]
+    for number, (name, one) in enumerate(named):
+        css = f"var(--s{number})"
+        line = [(x(rate), y(one.downtime_steps(rate))) for rate in rates if one.downtime_steps(rate) <= most]
+        parts.append(f'<path class="line strong" d="{_path(line)}" style="stroke:{css}"/>')
+        parts.append(text_at("label", line[0][0] + 8, top + 12 + LABEL * number, "start", name))
+        said = f"{name}: no downtime from {one.free_rate:.3g} bits a step on"
+        marks.append(_dot(x(one.free_rate), y(0), 4.5, f"fill:none;stroke:{css};stroke-width:1.75", said, "free"))
+    return _svg(high, "Downtime of a recovering learner against its link", [*parts, *marks])
 
 
 def standalone(svg: str) -> str:

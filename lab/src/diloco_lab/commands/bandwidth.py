@@ -9,39 +9,39 @@ from dataclasses import asdict
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from diloco.errors import SettingsError
-from diloco_lab import pictures
+from diloco_lab import comparison, pictures
 from diloco_lab.bandwidth import (
     BITS_PER_GBIT,
     CHANGEABLE,
+    HEAD,
     PRECISIONS,
     STRATEGIES,
-    UTILISATIONS,
     Job,
     Named,
-    beside,
     cells,
     curves,
-    gbit_text,
     least_settings,
     needed,
     of,
     percent,
     row,
     schedules,
+    table,
     utilisation,
 )
+from diloco_lab.commands import show
 from diloco_lab.commands.files import Svg, ready, write_picture
+from diloco_lab.published import UTILISATIONS
 
 WANTED = 0.95
 
 _NOTE = (
     "table: the schedule behind the published figures, as far as it is known.\n"
     "training: that of the product's preset. bits: the mean of both ways.\n"
-    "Gbit/s: of a datacenter's link to all others, out and as much in."
+    "Gbit/s: of a datacenter's link to all others, out and as much in; in brackets what is published."
 )
 
 
@@ -65,11 +65,19 @@ def bandwidth(
         float | None,
         typer.Option(help="With --link-gbit: the utilisation that settings of Decoupled are to keep; default: 0.95."),
     ] = None,
+    published: Annotated[
+        bool, typer.Option("--published", help="All 60 cells of the paper's Table 13 beside ours, and nothing else.")
+    ] = False,
     svg: Svg = None,
     json_: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
     """Show the rate that a datacenter's link needs for a compute utilisation, or the utilisation that a rate allows."""
     job = Job(parameters, step_s, datacenters)
+    if published:
+        if job != Job() or any((strategy, bits, steps, fragments, overlap_steps, utilisations, link_gbit, wanted, svg)):
+            raise SettingsError("--published shows the paper's cells as they are: leave out all other options but --json")
+        _published(json_)
+        return
     given = {"bits": bits, "steps": steps, "fragments": fragments, "overlap_steps": overlap_steps}
     changes = {name: value for name, value in given.items() if value is not None}
     named: list[Named] = []
@@ -97,11 +105,20 @@ def _needed(job: Job, named: Sequence[Named], utilisations: Sequence[float], jso
     if json_:
         print(json.dumps([asdict(each) for rows in found for each in rows]))
         return
-    table = _table([percent(share) for share in utilisations])
-    for one, rows in zip(named, found, strict=True):
-        table.add_row(*cells(one), *(gbit_text(each.gbit_per_s) for each in rows))
-    published = [beside(each, each.published_gbit) for rows in found for each in rows if each.published_gbit is not None]
-    _show(f"Gbit/s for a compute utilisation, {of(job)}", table, _NOTE, *published)
+    head, rows = table(job, named, utilisations)
+    errors = [each.sentence() for each in comparison.of_links(row for each in found for row in each)]
+    _show(f"Gbit/s for a compute utilisation, {of(job)}", _table(head, rows), _NOTE, *errors)
+
+
+def _published(json_: bool) -> None:
+    """Show all cells of Table 13 beside ours."""
+    if json_:
+        print(json.dumps([asdict(each) for each in comparison.link_rows()]))
+        return
+    for job, named in comparison.links():
+        head, rows = table(job, [one for one, _ in named], UTILISATIONS)
+        _show(f"Gbit/s for a compute utilisation, {of(job)}", _table(head, rows), "")
+    _show(_NOTE, *(each.sentence() for each in comparison.of_links(comparison.link_rows())))
 
 
 def _reached(job: Job, named: Sequence[Named], gbit: float, wanted: float, bits: Sequence[int], json_: bool) -> None:
@@ -118,29 +135,28 @@ def _reached(job: Job, named: Sequence[Named], gbit: float, wanted: float, bits:
         ]
         print(json.dumps({"reached": [asdict(each) for each in found], "wanted": wanted, "settings": settings}))
         return
-    table = _table(["utilisation"])
-    for one, each in zip(named, found, strict=True):
-        table.add_row(*cells(one), percent(each.utilisation))
-    _show(f"Compute utilisation on {gbit:g} Gbit/s, {of(job)}", table, _NOTE)
+    shown = [[*cells(one), percent(each.utilisation)] for one, each in zip(named, found, strict=True)]
+    _show(f"Compute utilisation on {gbit:g} Gbit/s, {of(job)}", _table([*HEAD, "utilisation"], shown), _NOTE)
     if not training:
         return
-    table = _table(["utilisation"])
-    for schedule, share in zip(kept, reached, strict=True):
-        table.add_row(*cells(("decoupled", "training", schedule)), percent(share))
+    settled = [
+        [*cells(("decoupled", "training", schedule)), percent(share)] for schedule, share in zip(kept, reached, strict=True)
+    ]
     keeps = "by precision the smallest H, the least disturbing first" if kept else "no H will do"
-    _show(f"\nDecoupled, at least {percent(wanted)}: {keeps}", *([table] if kept else []))
+    tables = [_table([*HEAD, "utilisation"], settled)] if kept else []
+    _show(f"\nDecoupled, at least {percent(wanted)}: {keeps}", *tables)
 
 
 def _show(*parts: str | Table) -> None:
-    console = Console()
+    console = show.console()
     for part in parts:
         console.print(part, highlight=False)
 
 
-def _table(headings: Sequence[str]) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    for heading in ("strategy", "schedule"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("bits", "H", "P", "tau", *headings):
-        table.add_column(heading, justify="right", no_wrap=True)
-    return table
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    shown = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    for heading in headings:
+        shown.add_column(heading, justify="left" if heading in HEAD[:2] else "right", no_wrap=True)
+    for each in rows:
+        shown.add_row(*each)
+    return shown

@@ -50,6 +50,18 @@ def write(path: Path, text: str) -> None:
         raise SettingsError(f"{path}: cannot be written: {error}") from None
 
 
+def read(path: Path) -> str:
+    """Read a file of text as a whole.
+
+    Raises:
+        SettingsError: it cannot be read.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path}: cannot be read: {error}") from None
+
+
 def ready(path: Path) -> None:
     """Find out that a file cannot be written before a long simulation instead of after it; makes its folder.
 

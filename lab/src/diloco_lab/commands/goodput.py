@@ -18,7 +18,7 @@ from rich.table import Table
 
 from diloco.errors import SettingsError
 from diloco.settings.loading import parse_assignments
-from diloco_lab import fit, pictures, published
+from diloco_lab import comparison, fit, pictures, published
 from diloco_lab.commands import show
 from diloco_lab.commands.files import Svg, open_tape, ready, write_picture
 from diloco_lab.goodput import (
@@ -28,13 +28,13 @@ from diloco_lab.goodput import (
     Conditions,
     Point,
     Row,
-    cell_text,
     conditions,
     constants_text,
     notes,
     points,
     strategy_of,
     sweep,
+    table,
 )
 from diloco_report.units import count
 
@@ -138,19 +138,16 @@ def progress(what: str, quiet: bool) -> Iterator:  # type: ignore[type-arg]
 
 def _show(rows: Sequence[Row], chosen: Conditions, seeds: int, days: float) -> None:
     out = show.console()
-    numbers = sorted({each.chips for each in rows})
     for quantity in QUANTITIES:
-        table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, title=f"{quantity}, %", title_justify="left")
-        table.add_column("strategy", no_wrap=True)
-        table.add_column("M", justify="right", no_wrap=True)
-        for number in numbers:
-            table.add_column(f"{count(number)} chips", justify="right", no_wrap=True)
-        for key in dict.fromkeys((each.strategy, each.learners) for each in rows):
-            of_key = {each.chips: each for each in rows if (each.strategy, each.learners) == key}
-            table.add_row(key[0], str(key[1]), *(cell_text(of_key.get(number), quantity) for number in numbers))
-        out.print(table, highlight=False)
+        head, cells = table(rows, quantity)
+        shown = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, title=f"{quantity}, %", title_justify="left")
+        for heading in head:
+            shown.add_column(heading, justify="left" if heading == "strategy" else "right", no_wrap=True)
+        for each in cells:
+            shown.add_row(*each)
+        out.print(shown, highlight=False)
         out.print()
-    for note in notes(rows, chosen, seeds, days):
+    for note in (*notes(rows, chosen, seeds, days), *(each.sentence() for each in comparison.of_goodput(rows))):
         out.print(note, highlight=False)
 
 
@@ -163,11 +160,11 @@ def _show_sensitivity(wanted: Sequence[Point], chosen: Conditions, seeds: Sequen
     for key, each in changed.items():
         with progress(f"{key[0]} {key[1]:+d}", False) as bar:
             rows[key] = sweep(wanted, each, seeds, duration_s, jobs, bar)
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, title_justify="left")
-    table.title = f"goodput, points more for a constant that is {100 * fit.SENSITIVITY_STEP:.0f} % larger"
+    shown = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, title_justify="left")
+    shown.title = f"goodput, points more for a constant that is {100 * fit.SENSITIVITY_STEP:.0f} % larger"
     for heading in ("strategy", "M", "chips", *names):
-        table.add_column(heading, no_wrap=True, justify="left" if heading == "strategy" else "right")
+        shown.add_column(heading, no_wrap=True, justify="left" if heading == "strategy" else "right")
     for index, point in enumerate(wanted):
         changes = [100 * (rows[name, 1][index].goodput - rows[name, -1][index].goodput) / 2 for name in names]
-        table.add_row(point.strategy, str(point.learners), count(point.chips), *(f"{change:+.2f}" for change in changes))
-    show.console().print(table, highlight=False)
+        shown.add_row(point.strategy, str(point.learners), count(point.chips), *(f"{change:+.2f}" for change in changes))
+    show.console().print(shown, highlight=False)

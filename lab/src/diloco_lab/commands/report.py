@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 
 from diloco.settings.loading import parse_assignments
-from diloco_lab import page, pictures, published, storm
+from diloco_lab import docs_page, page, pictures, published, storm
 from diloco_lab.bandwidth import Job
-from diloco_lab.commands.files import ready, write
+from diloco_lab.commands.files import read, ready, write
 from diloco_lab.commands.goodput import DAY_S, Jobs, Set, progress
 from diloco_lab.goodput import PUBLISHED, conditions, points, sweep
 
@@ -24,16 +24,25 @@ def report(
     svg: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Write its pictures into a folder too, each as a file of its own.")
     ] = None,
+    page_: Annotated[
+        Path | None,
+        typer.Option("--page", metavar="FILE", help="Make the tables of a page with `<!-- simulate: NAME -->` blocks again."),
+    ] = None,
     jobs: Jobs = None,
 ) -> None:
     """Write all tables and pictures on one page, which opens without a network."""
     ready(file)
+    if page_ is not None:
+        text = read(page_)
+        docs_page.fill(text, docs_page.blocks([]))  # blocks that there are not are named before anything is simulated
     chosen = conditions(parse_assignments(set_ or []), "--set")
     wanted = points(PUBLISHED, published.LEARNERS, published.CHIPS)
     with progress("simulating", False) as bar:
         rows = sweep(wanted, chosen, range(1, seeds + 1), days * DAY_S, jobs or os.cpu_count() or 1, bar)
     contents = page.Contents(rows, chosen, seeds, days, storm.simulate(chosen, seed=1), Job())
     write(file, page.render(contents))
+    if page_ is not None:
+        write(page_, docs_page.fill(text, docs_page.blocks(rows)))
     if svg is not None:
         for name, picture in contents.pictures.items():
             write(svg / f"simulator-{name}.svg", pictures.standalone(picture))

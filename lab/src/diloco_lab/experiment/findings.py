@@ -74,7 +74,7 @@ def table(folder: Path) -> str:
 def _judged(finding: Finding, folder: Path) -> tuple[str, str, str]:
     """Return verdict, experiment, and the number that it is judged by."""
     if finding.experiment is None:
-        return "not testable at this size", "-", finding.untested or ""
+        return "not tested", "-", finding.untested or ""
     name, experiment = f"`{finding.experiment}`", spec.load(finding.experiment)
     claim, path = finding.claim(experiment), folder / f"{finding.experiment}{record.SUFFIX}"
     known = record.read(path) if path.is_file() else None
