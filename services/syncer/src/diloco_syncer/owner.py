@@ -17,7 +17,7 @@ from diloco.core.chain import Chain
 from diloco.core.fold import Replica
 from diloco.core.outliers import Norms, Outlier
 from diloco.core.round import Merge, Round
-from diloco.errors import BrokerError, FenceError, FormatError, RunError, StorageFullError
+from diloco.errors import BrokerError, FenceError, FormatError, RunError, StorageFullError, UnmergeableError
 from diloco.log.follower import Copy
 from diloco.process.retry import until_available
 from diloco.settings.run import Bits
@@ -66,7 +66,7 @@ class FragmentOwner:
         self._norms = Norms()  # of its offers
         self._made_at_s = math.inf  # when the newest version was made here
         self.judged_version = 0  # the newest one of which it was looked whether the log folds to it
-        self._older: dict[int, Vector] = {}  # parameters by version, where merges need them
+        self._bases: dict[int, Vector] = {}  # the fragment by version, where merges take offers against it
         self._failed_change = 0  # the newest change that was to roll it back, and for which the log has no state any more
 
     @property
@@ -124,12 +124,14 @@ class FragmentOwner:
             UnmergeableError: some offers cannot be in the version; nothing has changed.
             NonFiniteError: the version would not be finite; the replica is invalid.
             FenceError: another process has appended; the replica is invalid.
+            RewoundError: the log lost its last entries.
         """
         context, copy = self.context, self.copy
         trace = RoundTrace.begin(context, self.index, self.round, merge)
         if any(member.base_version >= copy.keyframe_version for held in merge.held for member in held.offer.members):
             copy.vouched = copy.keyframe_sequence  # its learner has folded that version, or a later one, to the same state
         if merge.held:
+            await self._know_bases(merge)
             await self.archive(merge)
             record, inline, parts = await asyncio.to_thread(self._merge, merge, bits, self._awaited(), trace)
         else:
@@ -175,11 +177,11 @@ class FragmentOwner:
         """Make the next version; in a thread: nothing else touches the fragment while it is busy."""
         settings, replica = self.context.run.in_force, self.replica
         if settings.merge.against == "current":
-            self._older[replica.chain.version] = replica.theta.copy()
+            self._bases[replica.chain.version] = replica.theta.copy()
             oldest = replica.chain.version - settings.round.max_staleness_versions
-            self._older = {version: theta for version, theta in self._older.items() if version >= oldest}
+            self._bases = {version: theta for version, theta in self._bases.items() if version >= oldest}
         with stage(trace, "merge"):
-            merged = merging.sound(self.fragment, settings, merge, self._older.get, replica, awaited, self.context.run.identity)
+            merged = merging.sound(self.fragment, settings, merge, self._bases, replica, awaited, self.context.run.identity)
         with stage(trace, "outer step"):
             return merging.make_version(
                 replica,
@@ -192,6 +194,38 @@ class FragmentOwner:
                 attempt=self.context.transport.random_bytes(ATTEMPT_BYTES),
                 now_s=self.context.transport.wall_s(),
             )
+
+    async def _know_bases(self, merge: Merge) -> None:
+        """Read the values that offers are to be taken against from the log, where they are not in memory.
+
+        A value is in memory if this process made the version after it. So a fresh owner lacks older ones, and reads each that
+        an offer is based on once: a keyframe and the entries behind it. It keeps no more than if it had made all versions.
+
+        Raises:
+            UnmergeableError: no log has a base any more, or has it with another state than its offers state.
+            RewoundError: the log lost its last entries.
+        """
+        wanted = merging.bases_of(self.fragment, self.context.run.in_force, merge.held)
+        gone: dict[int, str] = {}
+        for version in sorted(wanted - self._bases.keys() - {self.chain.version}):
+            try:
+                past = await self._state_at(version)
+            except RunError as error:
+                gone[version] = str(error)
+            else:
+                self._bases[version], self.round.hashes[version] = past.theta, past.chain.state_hash
+                self.context.log.info("base_read", fragment=self.index, version=version, newest=self.chain.version)
+        faults = {
+            member.learner: gone.get(member.base_version, f"base {member.base_version} has another state hash than the log's")
+            for held in merge.held
+            for member in held.offer.members
+            if member.base_version in gone
+            or (wanted and self.round.hashes.get(member.base_version, member.base_hash) != member.base_hash)
+        }
+        if faults:
+            what = f"fragment {self.index}, version {self.round.version}"
+            said = "; ".join(sorted(set(faults.values())))
+            raise UnmergeableError("merge_base_unknown", tuple(sorted(faults)), f"{what}: no owner can know what the offer was made from: {said}")
 
     async def archive(self, merge: Merge) -> None:
         """Keep the offers before they are merged: every merge in the log can be made again."""
@@ -248,7 +282,7 @@ class FragmentOwner:
             context.log.error("rollback_failed", fragment=self.index, change=change, reason=str(error))
             self._failed_change = change
             return
-        self._older.clear()
+        self._bases.clear()
         self.round.committed(clock_s())
         context.counts.versions += 1
         size_bytes = record.body.size_bytes if record.body else 0
