@@ -128,17 +128,14 @@ def test_offers_of_several_bases_against_float64(method: str) -> None:
     ]
     newest = bases[3].astype(np.float64)
     outer_gradients = [
-        newest - (bases[version].astype(np.float64) - values)
-        for version, values in zip(bases, offered.values(), strict=True)
+        newest - (bases[version].astype(np.float64) - values) for version, values in zip(bases, offered.values(), strict=True)
     ]
     shares = np.array(list(tokens.values())) / 100
     if method == "average":
         expected = sum(share * values for share, values in zip(shares, outer_gradients, strict=True))
     else:
         norms = [np.linalg.norm(values) for values in outer_gradients]
-        direction = sum(
-            share * values / norm for share, values, norm in zip(shares, outer_gradients, norms, strict=True)
-        )
+        direction = sum(share * values / norm for share, values, norm in zip(shares, outer_gradients, norms, strict=True))
         expected = shares @ norms * direction / np.linalg.norm(direction)
     result = accumulate(fragment_of(size), settings, items, bases, bases[3]).result()
     np.testing.assert_allclose(result, expected, atol=3e-7 * np.abs(expected).max())

@@ -225,7 +225,9 @@ class FragmentOwner:
         if faults:
             what = f"fragment {self.index}, version {self.round.version}"
             said = "; ".join(sorted(set(faults.values())))
-            raise UnmergeableError("merge_base_unknown", tuple(sorted(faults)), f"{what}: no owner can know what the offer was made from: {said}")
+            raise UnmergeableError(
+                "merge_base_unknown", tuple(sorted(faults)), f"{what}: no owner can know what the offer was made from: {said}"
+            )
 
     async def archive(self, merge: Merge) -> None:
         """Keep the offers before they are merged: every merge in the log can be made again."""
