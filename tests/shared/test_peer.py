@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes
@@ -367,19 +368,30 @@ def test_the_age_of_a_loan_by_hand(now_s: float, step: int | None, step_s: float
     assert (age.age_s, age.limit_s, age.is_old) == (age_s, limit_s, age_s > limit_s)
 
 
+@dataclass(frozen=True)
+class Beat:
+    """A heartbeat as it is heard."""
+
+    subject: str
+    data: bytes
+
+    async def respond(self, data: bytes) -> None:
+        raise AssertionError("nobody answers heartbeats")
+
+
 def beat(step: int, step_s: float = 1.0) -> bytes:
     return framing.pack(learner_heartbeat("learner-0", step, 0, 0, tokens=40, step_s=step_s), RUN)
 
 
-async def watched(lab: Lab, frame: bytes) -> tuple[Loan | None, list[dict[str, Any]]]:
+async def watched(lab: Lab, frame: bytes) -> tuple[Loan | None, list[MutableMapping[str, Any]]]:
     """Borrow of a peer whose copies are of steps 10 and 20 and whose heartbeat this is; return the loan, and what is said."""
     lab.making.append(asyncio.create_task(Copies(await lab.lender("learner-0", gives=False)).work()))
     borrowed = Borrowed()
     borrower = Borrower(lab.link, RUN, lab.subjects, "newcomer", LAYOUT, LAYOUT.wholes(), borrowed.put, get_logger())
     watch = LoanWatch(RUN, lambda: 24, get_logger())
     watch.watch(["learner-0"])
-    watch.hear("learner-0", frame)
-    watch.hear("learner-1", b"of nobody who is asked")
+    for name, data in (("learner-0", frame), ("learner-1", b"of a peer that is not asked")):
+        watch.hear(Beat(lab.subjects.heartbeat(name), data))
     with structlog.testing.capture_logs() as events:
         lent = await watch.borrow(borrower, ["learner-0"])
     return lent, [event for event in events if event["event"] in ("state_asked_again", "state_old")]

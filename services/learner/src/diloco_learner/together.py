@@ -218,7 +218,7 @@ def _borrow(process: Process, member: Leader | Follower, island: Island) -> None
     whether the loan is old, and asked for once more.
     """
     part = member.part
-    said = Told("peers", ",".join(member.lenders())) if isinstance(member, Leader) else None
+    said = Told("peers", ",".join(member.loans.watch(member.learner.peers()))) if isinstance(member, Leader) else None
     names = process.wait(part.group.hear_leader(Told, "peers", said)).text
     layout, loan = island.optimizer_layout(), None
     if names and layout.arrays:

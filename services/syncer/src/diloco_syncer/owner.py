@@ -14,18 +14,17 @@ from numpy.typing import NDArray
 
 from diloco.core import excess, merging
 from diloco.core.chain import Chain
-from diloco.core.fold import Replica
 from diloco.core.outliers import Norms, Outlier
 from diloco.core.round import Merge, Round
-from diloco.errors import BrokerError, FenceError, FormatError, RunError, StorageFullError, UnmergeableError
+from diloco.errors import FenceError, FormatError, RunError, StorageFullError
 from diloco.log.follower import Copy
-from diloco.process.retry import until_available
 from diloco.settings.run import Bits
 from diloco.wire import framing
 from diloco.wire.body import ATTEMPT_BYTES
 from diloco.wire.control import Announcement
 from diloco.wire.entries import Genesis, Record
 from diloco.wire.offers import Offer
+from diloco_syncer.bases import BaseValues, state_at
 from diloco_syncer.context import Context, clock_s
 from diloco_syncer.fence import append_behind, holds
 from diloco_syncer.keyframes import Keyframes
@@ -66,7 +65,7 @@ class FragmentOwner:
         self._norms = Norms()  # of its offers
         self._made_at_s = math.inf  # when the newest version was made here
         self.judged_version = 0  # the newest one of which it was looked whether the log folds to it
-        self._bases: dict[int, Vector] = {}  # the fragment by version, where merges take offers against it
+        self._bases = BaseValues(context, copy.replica, self.round, genesis)
         self._failed_change = 0  # the newest change that was to roll it back, and for which the log has no state any more
 
     @property
@@ -131,7 +130,7 @@ class FragmentOwner:
         if any(member.base_version >= copy.keyframe_version for held in merge.held for member in held.offer.members):
             copy.vouched = copy.keyframe_sequence  # its learner has folded that version, or a later one, to the same state
         if merge.held:
-            await self._know_bases(merge)
+            await self._bases.know(merge)
             await self.archive(merge)
             record, inline, parts = await asyncio.to_thread(self._merge, merge, bits, self._awaited(), trace)
         else:
@@ -176,12 +175,9 @@ class FragmentOwner:
     ) -> tuple[Record, bytes, list[bytes]]:
         """Make the next version; in a thread: nothing else touches the fragment while it is busy."""
         settings, replica = self.context.run.in_force, self.replica
-        if settings.merge.against == "current":
-            self._bases[replica.chain.version] = replica.theta.copy()
-            oldest = replica.chain.version - settings.round.max_staleness_versions
-            self._bases = {version: theta for version, theta in self._bases.items() if version >= oldest}
+        bases = self._bases.of_merge()
         with stage(trace, "merge"):
-            merged = merging.sound(self.fragment, settings, merge, self._bases, replica, awaited, self.context.run.identity)
+            merged = merging.sound(self.fragment, settings, merge, bases, replica, awaited, self.context.run.identity)
         with stage(trace, "outer step"):
             return merging.make_version(
                 replica,
@@ -193,40 +189,6 @@ class FragmentOwner:
                 syncer=self.context.settings.name,
                 attempt=self.context.transport.random_bytes(ATTEMPT_BYTES),
                 now_s=self.context.transport.wall_s(),
-            )
-
-    async def _know_bases(self, merge: Merge) -> None:
-        """Read the values that offers are to be taken against from the log, where they are not in memory.
-
-        A value is in memory if this process made the version after it. So a fresh owner lacks older ones, and reads each that
-        an offer is based on once: a keyframe and the entries behind it. It keeps no more than if it had made all versions.
-
-        Raises:
-            UnmergeableError: no log has a base any more, or has it with another state than its offers state.
-            RewoundError: the log lost its last entries.
-        """
-        wanted = merging.bases_of(self.fragment, self.context.run.in_force, merge.held)
-        gone: dict[int, str] = {}
-        for version in sorted(wanted - self._bases.keys() - {self.chain.version}):
-            try:
-                past = await self._state_at(version)
-            except RunError as error:
-                gone[version] = str(error)
-            else:
-                self._bases[version], self.round.hashes[version] = past.theta, past.chain.state_hash
-                self.context.log.info("base_read", fragment=self.index, version=version, newest=self.chain.version)
-        faults = {
-            member.learner: gone.get(member.base_version, f"base {member.base_version} has another state hash than the log's")
-            for held in merge.held
-            for member in held.offer.members
-            if member.base_version in gone
-            or (wanted and self.round.hashes.get(member.base_version, member.base_hash) != member.base_hash)
-        }
-        if faults:
-            what = f"fragment {self.index}, version {self.round.version}"
-            said = "; ".join(sorted(set(faults.values())))
-            raise UnmergeableError(
-                "merge_base_unknown", tuple(sorted(faults)), f"{what}: no owner can know what the offer was made from: {said}"
             )
 
     async def archive(self, merge: Merge) -> None:
@@ -265,7 +227,7 @@ class FragmentOwner:
         """
         context = self.context
         try:
-            past = await self._state_at(version)
+            past = await state_at(context, self.index, version, self.genesis)
             record, inline, parts = await asyncio.to_thread(
                 merging.make_rollback,
                 self.replica,
@@ -291,22 +253,6 @@ class FragmentOwner:
         event = "rolled_back" if repairs is None else "repaired"
         context.log.warning(event, fragment=self.index, version=record.version, to_version=version, bytes=size_bytes)
         await self.keep_keyframes()
-
-    async def _state_at(self, version: int) -> Replica:
-        """Return the fragment at a version: from the own region's log, or from another one's, which may go back further.
-
-        Raises:
-            RunError: none of them has it.
-        """
-        context = self.context
-        try:
-            look = partial(context.store.reader.state_at, self.index, version, *self.genesis)
-            return await until_available(look, context.log)
-        except RunError:
-            for log in context.regions.others if context.regions is not None else ():
-                with contextlib.suppress(RunError, BrokerError):
-                    return await log.reader.state_at(self.index, version, *self.genesis)
-            raise
 
     # ---- the log
 

@@ -40,7 +40,7 @@ from diloco.member.answering import Answering, Answers
 from diloco.member.audit import Audit
 from diloco.member.following import Following
 from diloco.member.outbox import Outbox, sample_of
-from diloco.member.peer import MAX_PEERS, Borrower, Layout, Lendable, Lender, Loan, LoanWatch
+from diloco.member.peer import Borrower, Layout, Lendable, Lender, Loan, LoanWatch
 from diloco.member.refusals import RefusalWatch
 from diloco.member.shared import SharedLearner
 from diloco.member.shares import LeaseClient, Leases
@@ -198,13 +198,11 @@ class Member:
 
         The state is to be of ``layout``. The chunks that are ``wanted`` of it are handed to ``put``, any dtype [their lengths],
         in other threads, once at a time: of several peers if one fails half-way, and some of them if nobody lends in the end.
-
-        In a run without versions nobody is asked, nor by an optimizer without a state. A loan that is old when it is complete
-        is asked for once more.
+        In a run without versions nobody is asked, nor by an optimizer without a state.
         """
-        if self.learner.peers() is None or not layout.arrays:
+        peers = self.learner.peers()
+        if peers is None or not layout.arrays:
             return None
-        peers = self.lenders()
         borrower = Borrower(self.transport, self.run.identity, self.subjects, self.settings.name, layout, wanted, put, self.log)
         loan = await self.loans.borrow(borrower, peers)
         if loan is None:
@@ -217,12 +215,6 @@ class Member:
                 "state_from_peer", learner=loan.peer, step=loan.step, version_min=min(loan.versions), bytes=layout.size_bytes
             )
         return loan
-
-    def lenders(self) -> list[str]:
-        """Return the peers to ask for an optimizer state, of which the log has merged most first, and hear how far they go."""
-        peers = (self.learner.peers() or [])[:MAX_PEERS]
-        self.loans.watch(peers)
-        return peers
 
     def _may_lend(self) -> bool:
         """Return whether this learner's optimizer state is worth something."""
@@ -255,9 +247,8 @@ class Member:
             self._shared.tell()
 
     async def _hear_alive(self, heard: Heard) -> None:
-        name = name_in(heard.subject)
-        self.shares.hear(name, self._shared.loop.time())
-        self.loans.hear(name, heard.data)
+        self.shares.hear(name_in(heard.subject), self._shared.loop.time())
+        self.loans.hear(heard)
 
     async def _hear_round(self, announced: Announcement, heard: Heard) -> None:
         with self._shared.lock:

@@ -22,7 +22,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from diloco.control.hearing import decoding
+from diloco.control.hearing import decoding, name_in
 from diloco.core.chunks import Chunk
 from diloco.errors import DilocoError, FormatError, HashError, MessageError, NonFiniteError
 from diloco.process.observe import Counted, Logger
@@ -249,8 +249,10 @@ class Lender:
     async def _part(self, request: StateRequest) -> bytes:
         """Return a slice of a loan, or nothing if there is none."""
         copy = next((copy for copy in self._copies if copy.loan.copy == request.copy), None)
-        chunk = copy and copy.state.layout.slice(request.array, request.start, request.stop)
-        if copy is None or chunk is None:
+        if copy is None:
+            return b""
+        chunk = copy.state.layout.slice(request.array, request.start, request.stop)
+        if chunk is None:
             return b""
         copy.used_s = self._loop.time()
         try:
@@ -331,7 +333,7 @@ class Borrower:
     async def borrow_newer(self, loan: Loan, peers: Sequence[str]) -> Loan | None:
         """Borrow a newer copy of the same lender; return ``loan`` where there is none, and nothing of another was taken.
 
-        Where it fails half-way, chunks of two copies are mixed: then borrow anew, as :meth:`borrow` does.
+        Where it fails half-way, chunks of two copies are mixed: then borrow from the beginning, as :meth:`borrow` does.
         """
         taken = self._taken
         try:
@@ -429,23 +431,27 @@ class LoanWatch:
         self.run, self.steps, self.log = run, steps, log
         self._frames: dict[str, bytes | None] = {}  # by peer; None: not heard yet
 
-    def watch(self, peers: Sequence[str]) -> None:
-        """Hear these peers from now on, and no others."""
-        self._frames = dict.fromkeys(peers)
+    def watch(self, peers: Sequence[str] | None) -> Sequence[str]:
+        """Return the peers to ask, of those that there are; hear them from now on, and no others."""
+        asked = (peers or [])[:MAX_PEERS]
+        self._frames = {peer: self._frames.get(peer) for peer in asked}
+        return asked
 
-    def hear(self, name: str, frame: bytes) -> None:
+    def hear(self, heard: Heard) -> None:
         """Take in a heartbeat of a learner."""
+        name = name_in(heard.subject)
         if name in self._frames:
-            self._frames[name] = frame
+            self._frames[name] = heard.data
 
     async def borrow(self, borrower: Borrower, peers: Sequence[str]) -> Loan | None:
         """Borrow of the first of ``peers`` that lends, and once more if the loan is old when it is complete; None: nobody does.
 
         If the second one takes as long, the newer one of the two is used.
         """
-        loan = await borrower.borrow(peers)
+        asked = self.watch(peers)
+        loan = await borrower.borrow(asked)
         if loan is not None and self.must_ask_again(loan):
-            loan = await borrower.borrow_newer(loan, peers)
+            loan = await borrower.borrow_newer(loan, asked)
             self.note_age(loan)
         return loan
 
