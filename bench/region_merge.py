@@ -105,7 +105,7 @@ async def kept(log: Log, record: Record) -> list[Held]:
 
 
 def merged(fragment: Fragment, settings: RunSettings, held: Sequence[Held]) -> NDArray[np.float32]:
-    return merging.accumulate(fragment, settings, held, lambda version: None, np.empty(0, np.float32)).result()
+    return merging.accumulate(fragment, settings, held, {}, np.empty(0, np.float32)).result()
 
 
 def combined(fragment: Fragment, settings: RunSettings, offers: Sequence[Held], group: Grouping) -> list[Held]:

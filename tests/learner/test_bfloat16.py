@@ -178,7 +178,7 @@ def test_updates_far_below_the_last_place_of_bfloat16_reach_the_log_without_bias
         wanted += [(theta - expected)[3:] for theta in offered]
         train(after, (version - 1) * (before + after) + before)
 
-        merged = accumulate(fragment, SETTINGS, held, lambda _: None, log.theta).result()
+        merged = accumulate(fragment, SETTINGS, held, {}, log.theta).result()
         merge = Merge(version, tuple(held), closing=False, quorum_s=0.0, round_s=0.0)
         residual = np.zeros(fragment.size, np.float32)
         record, _, _ = make_version(

@@ -137,7 +137,7 @@ class Fragments:
                 made = own.offer(island.snapshot(fragment).to_host(), counts.steps, counts.tokens, counts.data, step + 1, 16)
                 held.append(Held(made.message(fragment.index, BODY), own.body(made)))
             merge = Merge(step + 1, tuple(held), closing=False, quorum_s=0.0, round_s=0.0)
-            delta = accumulate(fragment, self.settings, held, lambda _: None, owner.theta).result()
+            delta = accumulate(fragment, self.settings, held, {}, owner.theta).result()
             residual = np.zeros(fragment.size, np.float32)
             record, inline, _ = make_version(
                 owner, residual, delta, merge, self.settings, bits=16, syncer="syncer", attempt=bytes(8), now_s=0.0

@@ -40,7 +40,7 @@ async def log_of_versions(
         sent = Body(0, bytes(32), 0, bytes(8))
         offer = Offer(0, "ann", 1, number, (1, number - 1), number, number - 1, bytes(32), 32, 1, 1, 0, [], sent)
         merge = Merge(number, (Held(offer, body),), False, 0.0, 0.0)
-        merged = merging.accumulate(fragments.fragments[0], settings, merge.held, lambda version: None, replica.theta)
+        merged = merging.accumulate(fragments.fragments[0], settings, merge.held, {}, replica.theta)
         record, inline, parts = merging.make_version(
             replica, residual, merged.result(), merge, settings, bits=4, syncer="s", attempt=bytes(8), now_s=0.0
         )

@@ -227,7 +227,7 @@ def test_offers_of_state_are_merged_and_folded_to_the_golden_values() -> None:
         held.append(Held(offer, open_body(offer.body, inline, [], 16, name)))
     record, check, inline = read("record_state")
     body = open_body(record.body, inline, [], 16, "record_state")
-    merged = merging.merged(fragment, settings, held, lambda version: None, replica.theta)
+    merged = merging.merged(fragment, settings, held, {}, replica.theta)
     assert merged.tolist() == [98.5, -5.5, -1, 1]  # the example of docs/protocol.md, section 8
     assert merging.encode(merged, np.zeros(4, np.float32), settings, fragment.bits(4)).tobytes() == body.tobytes()
     assert merging.outer_rates(replica, settings) == (record.learning_rate, record.momentum)

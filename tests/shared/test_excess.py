@@ -32,7 +32,7 @@ def moved(momentum: Vector, theta: Vector, version: int = 9) -> Replica:
 
 def merged(settings: RunSettings, replica: Replica, *offers: Held, live: tuple[str, ...] = LIVE) -> list[float]:
     merge = Merge(replica.chain.version + 1, offers, False, 0.0, 0.0)
-    values: list[float] = sound(fragment_of(replica.theta.size), settings, merge, lambda _: None, replica, live, RUN).tolist()
+    values: list[float] = sound(fragment_of(replica.theta.size), settings, merge, {}, replica, live, RUN).tolist()
     return values
 
 
@@ -145,4 +145,4 @@ def test_offers_whose_claims_nobody_could_read_in_an_entry_are_named() -> None:
     with pytest.raises(UnmergeableError, match="nobody could read the entry with offers of cat") as raised:
         merged(settings, replica_of(vector(1)), ann, bob, cat)
     assert raised.value.event == "merge_unreadable"
-    assert accumulate(fragment_of(1), settings, [ann], lambda _: None, vector(1)).result().tolist() == [1]
+    assert accumulate(fragment_of(1), settings, [ann], {}, vector(1)).result().tolist() == [1]

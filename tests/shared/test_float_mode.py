@@ -94,7 +94,7 @@ def version(against: str, optimizer: str) -> list[Any]:
     replica, residual = REPLICA.copy(), B.copy()
     replica.optimizer = ADAMW if optimizer == "adamw" else outer.NESTEROV
     replica.momentum = np.concatenate([np.abs(A)] * replica.optimizer.moments)
-    delta = merging.merged(FRAGMENT, settings, HELD, {3: B}.get, replica.theta)
+    delta = merging.merged(FRAGMENT, settings, HELD, {3: B}, replica.theta)
     merge = Merge(4, tuple(HELD), False, 0.0, 0.0)
     record, _, _ = merging.make_version(
         replica, residual, delta.copy(), merge, settings, bits=4, syncer="s", attempt=bytes(8), now_s=0.0

@@ -33,7 +33,7 @@ ATTEMPT = b"ATTEMPT."
 
 def merged(fragment: Fragment, settings: RunSettings, *offers: Held) -> list[float]:
     theta = np.zeros(fragment.size, np.float32)
-    values: list[float] = accumulate(fragment, settings, offers, lambda _: None, theta).result().tolist()
+    values: list[float] = accumulate(fragment, settings, offers, {}, theta).result().tolist()
     return values
 
 
@@ -104,14 +104,41 @@ def test_against_the_current_value_an_old_base_counts_as_moved() -> None:
     settings = settings_of(MERGES, **{"merge.method": "average", "merge.against": "current"})
     item = held("ann", vector(1, 1), tokens=1)
     bases = {3: vector(7, 21)}
-    merge = accumulate(fragment_of(2), settings, [item], bases.get, vector(10, 20))
+    merge = accumulate(fragment_of(2), settings, [item], bases, vector(10, 20))
     assert merge.result().tolist() == [4, 0]
-    # bases that nobody keeps any more are taken as they are
-    merge = accumulate(fragment_of(2), settings, [item], lambda _: None, vector(10, 20))
-    assert merge.result().tolist() == [1, 1]
+    with pytest.raises(KeyError):  # never another base without a word
+        accumulate(fragment_of(2), settings, [item], {2: vector(7, 21)}, vector(10, 20))
     against_base = settings_of(MERGES, **{"merge.method": "average", "merge.against": "base"})
-    merge = accumulate(fragment_of(2), against_base, [item], bases.get, vector(10, 20))
+    merge = accumulate(fragment_of(2), against_base, [item], {}, vector(10, 20))
     assert merge.result().tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("method", ["average", "rda"])
+def test_offers_of_several_bases_against_float64(method: str) -> None:
+    """Each learner's outer gradient is the newest value less the learner's own: its base less what it offers."""
+    rng, size = np.random.default_rng(7), 40
+    bases = {version: rng.normal(size=size).astype(np.float32) for version in (1, 2, 3)}
+    rules = {"merge.method": method, "merge.weights": "tokens", "merge.granularity": "tensor", "merge.against": "current"}
+    settings = settings_of(MERGES, **rules)
+    offered = {name: rng.normal(size=size).astype(np.float32) for name in ("ann", "bob", "cat")}
+    tokens = {"ann": 10, "bob": 20, "cat": 70}
+    items = [
+        held(name, values, tokens=tokens[name], base_version=version)
+        for (name, values), version in zip(offered.items(), bases, strict=True)
+    ]
+    newest = bases[3].astype(np.float64)
+    outer_gradients = [
+        newest - (bases[version].astype(np.float64) - values) for version, values in zip(bases, offered.values(), strict=True)
+    ]
+    shares = np.array(list(tokens.values())) / 100
+    if method == "average":
+        expected = sum(share * values for share, values in zip(shares, outer_gradients, strict=True))
+    else:
+        norms = [np.linalg.norm(values) for values in outer_gradients]
+        direction = sum(share * values / norm for share, values, norm in zip(shares, outer_gradients, norms, strict=True))
+        expected = shares @ norms * direction / np.linalg.norm(direction)
+    result = accumulate(fragment_of(size), settings, items, bases, bases[3]).result()
+    np.testing.assert_allclose(result, expected, atol=3e-7 * np.abs(expected).max())
 
 
 def combined(*items: Held, values: Vector) -> Held:
@@ -159,7 +186,7 @@ def version(
 ) -> tuple[Record, bytes, list[bytes]]:
     fragment = fragment_of(replica.theta.size)
     merge = Merge(4, offers, closing, quorum_s=0.5, round_s=1.5)
-    delta = accumulate(fragment, settings, offers, lambda _: None, replica.theta).result()
+    delta = accumulate(fragment, settings, offers, {}, replica.theta).result()
     bits = settings.codec.record_bits if bits is None else bits
     return make_version(replica, residual, delta, merge, settings, bits=bits, syncer="syncer-0", attempt=ATTEMPT, now_s=17.0)
 
@@ -294,7 +321,7 @@ def state_version(theta: Vector, settings: RunSettings, *offers: Held) -> tuple[
     owner.optimizer = outer.optimizer(settings, fragment)
     owner.momentum[:] = reader.momentum[:] = 1.0  # of the merge before: it must not go on
     merge = Merge(4, offers, False, quorum_s=0.5, round_s=1.5)
-    delta = sound(fragment, settings, merge, {3: theta, 2: theta + 50}.get, owner, {"ann", "bob"}, b"r" * 8)
+    delta = sound(fragment, settings, merge, {3: theta, 2: theta + 50}, owner, {"ann", "bob"}, b"r" * 8)
     bits = fragment.bits(settings.codec.record_bits)
     residual = np.zeros_like(theta)
     record, inline, parts = make_version(

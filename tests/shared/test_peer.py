@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes
@@ -14,12 +15,13 @@ import pytest
 import structlog
 from blake3 import blake3
 from numpy.typing import NDArray
+from tests.made.heartbeats import learner_heartbeat
 from tests.pace import DEADLINE_S, scaled_s
 
 from diloco.core.chunks import Chunk
-from diloco.errors import FormatError, NonFiniteError
+from diloco.errors import FormatError, NonFiniteError, RunError
 from diloco.member import peer
-from diloco.member.peer import Borrower, InMemory, Layout, Lendable, Lender, Loan
+from diloco.member.peer import Borrower, InMemory, Layout, Lendable, Lender, Loan, LoanAge, LoanWatch
 from diloco.nats.transport import NatsTransport
 from diloco.process.observe import get_logger
 from diloco.transport import Heard
@@ -190,7 +192,7 @@ async def test_one_copy_serves_all_who_ask(lab: Lab) -> None:
     for loan in loans:
         same(loan, "learner-0")
     assert not lender.wanted
-    assert lender._lent is not None
+    assert len(lender._copies) == 1
 
 
 @pytest.mark.services
@@ -198,7 +200,7 @@ async def test_a_copy_is_dropped_when_nobody_asks_for_it_any_more(lab: Lab, monk
     monkeypatch.setattr(peer, "KEEP_S", scaled_s(0.5))
     lender = await lab.lender("learner-0")
     same(await lab.borrow("learner-0"), "learner-0")
-    while lender._lent is not None:
+    while lender._copies:
         await asyncio.sleep(0.01)
     same(await lab.borrow("learner-0"), "learner-0")  # and another one is made
 
@@ -241,6 +243,188 @@ async def test_a_peer_that_makes_no_copy_is_not_waited_for(lab: Lab, monkeypatch
     await asyncio.to_thread(refusing.give_none)
     same(await borrowing, "learner-1")
     assert not refusing.wanted
+
+
+class Copies:
+    """A peer at work: each copy that it makes is ten steps on, and holds other values. ``makes`` bounds them."""
+
+    def __init__(self, lender: Lender, makes: int = 2, state: Callable[[dict[str, NDArray[Any]]], Lendable] = InMemory) -> None:
+        self.lender, self.made, self.makes, self.state = lender, 0, makes, state
+
+    async def work(self) -> None:
+        while True:
+            if self.lender.wanted and self.made < self.makes:
+                arrays = {name: (values + self.made).astype(values.dtype) for name, values in ARRAYS.items()}
+                self.made += 1
+                await asyncio.to_thread(self.lender.give, 10 * self.made, [3, 4], self.state(arrays))
+            elif self.lender.wanted:
+                self.lender.give_none()
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A newer copy may be made right after another."""
+    monkeypatch.setattr(peer, "COPY_AGAIN_S", 0.0)
+
+
+async def again(lab: Lab, *peers: str) -> tuple[Loan, Borrowed]:
+    """Borrow from the first of ``peers``, and a newer copy then; return the first loan, and what there is in the end."""
+    borrowed = Borrowed()
+    borrower = Borrower(lab.link, RUN, lab.subjects, "newcomer", LAYOUT, LAYOUT.wholes(), borrowed.put, get_logger())
+    first = await borrower.borrow(peers)
+    assert first is not None
+    borrowed.loan = await borrower.borrow_newer(first, peers)
+    return first, borrowed
+
+
+@pytest.mark.services
+@pytest.mark.usefixtures("at_once")
+async def test_a_newer_copy_is_whole_and_of_a_later_step(lab: Lab) -> None:
+    lab.making.append(asyncio.create_task(Copies(await lab.lender("learner-0", gives=False)).work()))
+    first, borrowed = await again(lab, "learner-0")
+    assert borrowed.loan is not None
+    assert (first.step, borrowed.loan.step) == (10, 20)
+    for chunk, values in borrowed.chunks.items():
+        np.testing.assert_array_equal(values, (ARRAYS[chunk.name] + 1).astype(chunk.dtype), strict=True)
+
+
+@pytest.mark.services
+async def test_where_no_newer_copy_is_made_the_first_one_serves(lab: Lab) -> None:
+    """As by a lender of an earlier version, which names the same copy again, or one that has just made a copy."""
+    await lab.lender("learner-0")
+    first, borrowed = await again(lab, "learner-0")
+    assert borrowed.loan is first
+    same(borrowed, "learner-0")
+
+
+class _HalfGone(InMemory):
+    """A copy of which, if it is not the first one, a slice is gone when the four others have been read."""
+
+    def __init__(self, arrays: dict[str, NDArray[Any]]) -> None:
+        super().__init__(arrays)
+        self.first, self.others = int(arrays["optimizer/count"]) == 7, threading.Semaphore(0)
+
+    def read(self, wanted: Chunk) -> NDArray[Any]:
+        if wanted.name != "optimizer/nu":
+            self.others.release()
+        elif not self.first:
+            for _ in range(4):
+                self.others.acquire()
+            raise RunError("it is gone")
+        return super().read(wanted)
+
+
+@pytest.mark.services
+@pytest.mark.usefixtures("at_once")
+async def test_chunks_of_two_copies_are_never_mixed(lab: Lab) -> None:
+    """The newer copy breaks off half-way: all is borrowed anew, of the next peer."""
+    lab.making.append(asyncio.create_task(Copies(await lab.lender("learner-0", gives=False), state=_HalfGone).work()))
+    await lab.lender("learner-1")
+    first, borrowed = await again(lab, "learner-0", "learner-1")
+    assert first.peer == "learner-0"
+    same(borrowed, "learner-1")
+
+
+@pytest.mark.services
+@pytest.mark.usefixtures("at_once")
+async def test_a_peer_that_still_reads_the_older_copy_gets_all_of_it(lab: Lab) -> None:
+    lender = await lab.lender("learner-0", gives=False)
+    lab.making.append(asyncio.create_task(Copies(lender, makes=3).work()))
+    await again(lab, "learner-0")
+    assert [copy.loan.step for copy in lender._copies] == [10, 20]
+    chunk = LAYOUT.wholes()[0]
+    for copy, count in zip(lender._copies, (7, 8), strict=True):
+        request = StateRequest("other", copy.loan.copy, 0, list(chunk.start), list(chunk.stop))
+        answer = await lab.link.request(lab.subjects.state("learner-0"), framing.pack(request, RUN), DEADLINE_S)
+        assert answer is not None
+        assert int(np.frombuffer(framing.unpack(answer, StatePart, RUN)[2], np.int32)[0]) == count
+    # two are the most: a third one is not made while both are kept
+    request = StateRequest("other", b"", 21, [], [])
+    answer = await lab.link.request(lab.subjects.state("learner-0"), framing.pack(request, RUN), DEADLINE_S)
+    assert answer is not None
+    assert framing.unpack(answer, StateLoan, RUN)[0].step == 20
+
+
+def _loan(step: int = 100, named_s: float = 50.0) -> Loan:
+    return Loan("ann", step, [3, 4], bytes(32), named_s)
+
+
+@pytest.mark.parametrize(
+    ("now_s", "step", "step_s", "age_s", "limit_s"),
+    [
+        (79.0, None, None, 29.0, 30.0),  # not heard of: by the borrower's clock
+        (81.0, None, None, 31.0, 30.0),
+        (60.0, 110, 1.0, 10.0, 30.0),  # 24 steps of 1 s are less than 30 s
+        (60.0, 140, 1.0, 40.0, 30.0),  # the copy was made for another peer, 40 steps ago
+        (90.0, 104, 10.0, 40.0, 240.0),  # H is 24 steps of 10 s
+        (300.0, 125, 10.0, 250.0, 240.0),
+        (81.0, 90, 10.0, 31.0, 240.0),  # its newest heartbeat is older than the copy
+    ],
+)
+def test_the_age_of_a_loan_by_hand(now_s: float, step: int | None, step_s: float | None, age_s: float, limit_s: float) -> None:
+    lender = None if step is None or step_s is None else learner_heartbeat("ann", step, 0, 0, tokens=40, step_s=step_s)
+    age = LoanAge.of(_loan(), now_s, 24, lender)
+    assert (age.age_s, age.limit_s, age.is_old) == (age_s, limit_s, age_s > limit_s)
+
+
+@dataclass(frozen=True)
+class Beat:
+    """A heartbeat as it is heard."""
+
+    subject: str
+    data: bytes
+
+    async def respond(self, data: bytes) -> None:
+        raise AssertionError("nobody answers heartbeats")
+
+
+def beat(step: int, step_s: float = 1.0) -> bytes:
+    return framing.pack(learner_heartbeat("learner-0", step, 0, 0, tokens=40, step_s=step_s), RUN)
+
+
+async def watched(lab: Lab, frame: bytes) -> tuple[Loan | None, list[MutableMapping[str, Any]]]:
+    """Borrow of a peer whose copies are of steps 10 and 20 and whose heartbeat this is; return the loan, and what is said."""
+    lab.making.append(asyncio.create_task(Copies(await lab.lender("learner-0", gives=False)).work()))
+    borrowed = Borrowed()
+    borrower = Borrower(lab.link, RUN, lab.subjects, "newcomer", LAYOUT, LAYOUT.wholes(), borrowed.put, get_logger())
+    watch = LoanWatch(RUN, lambda: 24, get_logger())
+    watch.watch(["learner-0"])
+    for name, data in (("learner-0", frame), ("learner-1", b"of a peer that is not asked")):
+        watch.hear(Beat(lab.subjects.heartbeat(name), data))
+    with structlog.testing.capture_logs() as events:
+        lent = await watch.borrow(borrower, ["learner-0"])
+    return lent, [event for event in events if event["event"] in ("state_asked_again", "state_old")]
+
+
+@pytest.mark.services
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize(
+    ("frame", "step", "said"),
+    [
+        (beat(40), 10, []),  # 30 steps of 1 s
+        (beat(45), 20, [("state_asked_again", 10, 35.0, 30.0)]),  # the newer one is 25 s old
+        (beat(51), 20, [("state_asked_again", 10, 41.0, 30.0), ("state_old", 20, 31.0, 30.0)]),
+        (beat(36, 10.0), 20, [("state_asked_again", 10, 260.0, 240.0)]),  # H is 24 steps of 10 s
+        (b"garbage", 10, []),
+    ],
+)
+async def test_a_loan_that_is_old_when_it_is_complete_is_asked_for_once_more(
+    lab: Lab, frame: bytes, step: int, said: list[tuple[str, int, float, float]]
+) -> None:
+    lent, events = await watched(lab, frame)
+    assert lent is not None
+    assert lent.step == step
+    assert [(event["event"], event["step"], event["age_s"], event["limit_s"]) for event in events] == said
+
+
+@pytest.mark.services
+async def test_where_no_newer_copy_is_made_the_older_one_is_used_and_said(lab: Lab) -> None:
+    """The lender has made its copy a moment ago."""
+    lent, events = await watched(lab, beat(51))
+    assert lent is not None
+    assert lent.step == 10
+    assert [(event["event"], event["step"]) for event in events] == [("state_asked_again", 10), ("state_old", 10)]
 
 
 def loan(**changes: Any) -> bytes:
@@ -293,7 +477,7 @@ async def test_a_lender_answers_no_nonsense(lab: Lab) -> None:
     lender = await lab.lender("learner-0")
     same(await lab.borrow("learner-0"), "learner-0")
     subject = lab.subjects.state("learner-0")
-    copy = lender._lent[0].copy if lender._lent else b""
+    copy = lender._copies[0].loan.copy
     for request in (
         StateRequest("a", bytes(8), 0, [], []),  # another copy
         StateRequest("a", copy, 2, [], []),  # no array

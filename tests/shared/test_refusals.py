@@ -43,6 +43,7 @@ def refused(number: int, fragment: int = 0, reason: RefusalReason = "claim", inc
         (NotAdmittedError("x"), "identity"),
         (NotAdmittedError("x", lacks_grant=True), "grant"),
         (UnmergeableError("merge_too_far", ("ann",), "x"), "too_far"),
+        (UnmergeableError("merge_base_unknown", ("ann",), "x"), "too_far"),
         (UnmergeableError("merge_not_finite", ("ann",), "x"), "not_finite"),
         (UnmergeableError("merge_unreadable", ("ann",), "x"), "form"),
     ],

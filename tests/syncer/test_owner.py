@@ -9,13 +9,14 @@ import pytest
 from msgspec import structs
 from structlog.testing import capture_logs
 from tests.made.heartbeats import learner_heartbeat
-from tests.made.syncer_parts import SIZE, begin, change, merge, offer
+from tests.made.syncer_parts import SIZE, Begun, begin, change, merge, offer
 from tests.pace import scaled_s
 
 from diloco.core.changes import Changes, Repair, Rollback
 from diloco.errors import FenceError, FormatError, UnmergeableError
 from diloco.nats.transport import NatsTransport
 from diloco_syncer.context import clock_s
+from diloco_syncer.owner import FragmentOwner
 
 pytestmark = pytest.mark.services
 
@@ -184,6 +185,75 @@ async def test_a_rollback_to_a_version_that_is_gone_is_given_up(link: NatsTransp
     assert [entry["event"] for entry in logs] == ["rollback_failed"]
     assert owner.chain.version == 5
     assert owner.order() is None
+
+
+CURRENT = {"merge.against": "current", "merge.method": "rda", "merge.granularity": "tensor", "outer.momentum": 0.9}
+
+
+async def with_a_late_offer(begun: Begun, *, restarts: bool) -> FragmentOwner:
+    """Make three versions, then a fourth of an answer and an offer on version 1; ``restarts``: the fourth by a new owner.
+
+    Each round has another offer, so that each version moves the fragment elsewhere.
+    """
+    owner = await begun.taken_over()
+    rng = np.random.default_rng(3)
+    late = None
+    for number in range(1, 4):
+        if number == 2:
+            late = offer(owner, "bob", 0.0)
+            late.body.view(np.float32)[:] = rng.normal(size=SIZE)
+        answer = offer(owner, "ann", 0.0, number)
+        answer.body.view(np.float32)[:] = rng.normal(size=SIZE)
+        await owner.commit(merge(owner, answer), 32)
+    if restarts:
+        owner = await begun.taken_over(context=begun.another("syncer-1"))
+    assert late is not None
+    await owner.commit(merge(owner, offer(owner, "ann", 1.0, 4), late), 32)
+    return owner
+
+
+async def test_a_new_owner_takes_a_late_offer_against_the_newest_value_as_the_owner_before_it(link: NatsTransport) -> None:
+    """Bit for bit, though it never had the value of the offer's base in memory."""
+    with capture_logs() as logs:
+        undisturbed = await with_a_late_offer(await begin(link, **CURRENT), restarts=False)
+    assert not [entry for entry in logs if entry["event"] == "base_read"]
+    with capture_logs() as logs:
+        taken_over = await with_a_late_offer(await begin(link, **CURRENT), restarts=True)
+    [read] = [entry for entry in logs if entry["event"] == "base_read"]
+    assert (read["version"], read["newest"]) == (1, 3)
+    assert taken_over.replica.theta.tobytes() == undisturbed.replica.theta.tobytes()
+    assert taken_over.replica.momentum.tobytes() == undisturbed.replica.momentum.tobytes()
+
+
+async def test_an_offer_whose_base_no_log_has_any_more_is_refused_by_name(link: NatsTransport) -> None:
+    """Two keyframes stay, of versions 2 and 3, and what follows them: version 1 cannot be folded any more."""
+    short = {"log.keyframe_factor": 1e-3, "log.keep_keyframes": 2, "log.keep_bytes": 0}
+    begun = await begin(link, **CURRENT, **short)
+    with pytest.raises(UnmergeableError, match="version 1 is not in the log, which has those from 2 to the newest") as raised:
+        await with_a_late_offer(begun, restarts=True)
+    assert (raised.value.event, raised.value.learners) == ("merge_base_unknown", ("bob",))
+    # nothing has changed, and the version is made without it
+    owner = await begun.taken_over(context=begun.another("syncer-2"))
+    assert owner.chain.version == 3
+    await owner.commit(merge(owner, offer(owner, "ann", 1.0, 4)), 32)
+    assert owner.chain.version == 4
+
+
+async def test_a_new_owner_refuses_an_offer_that_was_made_from_another_state_than_the_log_has(link: NatsTransport) -> None:
+    begun = await begin(link, **CURRENT)
+    owner = await begun.taken_over()
+    for number in (1, 2):
+        await owner.commit(merge(owner, offer(owner, "ann", 1.0, number)), 32)
+    owner = await begun.taken_over(context=begun.another("syncer-1"))
+    other = offer(owner, "bob", 1.0, base_version=1, round=2, base_hash=b"x" * 32)
+    with pytest.raises(UnmergeableError, match="base 1 has another state hash in the log"):
+        await owner.commit(merge(owner, offer(owner, "ann", 1.0, 3), other), 32)
+
+
+async def test_without_current_no_base_is_read(link: NatsTransport) -> None:
+    with capture_logs() as logs:
+        await with_a_late_offer(await begin(link), restarts=True)
+    assert not [entry for entry in logs if entry["event"] == "base_read"]
 
 
 async def test_offers_are_archived_before_they_are_merged(link: NatsTransport) -> None:

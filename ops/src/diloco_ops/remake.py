@@ -33,27 +33,29 @@ class RemadeMerges:
         self.wrong: list[str] = []
         self._residuals = [np.zeros(self.fragment.size, np.float32)]  # that the owner may have
         self._keyframe: Loaded | None = None
-        self._older: dict[int, Vector] = {}  # parameters by version, as an owner keeps them
+        self._bases: dict[int, Vector] = {}  # the fragment by version, since the last rollback
 
     async def redo(self, replica: Replica, entry: Entry) -> None:
         """Compare an entry that is about to be folded into ``replica`` with the merge that its owner must have made."""
         record, chain = entry.record, replica.chain
         if record.rolled_back is not None:  # no residual is left of the versions undone, and no offer on them is taken
-            self._residuals, self._older = [np.zeros(self.fragment.size, np.float32)], {}
+            self._residuals, self._bases = [np.zeros(self.fragment.size, np.float32)], {}
         if record.entry == "takeover":
             zeros = np.zeros(self.fragment.size, np.float32)
             kept = self._keyframe is not None and self._keyframe.replica.chain.version == chain.version
             self._residuals = [self._keyframe.residual, zeros] if kept and self._keyframe else [zeros]
-            self._older = {}
         if record.entry != "version" or record.previous != chain.head:
             return
         if self.settings.merge.against == "current":
-            self._older[chain.version] = replica.theta.copy()
+            self._bases[chain.version] = replica.theta.copy()
+            oldest = chain.version - self.settings.round.max_staleness_versions
+            self._bases = {version: theta for version, theta in self._bases.items() if version >= oldest}
         held = await self._held(record)
-        if not held or not self._residuals:
+        known = merging.bases_of(self.fragment, self.settings, held) <= self._bases.keys()
+        if not held or not known or not self._residuals:
             self._residuals, self.unknown = [], self.unknown + 1
             return
-        merged = merging.merged(self.fragment, self.settings, held, self._older.get, replica.theta)
+        merged = merging.merged(self.fragment, self.settings, held, self._bases, replica.theta)
         for residual in self._residuals:
             left = residual.copy()
             again = merging.encode(merged.copy(), left, self.settings, record.bits)

@@ -26,7 +26,7 @@ from diloco.member import rescue
 from diloco.member.group import Group
 from diloco.member.leader import Leader
 from diloco.member.part import Follower, Part
-from diloco.member.peer import MAX_PEERS, Borrower
+from diloco.member.peer import Borrower, Loan
 from diloco.member.rescue import Rescue
 from diloco.process.observe import Counted
 from diloco.process.tape import TapeFile
@@ -47,6 +47,7 @@ from diloco_learner.task import Task
 
 REGROUP = "regroup"
 BEGINS = "begins"
+AGAIN = "again"
 LOST = ("UNAVAILABLE:", "DEADLINE_EXCEEDED:", "ABORTED:", "CANCELLED:", "UNKNOWN:", "FAILED_PRECONDITION:", "INTERNAL: Gloo")
 # how JAX's errors begin where another process is gone
 
@@ -213,24 +214,37 @@ def _take_up(process: Process, member: Leader | Follower, island: Island) -> boo
 def _borrow(process: Process, member: Leader | Follower, island: Island) -> None:
     """Borrow an optimizer state: each process the chunks of its own shards, and all of one copy of one peer, or none.
 
-    Parameters are the log's, and the run is asked for nothing that it has not merged anything of.
+    Parameters are the log's, and the run is asked for nothing that it has not merged anything of. The leader decides for all
+    whether the loan is old, and asked for once more.
     """
     part = member.part
-    said = Told("peers", ",".join((member.learner.peers() or [])[:MAX_PEERS])) if isinstance(member, Leader) else None
+    said = Told("peers", ",".join(member.loans.watch(member.learner.peers()))) if isinstance(member, Leader) else None
     names = process.wait(part.group.hear_leader(Told, "peers", said)).text
     layout, loan = island.optimizer_layout(), None
     if names and layout.arrays:
         subjects, wanted = Subjects(part.run.name), island.wanted(optimizer_only=True)
         asker = skeleton.process_name(process.settings)
         borrower = Borrower(part.transport, part.run.identity, subjects, asker, layout, wanted, island.put, process.log)
-        loan = process.wait(borrower.borrow(names.split(",")))
-        found = None if loan is None else f"{loan.peer}, step {loan.step}, {loan.content_hash.hex()}"
-        if process.wait(part.group.difference("loan", {"loan": found})):
-            loan = None
+        peers = names.split(",")
+        loan = _all_of_one(process, part, "loan", process.wait(borrower.borrow(peers)))
+        if loan is not None:
+            said = (
+                Told("loan, again", AGAIN if member.loans.must_ask_again(loan) else "") if isinstance(member, Leader) else None
+            )
+            if process.wait(part.group.hear_leader(Told, "loan, again", said)).text == AGAIN:
+                loan = _all_of_one(process, part, "newer loan", process.wait(borrower.borrow_newer(loan, peers)))
+                if isinstance(member, Leader):
+                    member.loans.note_age(loan)
         if loan is None:
             island.forget_optimizer()
     if isinstance(member, Leader):
         member.note_optimizer(loan)
+
+
+def _all_of_one(process: Process, part: Part, stage: str, loan: Loan | None) -> Loan | None:
+    """Return a process's loan if all processes have one of the same copy; None if they do not."""
+    found = None if loan is None else f"{loan.peer}, step {loan.step}, {loan.content_hash.hex()}"
+    return None if process.wait(part.group.difference(stage, {"loan": found})) else loan
 
 
 class LettingGo:

@@ -14,18 +14,17 @@ from numpy.typing import NDArray
 
 from diloco.core import excess, merging
 from diloco.core.chain import Chain
-from diloco.core.fold import Replica
 from diloco.core.outliers import Norms, Outlier
 from diloco.core.round import Merge, Round
-from diloco.errors import BrokerError, FenceError, FormatError, RunError, StorageFullError
+from diloco.errors import FenceError, FormatError, RunError, StorageFullError
 from diloco.log.follower import Copy
-from diloco.process.retry import until_available
 from diloco.settings.run import Bits
 from diloco.wire import framing
 from diloco.wire.body import ATTEMPT_BYTES
 from diloco.wire.control import Announcement
 from diloco.wire.entries import Genesis, Record
 from diloco.wire.offers import Offer
+from diloco_syncer.bases import BaseValues, state_at
 from diloco_syncer.context import Context, clock_s
 from diloco_syncer.fence import append_behind, holds
 from diloco_syncer.keyframes import Keyframes
@@ -66,7 +65,7 @@ class FragmentOwner:
         self._norms = Norms()  # of its offers
         self._made_at_s = math.inf  # when the newest version was made here
         self.judged_version = 0  # the newest one of which it was looked whether the log folds to it
-        self._older: dict[int, Vector] = {}  # parameters by version, where merges need them
+        self._bases = BaseValues(context, copy.replica, self.round, genesis)
         self._failed_change = 0  # the newest change that was to roll it back, and for which the log has no state any more
 
     @property
@@ -124,12 +123,14 @@ class FragmentOwner:
             UnmergeableError: some offers cannot be in the version; nothing has changed.
             NonFiniteError: the version would not be finite; the replica is invalid.
             FenceError: another process has appended; the replica is invalid.
+            RewoundError: the log lost its last entries.
         """
         context, copy = self.context, self.copy
         trace = RoundTrace.begin(context, self.index, self.round, merge)
         if any(member.base_version >= copy.keyframe_version for held in merge.held for member in held.offer.members):
             copy.vouched = copy.keyframe_sequence  # its learner has folded that version, or a later one, to the same state
         if merge.held:
+            await self._bases.know(merge)
             await self.archive(merge)
             record, inline, parts = await asyncio.to_thread(self._merge, merge, bits, self._awaited(), trace)
         else:
@@ -174,12 +175,9 @@ class FragmentOwner:
     ) -> tuple[Record, bytes, list[bytes]]:
         """Make the next version; in a thread: nothing else touches the fragment while it is busy."""
         settings, replica = self.context.run.in_force, self.replica
-        if settings.merge.against == "current":
-            self._older[replica.chain.version] = replica.theta.copy()
-            oldest = replica.chain.version - settings.round.max_staleness_versions
-            self._older = {version: theta for version, theta in self._older.items() if version >= oldest}
+        bases = self._bases.of_merge()
         with stage(trace, "merge"):
-            merged = merging.sound(self.fragment, settings, merge, self._older.get, replica, awaited, self.context.run.identity)
+            merged = merging.sound(self.fragment, settings, merge, bases, replica, awaited, self.context.run.identity)
         with stage(trace, "outer step"):
             return merging.make_version(
                 replica,
@@ -229,7 +227,7 @@ class FragmentOwner:
         """
         context = self.context
         try:
-            past = await self._state_at(version)
+            past = await state_at(context, self.index, version, self.genesis)
             record, inline, parts = await asyncio.to_thread(
                 merging.make_rollback,
                 self.replica,
@@ -248,29 +246,13 @@ class FragmentOwner:
             context.log.error("rollback_failed", fragment=self.index, change=change, reason=str(error))
             self._failed_change = change
             return
-        self._older.clear()
+        self._bases.clear()
         self.round.committed(clock_s())
         context.counts.versions += 1
         size_bytes = record.body.size_bytes if record.body else 0
         event = "rolled_back" if repairs is None else "repaired"
         context.log.warning(event, fragment=self.index, version=record.version, to_version=version, bytes=size_bytes)
         await self.keep_keyframes()
-
-    async def _state_at(self, version: int) -> Replica:
-        """Return the fragment at a version: from the own region's log, or from another one's, which may go back further.
-
-        Raises:
-            RunError: none of them has it.
-        """
-        context = self.context
-        try:
-            look = partial(context.store.reader.state_at, self.index, version, *self.genesis)
-            return await until_available(look, context.log)
-        except RunError:
-            for log in context.regions.others if context.regions is not None else ():
-                with contextlib.suppress(RunError, BrokerError):
-                    return await log.reader.state_at(self.index, version, *self.genesis)
-            raise
 
     # ---- the log
 

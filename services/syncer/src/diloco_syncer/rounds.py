@@ -82,8 +82,8 @@ class RoundLoop:
             event = "merge_not_finite" if isinstance(error, NonFiniteError) else "merge_unreadable"
             self.context.log.error(event, **values, reason=str(error))
             await self.governor.take_again(owner, group)
-        except FenceError as error:
-            # another process has appended: what was folded here is not the log's
+        except (FenceError, RewoundError) as error:
+            # another process has appended, or entries are lost: what was folded here is not the log's
             self.context.log.warning("version_fenced", fragment=owner.index, version=merge.version, reason=str(error))
             await self.governor.lose(owner)
         finally:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, TypeVar
 
@@ -32,42 +32,50 @@ H = TypeVar("H", bound=Held)
 ANY_NAME = 48 * "x"  # as long as a name may be
 
 
+def bases_of(fragment: Fragment, settings: RunSettings, held: Sequence[Held]) -> set[int]:
+    """Return the versions whose values :func:`accumulate` needs for these offers; none unless ``merge.against`` is "current".
+
+    The settings refuse "current" together with regional offers, whose members may have several bases.
+    """
+    if settings.merge.against == "base" or fragment.state:
+        return set()
+    return {item.offer.members[0].base_version for item in held}
+
+
 @exact
 def accumulate(
-    fragment: Fragment, settings: RunSettings, held: Sequence[Held], theta_at: Callable[[int], Vector | None], theta: Vector
+    fragment: Fragment, settings: RunSettings, held: Sequence[Held], bases: Mapping[int, Vector], theta: Vector
 ) -> Accumulator:
     """Return the weighted merge of outer gradients of one fragment, added in the order given.
 
-    ``theta_at`` gives the fragment at an older version, float32 [size], for ``merge.against = "current"``: there every outer
-    gradient is taken against ``theta``, float32 [size], the newest version, however old the learner's base (Decoupled DiLoCo,
-    arXiv 2604.21428). Embedding-like tensors are averaged (ibid.). A regional offer weighs as much as its members together.
-    Offers of state are values, whatever their base; their average is one, too (:func:`merged`).
+    ``bases`` has the fragment at each version that :func:`bases_of` names, float32 [size], for ``merge.against = "current"``:
+    there every outer gradient is taken against ``theta``, float32 [size], the newest version, however old the learner's base
+    (Decoupled DiLoCo, arXiv 2604.21428). Embedding-like tensors are averaged (ibid.). A regional offer weighs as much as its
+    members together. Offers of state are values, whatever their base; their average is one, too (:func:`merged`).
     """
+    against_current = bool(bases_of(fragment, settings, held))
     merge = Accumulator.of(fragment, settings.merge)
     for item in held:
         offer, members = item.offer, item.offer.members
         share = sum(weight(member.tokens, member.steps, settings.merge.weights) for member in members)
-        # the settings refuse this together with regional offers, whose members may have several bases
-        against_current = settings.merge.against == "current" and not fragment.state
-        base = theta_at(members[0].base_version) if against_current else None
-        if base is None:
-            merge.add(item.body, offer.bits, share)
-        else:
-            moved = np.subtract(theta, base)
+        if against_current:
+            moved = np.subtract(theta, bases[members[0].base_version])
             merge.add_values(np.add(moved, quantise.dequantise(item.body, fragment.size, offer.bits), out=moved), share)
+        else:
+            merge.add(item.body, offer.bits, share)
     return merge
 
 
 @exact
 def merged(
-    fragment: Fragment, settings: RunSettings, held: Sequence[Held], theta_at: Callable[[int], Vector | None], theta: Vector
+    fragment: Fragment, settings: RunSettings, held: Sequence[Held], bases: Mapping[int, Vector], theta: Vector
 ) -> Vector:
     """Return the merged outer gradient that an owner makes of offers, float32 [size]; arguments as of :func:`accumulate`.
 
     Of state it is ``theta`` less the average of the values. A version is ``theta`` less that, so it is negative nowhere where
     no value is: each of these operations rounds monotonically, and ``theta`` itself is a float32.
     """
-    delta = accumulate(fragment, settings, held, theta_at, theta).result()
+    delta = accumulate(fragment, settings, held, bases, theta).result()
     return np.subtract(theta, delta, out=delta) if fragment.state else delta
 
 
@@ -76,7 +84,7 @@ def sound(
     fragment: Fragment,
     settings: RunSettings,
     merge: Merge,
-    theta_at: Callable[[int], Vector | None],
+    bases: Mapping[int, Vector],
     replica: Replica,
     live: Collection[str],
     run: bytes,
@@ -95,7 +103,7 @@ def sound(
         raise UnmergeableError("merge_unreadable", names, f"{what}: nobody could read the entry with offers of {_list(names)}")
 
     def together(held: Sequence[Held]) -> Vector:
-        return merged(fragment, settings, held, theta_at, replica.theta)
+        return merged(fragment, settings, held, bases, replica.theta)
 
     delta, moved = together(merge.held), replica.optimizer.moved(replica.momentum)
     if moved and outer.norm(delta) <= excess.room(moved, merge.held, settings):

@@ -23,7 +23,8 @@ REMEDIES: Mapping[RefusalReason, str] = {
     "identity": "the process is not admitted: give each learner a name and an identity of its own",
     "grant": "have the operator make a grant: diloco keys grant DIR NAME --batch-tokens N",
     "not_finite": "its parameters contain NaN or infinity: check its data and lower its learning rate",
-    "too_far": "lower this learner's learning rate, or ask the operator to raise quarantine.merge_factor",
+    "too_far": "if the merge moved too far: lower this learner's learning rate, or ask the operator to raise "
+    "quarantine.merge_factor; if the offer's base left the log: ask the operator to raise log.keep_keyframes",
     "ejected": "ask the operator: diloco readmit DIR NAME",
 }
 
@@ -49,7 +50,7 @@ def reason_of(error: MessageError) -> RefusalReason:
             return "not_finite"
         case NotAdmittedError():
             return "grant" if error.lacks_grant else "identity"
-        case UnmergeableError(event="merge_too_far"):
+        case UnmergeableError(event="merge_too_far" | "merge_base_unknown"):
             return "too_far"
         case UnmergeableError(event="merge_not_finite"):
             return "not_finite"

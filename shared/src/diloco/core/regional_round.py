@@ -191,7 +191,7 @@ class RegionalRound:
 
         def together(held: Sequence[Held]) -> Vector:
             nothing = np.empty(0, np.float32)
-            return merging.accumulate(self.fragment, self.settings, held, lambda version: None, nothing).result()
+            return merging.accumulate(self.fragment, self.settings, held, {}, nothing).result()
 
         what = f"fragment {self.fragment.index}, regional offer for version {self.round}"
         # learners of other regions are always there: no offer is all that there is

@@ -40,7 +40,7 @@ from diloco.member.answering import Answering, Answers
 from diloco.member.audit import Audit
 from diloco.member.following import Following
 from diloco.member.outbox import Outbox, sample_of
-from diloco.member.peer import Borrower, Layout, Lendable, Lender, Loan
+from diloco.member.peer import Borrower, Layout, Lendable, Lender, Loan, LoanWatch
 from diloco.member.refusals import RefusalWatch
 from diloco.member.shared import SharedLearner
 from diloco.member.shares import LeaseClient, Leases
@@ -94,6 +94,7 @@ class Member:
         self.store = Log(transport, run.name, run.identity, fragment_map, run.created)
         self.subjects, self.refused = Subjects(run.name), Counted(log)
         self.lender = Lender(transport, run.identity, self.subjects, settings.name, self._may_lend, log)
+        self.loans = LoanWatch(run.identity, lambda: run.in_force.round.steps, log)
         self.admission = AdmissionClient(transport, run, settings.name, fragment_map, log)
         self.shares: Leases = LeaseClient(run, settings, self.admission.incarnation, fragment_map, self.refused, log)
         self.learner = Learner(settings.name, settings.role, settings.region or "", self.admission.incarnation, run.created)
@@ -197,15 +198,13 @@ class Member:
 
         The state is to be of ``layout``. The chunks that are ``wanted`` of it are handed to ``put``, any dtype [their lengths],
         in other threads, once at a time: of several peers if one fails half-way, and some of them if nobody lends in the end.
-
-        Peers are asked in the order of what the log has merged of them, most first. In a run without versions nobody is asked,
-        nor by an optimizer without a state.
+        In a run without versions nobody is asked, nor by an optimizer without a state.
         """
         peers = self.learner.peers()
         if peers is None or not layout.arrays:
             return None
         borrower = Borrower(self.transport, self.run.identity, self.subjects, self.settings.name, layout, wanted, put, self.log)
-        loan = await borrower.borrow(peers)
+        loan = await self.loans.borrow(borrower, peers)
         if loan is None:
             self.learner.accounts.warming = 0
             self.tape.record(events.Fresh())
@@ -249,6 +248,7 @@ class Member:
 
     async def _hear_alive(self, heard: Heard) -> None:
         self.shares.hear(name_in(heard.subject), self._shared.loop.time())
+        self.loans.hear(heard)
 
     async def _hear_round(self, announced: Announcement, heard: Heard) -> None:
         with self._shared.lock:

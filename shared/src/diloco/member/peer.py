@@ -4,6 +4,9 @@ The lender saves its state as of a boundary, as it does for a checkpoint, and se
 waits, and an unused copy is dropped. A borrower asks for the slices that its own shards are made of, whatever mesh the lender
 has, and hands each chunk on when it is complete: neither side holds an array whole. Both sides hash names, shapes and types,
 so that a state of another model is never taken.
+
+A state that took long to come is old: its lender trained on meanwhile. Decoupled DiLoCo (arXiv 2604.21428, E.3) bounds a
+recovery by H steps. So a loan that is older than that when it is complete (:class:`LoanAge`) is asked for once more.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from diloco.control.hearing import decoding
+from diloco.control.hearing import decoding, name_in
 from diloco.core.chunks import Chunk
 from diloco.errors import DilocoError, FormatError, HashError, MessageError, NonFiniteError
 from diloco.process.observe import Counted, Logger
@@ -27,7 +30,7 @@ from diloco.process.prefetch import Prefetcher
 from diloco.transport import Heard, Transport
 from diloco.wire import framing
 from diloco.wire.body import ATTEMPT_BYTES, PART_BYTES
-from diloco.wire.control import StateLoan, StatePart, StateRequest
+from diloco.wire.control import Heartbeat, StateLoan, StatePart, StateRequest
 from diloco.wire.subjects import Subjects
 
 KEEP_S = 30.0  # of an unused copy: several learners that start together share one; it takes as much disk as the state
@@ -38,6 +41,9 @@ LENT_BYTES_S = 1e6  # and comes at this rate at least, over all requests togethe
 MAX_MAGNITUDE = 1e30  # of a value: one step with a larger one leaves the range of float32
 # components of the names of second moments, by which optimizers of optax and PyTorch divide after a square root
 NOT_NEGATIVE = frozenset({"nu", "exp_avg_sq", "max_exp_avg_sq", "sum_of_squares"})
+MAX_AGE_S = 30.0  # of a loan that is complete: with short steps, H of them pass during any transfer
+COPY_AGAIN_S = 10.0  # after a copy, a newer one may be made: a peer asks for it after MAX_AGE_S, by its own clock
+MAX_COPIES = 2  # that are lent at once: a peer may still read the older one
 REFUSES_S = 5.0  # a peer asks ten times a second: it hears within so long that there is to be no copy, also over a slow link
 ASK_AGAIN_S = 0.1  # a step or less
 TRIES = 3
@@ -132,6 +138,40 @@ class Loan:
     step: int
     versions: list[int]
     content_hash: bytes
+    named_s: float  # when the peer named the copy to the borrower, by the loop's clock
+
+
+@dataclass(frozen=True)
+class LoanAge:
+    """How old a loan is, and the age above which it is asked for once more, both in seconds."""
+
+    age_s: float
+    limit_s: float
+
+    @classmethod
+    def of(cls, loan: Loan, now_s: float, steps: int, lender: Heartbeat | None) -> LoanAge:
+        """Return the age of a loan now, in a run with ``steps`` inner steps between two rounds.
+
+        The lender's newest heartbeat says how many steps it has taken since the copy, which several peers may share, and how
+        long they take. Without a heartbeat (None) the age counts from the moment at which the copy was named.
+        """
+        step_s, taken = (0.0, 0) if lender is None else (lender.step_s, lender.step - loan.step)
+        return cls(max(now_s - loan.named_s, taken * step_s), max(steps * step_s, MAX_AGE_S))
+
+    @property
+    def is_old(self) -> bool:
+        """Whether the loan is to be asked for once more."""
+        return self.age_s > self.limit_s
+
+
+@dataclass
+class _Copy:
+    """A copy that is lent; times by the loop's clock."""
+
+    loan: StateLoan
+    state: Lendable
+    made_s: float
+    used_s: float
 
 
 class Lender:
@@ -144,8 +184,7 @@ class Lender:
         self.refused = Counted(log)
         self._loop = asyncio.get_running_loop()
         self._wanted = False
-        self._lent: tuple[StateLoan, Lendable] | None = None
-        self._used_s = 0.0
+        self._copies: list[_Copy] = []  # the newest last
         self._refuses_until_s = -math.inf
 
     async def serve(self) -> None:
@@ -154,7 +193,7 @@ class Lender:
 
     @property
     def wanted(self) -> bool:
-        """Whether a peer asks and there is no copy."""
+        """Whether a peer asks and there is no copy, or none that is new enough."""
         return self._wanted
 
     def give(self, step: int, versions: list[int], state: Lendable) -> None:
@@ -170,52 +209,58 @@ class Lender:
 
     def close(self) -> None:
         """Drop what is lent; called in the loop's thread."""
-        if self._lent is not None:
-            self._lent[1].drop()
-        self._lent = None
+        for copy in self._copies:
+            copy.state.drop()
+        self._copies.clear()
 
     def _keep(self, loan: StateLoan, state: Lendable) -> None:
-        self.close()
-        self._lent, self._wanted, self._used_s = (loan, state), False, self._loop.time()
-        self._loop.call_later(KEEP_S, self._drop, state)
+        now_s = self._loop.time()
+        copy = _Copy(loan, state, now_s, now_s)
+        self._copies.append(copy)
+        self._wanted = False
+        self._loop.call_later(KEEP_S, self._drop, copy)
 
-    def _drop(self, state: Lendable) -> None:
-        if self._lent is None or self._lent[1] is not state:
-            return
-        left_s = self._used_s + KEEP_S - self._loop.time()
+    def _drop(self, copy: _Copy) -> None:
+        left_s = copy.used_s + KEEP_S - self._loop.time()
         if left_s > 0:
-            self._loop.call_later(left_s, self._drop, state)
-        else:
-            self.close()
+            self._loop.call_later(left_s, self._drop, copy)
+        elif copy in self._copies:
+            self._copies.remove(copy)
+            copy.state.drop()
 
     async def _hear(self, request: StateRequest, message: Heard) -> None:
-        await message.respond(await self._part(request) if request.copy else self._loan())
+        await message.respond(await self._part(request) if request.copy else self._loan(request.array))
 
-    def _loan(self) -> bytes:
-        """Return a loan, or nothing if there is to be none."""
-        if self._lent is None:
-            if not self.healthy() or self._loop.time() < self._refuses_until_s:
-                return b""
+    def _loan(self, least_step: int) -> bytes:
+        """Return the newest loan, or nothing if there is to be none; one that is being made if none is of ``least_step``."""
+        now_s, newest = self._loop.time(), self._copies[-1] if self._copies else None
+        if newest is None:
+            due = True
+        else:
+            due = newest.loan.step < least_step and now_s - newest.made_s >= COPY_AGAIN_S and len(self._copies) < MAX_COPIES
+        if due and self.healthy() and now_s >= self._refuses_until_s:
             self._wanted = True
             return framing.pack(StateLoan(self.name, b"", 0, [], bytes(32), 0, bytes(32)), self.run)
-        self._used_s = self._loop.time()
-        return framing.pack(self._lent[0], self.run)
+        if newest is None:
+            return b""
+        newest.used_s = now_s
+        return framing.pack(newest.loan, self.run)
 
     async def _part(self, request: StateRequest) -> bytes:
         """Return a slice of a loan, or nothing if there is none."""
-        if self._lent is None or request.copy != self._lent[0].copy:
+        copy = next((copy for copy in self._copies if copy.loan.copy == request.copy), None)
+        if copy is None:
             return b""
-        loan, state = self._lent
-        chunk = state.layout.slice(request.array, request.start, request.stop)
+        chunk = copy.state.layout.slice(request.array, request.start, request.stop)
         if chunk is None:
             return b""
-        self._used_s = self._loop.time()
+        copy.used_s = self._loop.time()
         try:
-            values = await asyncio.to_thread(state.read, chunk)
+            values = await asyncio.to_thread(copy.state.read, chunk)
         except DilocoError:  # it was dropped meanwhile
             return b""
         part = np.ascontiguousarray(values).tobytes()
-        return framing.pack(StatePart(loan.copy, request.array, request.start, blake3(part).digest()), self.run, part)
+        return framing.pack(StatePart(copy.loan.copy, request.array, request.start, blake3(part).digest()), self.run, part)
 
 
 def _check_values(what: str, name: str, values: Values) -> None:
@@ -272,6 +317,7 @@ class Borrower:
         self.transport, self.run, self.subjects, self.name, self.log = transport, run, subjects, name, log
         self.layout, self.wanted, self.put = layout, wanted, put
         self._places = {array[0]: place for place, array in enumerate(layout.arrays)}
+        self._taken = 0  # chunks that were handed to ``put``
 
     async def borrow(self, peers: Sequence[str]) -> Loan | None:
         """Borrow of the first of ``peers`` that lends; None if nobody does."""
@@ -284,8 +330,28 @@ class Borrower:
                 self.log.warning("state_refused", learner=peer, reason=str(error))
         return None
 
-    async def _borrow_from(self, peer: str) -> Loan:
-        loan = await self._ready(peer)
+    async def borrow_newer(self, loan: Loan, peers: Sequence[str]) -> Loan | None:
+        """Borrow a newer copy of the same lender; return ``loan`` where there is none, and nothing of another was taken.
+
+        Where it fails half-way, chunks of two copies are mixed: then borrow from the beginning, as :meth:`borrow` does.
+        """
+        taken = self._taken
+        try:
+            return await self._borrow_from(loan.peer, loan.step + 1)
+        except _Unavailable as error:
+            self.log.info("state_not_lent", learner=loan.peer, reason=str(error))
+        except MessageError as error:
+            self.log.warning("state_refused", learner=loan.peer, reason=str(error))
+        return loan if self._taken == taken else await self.borrow(peers)
+
+    async def _borrow_from(self, peer: str, least_step: int = 0) -> Loan:
+        """Borrow a peer's state as of ``least_step`` of its steps, or later.
+
+        Raises:
+            _Unavailable: it has none, or none of that step.
+            MessageError: what it sends does not fit.
+        """
+        loan, named_s = await self._ready(peer, least_step), asyncio.get_running_loop().time()
         if loan.layout != self.layout.digest or loan.size_bytes != self.layout.size_bytes:
             raise FormatError(
                 f"state of {peer}: {loan.size_bytes} bytes of arrays that are not this optimizer's, whose state has "
@@ -306,6 +372,7 @@ class Borrower:
             if left_bytes == part.size_bytes:
                 del filling[chunk]
                 async with putting:
+                    self._taken += 1
                     await _whole(asyncio.to_thread(self.put, chunk, values))
 
         within_s = READY_TIMEOUT_S + sum(part.size_bytes for _, part in parts) / LENT_BYTES_S
@@ -314,15 +381,17 @@ class Borrower:
                 await Prefetcher().fetch(len(parts), take)
         except TimeoutError:
             raise _Unavailable(f"its state did not come within {within_s:.3g} s") from None
-        return Loan(peer, loan.step, loan.versions, loan.content_hash)
+        return Loan(peer, loan.step, loan.versions, loan.content_hash, named_s)
 
-    async def _ready(self, peer: str) -> StateLoan:
+    async def _ready(self, peer: str, least_step: int) -> StateLoan:
         clock = asyncio.get_running_loop().time
         within_s = READY_TIMEOUT_S + self.layout.size_bytes / COPIED_BYTES_S
         deadline_s = clock() + within_s
         while clock() < deadline_s:
-            answer = await self._ask(peer, StateRequest(self.name, b"", 0, [], []))
+            answer = await self._ask(peer, StateRequest(self.name, b"", least_step, [], []))
             loan, _, _ = framing.unpack(answer, StateLoan, self.run)
+            if loan.copy and loan.step < least_step:
+                raise _Unavailable(f"its newest copy is of step {loan.step}")
             if loan.copy:
                 return loan
             await asyncio.sleep(ASK_AGAIN_S)
@@ -352,3 +421,65 @@ class Borrower:
             if answer is not None or not request.copy:
                 break  # it has none; or it is not there, and the next peer is as good
         raise _Unavailable("it does not answer" if answer is None else "it has none to lend")
+
+
+class LoanWatch:
+    """Judges the age of loans, by the newest heartbeats of the peers that are asked. Other heartbeats are not decoded."""
+
+    def __init__(self, run: bytes, steps: Callable[[], int], log: Logger) -> None:
+        """Judge by ``steps()``, the inner steps between two rounds as in force."""
+        self.run, self.steps, self.log = run, steps, log
+        self._frames: dict[str, bytes | None] = {}  # by peer; None: not heard yet
+
+    def watch(self, peers: Sequence[str] | None) -> Sequence[str]:
+        """Return the peers to ask, of those that there are; hear them from now on, and no others."""
+        asked = (peers or [])[:MAX_PEERS]
+        self._frames = {peer: self._frames.get(peer) for peer in asked}
+        return asked
+
+    def hear(self, heard: Heard) -> None:
+        """Take in a heartbeat of a learner."""
+        name = name_in(heard.subject)
+        if name in self._frames:
+            self._frames[name] = heard.data
+
+    async def borrow(self, borrower: Borrower, peers: Sequence[str]) -> Loan | None:
+        """Borrow of the first of ``peers`` that lends, and once more if the loan is old when it is complete; None: nobody does.
+
+        If the second one takes as long, the newer one of the two is used.
+        """
+        asked = self.watch(peers)
+        loan = await borrower.borrow(asked)
+        if loan is not None and self.must_ask_again(loan):
+            loan = await borrower.borrow_newer(loan, asked)
+            self.note_age(loan)
+        return loan
+
+    def must_ask_again(self, loan: Loan) -> bool:
+        """Return whether a loan that is complete is so old that it is asked for once more, and say so."""
+        age = self.age_of(loan)
+        if age.is_old:
+            self.log.info("state_asked_again", **_described(loan, age))
+        return age.is_old
+
+    def note_age(self, loan: Loan | None) -> None:
+        """Say that a loan is used though it is old: that which was asked for again, or the one before it."""
+        if loan is not None and (age := self.age_of(loan)).is_old:
+            self.log.warning("state_old", **_described(loan, age))
+
+    def age_of(self, loan: Loan) -> LoanAge:
+        """Return how old a loan is now."""
+        return LoanAge.of(loan, asyncio.get_running_loop().time(), self.steps(), self._newest(loan.peer))
+
+    def _newest(self, peer: str) -> Heartbeat | None:
+        frame = self._frames.get(peer)
+        if frame is None:
+            return None
+        try:
+            return framing.unpack(frame, Heartbeat, self.run)[0]
+        except MessageError:
+            return None
+
+
+def _described(loan: Loan, age: LoanAge) -> dict[str, Any]:
+    return {"learner": loan.peer, "step": loan.step, "age_s": round(age.age_s, 1), "limit_s": round(age.limit_s, 1)}
