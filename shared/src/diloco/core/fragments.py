@@ -7,8 +7,12 @@ the model.
 Balanced fragmentation (Decoupled DiLoCo, arXiv 2604.21428; algorithm.md section 4): largest piece first into the currently
 smallest of P bins, ties by path, first row, then bin index. Tensors larger than a fragment's even share are split by rows
 first, since a scan-stacked model has few, huge tensors. Embedding-like tensors get fragments of their own, as many as is
-their share of the parameters, because they are merged differently, and so does state that is merged. ``strided`` deals tensors
-in path order, ``layer`` deals whole layers; both are the paper's alternatives, with rougher traffic.
+their share of the parameters, because they are merged differently, and so does state that is merged.
+
+The paper's alternatives have rougher traffic (its appendix C). ``layers``: all tensors outside the layers are the first
+fragment, and the layers, in the order of their numbers, are strided over the others. ``tensors``: the same with the layers'
+tensors one by one. ``layer`` and ``strided`` are earlier forms of them, which go on as they were: they deal layers, or tensors,
+in the order of their paths, and keep only embedding-like tensors apart.
 """
 
 from __future__ import annotations
@@ -18,9 +22,9 @@ import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
@@ -29,7 +33,7 @@ from numpy.typing import NDArray
 
 from diloco.core.arrangement import Arrangement
 from diloco.errors import AdmissionError, FormatError, SettingsError
-from diloco.settings.run import Bits
+from diloco.settings.run import BY_LAYERS, Bits, FragmentSettings, Strategy
 
 MAX_TENSORS = 100_000
 MAX_DIMENSIONS = 16
@@ -37,7 +41,8 @@ MAX_PATH_CHARACTERS = 512
 MAX_PARAMETERS = 2**44
 STATE_BITS: Bits = 32  # of bodies with state: a variance beside a large value of its block must not become negative
 
-Strategy = Literal["balanced", "strided", "layer"]
+# the number of a part of a path: the whole part, or what follows its last underscore
+_NUMBER = re.compile(r"(?:^|(?<=[/_]))[0-9]+(?=/|$)")
 _Path = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_PATH_CHARACTERS)]
 _Shape = Annotated[list[Annotated[int, msgspec.Meta(ge=1, le=MAX_PARAMETERS)]], msgspec.Meta(max_length=MAX_DIMENSIONS)]
 _Axes = Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=MAX_DIMENSIONS)]], msgspec.Meta(max_length=MAX_DIMENSIONS)]
@@ -51,6 +56,7 @@ class _Entry(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     embedding: bool
     arrangement: tuple[_Shape, _Axes] | None = None
     state: bool = False
+    layers: Annotated[int, msgspec.Meta(ge=1, le=MAX_PARAMETERS)] = 0  # absent: it is not stacked
 
 
 class _Fixed(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -79,7 +85,8 @@ class TensorSpec:
     """A tensor of the model: path, shape in the log, and whether it is embedding-like (merged by direct average).
 
     ``arrangement``: the way of the model's own tensor in the log; None: the log has it as the model has it. ``state``: it is
-    not trained; a version of it is the average of the learners' values.
+    not trained; a version of it is the average of the learners' values. ``layers``: its rows in the log are those of so many
+    layers, one layer after another, equally many of each; 0: it is not stacked.
     """
 
     path: str
@@ -87,6 +94,7 @@ class TensorSpec:
     embedding: bool = False
     arrangement: Arrangement | None = None
     state: bool = False
+    layers: int = 0
 
     @property
     def model_shape(self) -> tuple[int, ...]:
@@ -171,7 +179,7 @@ class Fragment:
     def averaged(self, granularity: Literal["row", "tensor"]) -> NDArray[np.bool_]:
         """Return which of these groups are of embedding-like tensors: bool [groups].
 
-        They share a fragment with others only if the model is one fragment.
+        They share a fragment with others if the model is one fragment, or is cut by layers.
         """
         kinds = [piece.embedding for piece in self.pieces]
         return np.repeat(kinds, [_groups(piece, granularity) for piece in self.pieces])
@@ -188,7 +196,10 @@ class Fragment:
 
 @dataclass(frozen=True)
 class FragmentMap:
-    """All tensors of a model and the fragments they are cut into; ``fixed`` ones are in none."""
+    """All tensors of a model and the fragments they are cut into; ``fixed`` ones are in none.
+
+    Only a ``strategy`` that goes by layers has the tensors' ``layers``, so that other maps are as they were before.
+    """
 
     tensors: tuple[TensorSpec, ...]
     fragments: tuple[Fragment, ...]
@@ -238,16 +249,20 @@ def unpack_map(data: bytes) -> FragmentMap:
         fixed = [FixedSpec(each.path, each.dtype, tuple(each.shape), each.hash) for each in found.fixed]
         if sum(s.size for s in specs) > MAX_PARAMETERS:
             raise FormatError(f"fragment map: more than {MAX_PARAMETERS} parameters")
+        if found.strategy not in BY_LAYERS and any(s.layers for s in specs):
+            raise FormatError(f"fragment map: stacked layers, which the strategy {found.strategy!r} does not go by")
         return build_map(specs, found.count, found.strategy, fixed)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, SettingsError) as error:
         raise FormatError(f"fragment map: {error}") from None
 
 
-def _entry(tensor: TensorSpec) -> list[Any]:
+def _entry(tensor: TensorSpec) -> list[object]:
     kept = tensor.arrangement
     arrangement = None if kept is None else [list(kept.shape), list(kept.outputs)]
-    more = [arrangement, True] if tensor.state else [] if arrangement is None else [arrangement]
-    return [tensor.path, list(tensor.shape), tensor.embedding, *more]
+    later = [(arrangement, None), (tensor.state, False), (tensor.layers, 0)]
+    while later and later[-1][0] == later[-1][1]:  # the last elements are absent where they have their defaults
+        later.pop()
+    return [tensor.path, list(tensor.shape), tensor.embedding, *(value for value, _ in later)]
 
 
 def _spec(entry: _Entry) -> TensorSpec:
@@ -258,19 +273,38 @@ def _spec(entry: _Entry) -> TensorSpec:
             raise FormatError(f"fragment map: tensor {entry.path!r} of shape {shape} is not arranged as it says")
     if entry.state and (entry.embedding or kept is not None):
         raise FormatError(f"fragment map: tensor {entry.path!r} is state, and embedding-like or arranged as a parameter")
-    return TensorSpec(entry.path, shape, entry.embedding, kept, entry.state)
+    if entry.layers and (entry.state or not shape or shape[0] % entry.layers):
+        raise FormatError(f"fragment map: tensor {entry.path!r} of shape {shape} is no stack of {entry.layers} layers")
+    return TensorSpec(entry.path, shape, entry.embedding, kept, entry.state, entry.layers)
+
+
+def cut_model(tensors: Sequence[TensorSpec], settings: FragmentSettings, fixed: Sequence[FixedSpec] = ()) -> FragmentMap:
+    """Cut ``tensors`` as a run's settings say, beside ``fixed`` ones.
+
+    Raises: as :func:`build_map`.
+    """
+    return build_map(tensors, settings.count, settings.strategy, fixed, settings.layers)
 
 
 def build_map(
-    tensors: Sequence[TensorSpec], count: int, strategy: Strategy = "balanced", fixed: Sequence[FixedSpec] = ()
+    tensors: Sequence[TensorSpec],
+    count: int,
+    strategy: Strategy = "balanced",
+    fixed: Sequence[FixedSpec] = (),
+    layers: int = 1,
 ) -> FragmentMap:
     """Cut ``tensors`` into ``count`` fragments, beside ``fixed`` ones.
 
+    A strategy that goes by layers makes fewer fragments if there are fewer layers, or their tensors, than that: one for every
+    ``layers`` of them. Cutting again, into as many as were made, makes the same fragments.
+
     Raises:
-        SettingsError: no tensors that are trained, two of one path, an empty tensor, more fragments than rows, or one fragment
-            for parameters and state.
+        SettingsError: no tensors that are trained, two of one path, an empty tensor, more fragments than rows, one fragment
+            for parameters and state, or a model without layers that is to be cut by them.
     """
     ordered = sorted(tensors, key=lambda tensor: tensor.path)
+    if strategy not in BY_LAYERS:
+        ordered = [replace(tensor, layers=0) for tensor in ordered]
     if all(tensor.state for tensor in ordered):
         raise SettingsError("fragments: the model has no tensors")
     paths = [tensor.path for tensor in tensors] + [each.path for each in fixed]
@@ -280,10 +314,12 @@ def build_map(
     for tensor in ordered:
         if tensor.size == 0:
             raise SettingsError(f"fragments: tensor {tensor.path!r} of shape {tensor.shape} is empty")
-    groups = _grouped(ordered, count)
-    bins: list[list[tuple[TensorSpec, int, int]]] = []
-    for group, group_count in groups:
-        bins += _deal(group, group_count, strategy)
+    bins: list[list[_Rows]] = []
+    if strategy in BY_LAYERS:
+        bins = _deal_by_layers(ordered, count, strategy, layers)
+    else:
+        for group, group_count in _grouped(ordered, count):
+            bins += _deal(group, group_count, strategy)
     fragments = tuple(_fragment(i, b) for i, b in enumerate(bins))
     return FragmentMap(tuple(ordered), fragments, strategy, tuple(sorted(fixed, key=lambda each: each.path)))
 
@@ -301,10 +337,7 @@ def _grouped(ordered: Sequence[TensorSpec], count: int) -> list[tuple[list[Tenso
     state = [tensor for tensor in ordered if tensor.state]
     trained = [tensor for tensor in ordered if not tensor.state]
     if state:
-        if count == 1:
-            raise SettingsError(
-                f"fragments.count = 1: state {state[0].path!r}, which is merged, is in a fragment of its own: take 2 at least"
-            )
+        _check_apart(state, count)
         own = _own(state, ordered, count)
         return [*_grouped(trained, count - own), (state, own)]
     embedding = [tensor for tensor in ordered if tensor.embedding]
@@ -319,6 +352,13 @@ def _own(some: Sequence[TensorSpec], ordered: Sequence[TensorSpec], count: int) 
     """Return how many of ``count`` fragments some tensors get: by their share of the values, but not all."""
     share = sum(tensor.size for tensor in some) / sum(tensor.size for tensor in ordered)
     return min(max(1, round(count * share)), count - 1)
+
+
+def _check_apart(state: Sequence[TensorSpec], count: int) -> None:
+    if count == 1:
+        raise SettingsError(
+            f"fragments.count = 1: state {state[0].path!r}, which is merged, is in a fragment of its own: take 2 at least"
+        )
 
 
 def check_same_map(ours: FragmentMap, theirs: FragmentMap, run: str) -> None:
@@ -367,13 +407,74 @@ def _describe(tensor: TensorSpec | FixedSpec | None) -> str:
     kept = tensor.arrangement
     axes = "" if kept is None else f" with the output axes {', '.join(map(str, kept.outputs)) or 'none'}"
     kind = ", embedding-like" if tensor.embedding else ", state that is merged" if tensor.state else ""
-    return f"shape {tensor.model_shape}{axes}{kind}"
+    stacked = f", a stack of {tensor.layers} layers" if tensor.layers else ""
+    return f"shape {tensor.model_shape}{axes}{kind}{stacked}"
 
 
-def _deal(tensors: Sequence[TensorSpec], count: int, strategy: str) -> list[list[tuple[TensorSpec, int, int]]]:
+_Rows = tuple[TensorSpec, int, int]  # a tensor, its first row, and the row behind its last one
+
+
+def _deal_by_layers(ordered: Sequence[TensorSpec], count: int, strategy: Strategy, layers: int) -> list[list[_Rows]]:
+    """Return the rows of each fragment: all outside the layers, then the layers, strided, then all state."""
+    state = [tensor for tensor in ordered if tensor.state]
+    trained = [tensor for tensor in ordered if not tensor.state]
+    if state:
+        _check_apart(state, count)
+        return [*_deal_by_layers(trained, count - 1, strategy, layers), [_whole(tensor) for tensor in state]]
+    outside, numbered = _layers(trained)
+    if count == 1:
+        return [[*outside, *itertools.chain.from_iterable(numbered)]]
+    if not numbered:
+        raise SettingsError(
+            f"fragments.strategy = {strategy}: the model has no layers, which are numbers in the paths of tensors (blocks/0/w, "
+            f"block_0/w) or tensors that a task says are stacked; the first one is {ordered[0].path!r}: take "
+            "fragments.strategy = balanced, or strided or layer with fewer fragments"
+        )
+    units = numbered if strategy == "layers" else [[rows] for layer in numbered for rows in layer]
+    first = [outside] if outside else []
+    groups = min(count - len(first), math.ceil(len(units) / layers))
+    return [*first, *([rows for unit in units[index::groups] for rows in unit] for index in range(groups))]
+
+
+def _layers(trained: Sequence[TensorSpec]) -> tuple[list[_Rows], list[list[_Rows]]]:
+    """Return what is outside the layers, and of each layer what is in it, in the order of their numbers and of paths."""
+    numbers = _layer_numbers([tensor.path for tensor in trained if not tensor.layers])
+    outside: list[_Rows] = []
+    found: dict[int, list[_Rows]] = {}
+    for tensor in trained:
+        if tensor.layers:
+            rows = tensor.shape[0] // tensor.layers
+            for layer in range(tensor.layers):
+                found.setdefault(layer, []).append((tensor, rows * layer, rows * (layer + 1)))
+        elif tensor.path in numbers:
+            found.setdefault(numbers[tensor.path], []).append(_whole(tensor))
+        else:
+            outside.append(_whole(tensor))
+    return outside, [found[number] for number in sorted(found)]
+
+
+def _layer_numbers(paths: Sequence[str]) -> dict[str, int]:
+    """Return the number of the layer of each path that is in one.
+
+    It is the first part of the path that is a number, or that is a name, an underscore and a number. Such a name has to have
+    several numbers: the ``Dense_0`` that Flax makes of a model's only head is no layer.
+    """
+    parts = {path: [(path[: part.start()], int(part.group())) for part in _NUMBER.finditer(path)] for path in paths}
+    numbers: dict[str, set[int]] = {}
+    for name, number in itertools.chain.from_iterable(parts.values()):
+        numbers.setdefault(name, set()).add(number)
+    found = {}
+    for path, named in parts.items():
+        of_layers = [number for name, number in named if not name.endswith("_") or len(numbers[name]) > 1]
+        if of_layers:
+            found[path] = of_layers[0]
+    return found
+
+
+def _deal(tensors: Sequence[TensorSpec], count: int, strategy: str) -> list[list[_Rows]]:
     share = sum(tensor.size for tensor in tensors) / count
     pieces = [rows for tensor in tensors for rows in _split(tensor, share if strategy == "balanced" else math.inf)]
-    bins: list[list[tuple[TensorSpec, int, int]]] = [[] for _ in range(count)]
+    bins: list[list[_Rows]] = [[] for _ in range(count)]
     if strategy == "balanced":
         filled = [(0, index) for index in range(count)]  # a heap: a map may have many pieces and many fragments
         for tensor, start, stop in sorted(pieces, key=lambda p: (-_rows_size(*p), p[0].path, p[1])):
@@ -395,7 +496,11 @@ def _deal(tensors: Sequence[TensorSpec], count: int, strategy: str) -> list[list
     return bins
 
 
-def _split(tensor: TensorSpec, share: float) -> list[tuple[TensorSpec, int, int]]:
+def _whole(tensor: TensorSpec) -> _Rows:
+    return tensor, 0, tensor.shape[0] if tensor.shape else 1
+
+
+def _split(tensor: TensorSpec, share: float) -> list[_Rows]:
     rows = tensor.shape[0] if tensor.shape else 1
     parts = min(rows, math.ceil(tensor.size / share)) if share < tensor.size else 1
     bounds = [rows * i // parts for i in range(parts + 1)]
@@ -411,7 +516,7 @@ def _layer(path: str) -> str:
     return f"layer {number.group()}" if number else path
 
 
-def _fragment(index: int, members: Sequence[tuple[TensorSpec, int, int]]) -> Fragment:
+def _fragment(index: int, members: Sequence[_Rows]) -> Fragment:
     pieces, offset = [], 0
     for tensor, start, stop in sorted(members, key=lambda m: (m[0].path, m[1])):
         shape = (stop - start, *tensor.shape[1:]) if tensor.shape else ()
