@@ -48,7 +48,7 @@ class StateFacts:
 
 @dataclass(frozen=True)
 class StrategyFacts:
-    """What a strategy would make of a model, with the run's other settings.
+    """Fragments that a strategy would make of a model, with the run's other settings.
 
     ``refusal``: why it cannot cut the model, with no fragments; empty: it can. Sizes are of a fragment, in bytes of float32.
     """
