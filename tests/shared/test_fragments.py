@@ -262,7 +262,7 @@ def test_other_strategies_know_no_stacks() -> None:
     # so that members of before, which do not know the word, have the same map
     stacked, plain = TensorSpec("w", (4, 5), layers=4), TensorSpec("w", (4, 5))
     for strategy in ("balanced", "strided", "layer"):
-        assert build_map([stacked, A], 2, strategy) == build_map([plain, A], 2, strategy)  # type: ignore[arg-type]
+        assert build_map([stacked, A], 2, strategy) == build_map([plain, A], 2, strategy)
 
 
 def test_state_is_the_last_fragment_beside_layers() -> None:
