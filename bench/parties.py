@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from diloco.control import creation
 from diloco.core.accounts import StepDone
-from diloco.core.fragments import Fragment, FragmentMap, Piece, TensorSpec, build_map
+from diloco.core.fragments import Fragment, FragmentMap, Piece, TensorSpec, cut_model
 from diloco.core.leases import RoundRobin
 from diloco.member.member import Boundary, Member
 from diloco.nats.connection import malloc_environment
@@ -331,7 +331,7 @@ def learner_main(pipe: Connection, url: str, settings: Mapping[str, Any], parame
     rng = np.random.default_rng(share + 1)
     # the mapping goes by one set of settings, in every process
     run_settings = RunSettings.model_validate(dict(settings))
-    fragment_map = build_map(model(parameters), run_settings.fragments.count, run_settings.fragments.strategy)
+    fragment_map = cut_model(model(parameters), run_settings.fragments)
 
     async def main() -> None:
         island = Island.make(fragment_map)

@@ -227,3 +227,12 @@ def test_more_tokens_than_can_be_counted_are_refused() -> None:
     learners = [replace(learner, tokens=1 << 50) for learner in scenario.learners]
     with pytest.raises(SettingsError, match=r"learner-0: tokens = 1125899906842624"):
         simulation.simulate(replace(scenario, learners=learners, duration_s=7 * 86400.0))
+
+
+def test_a_model_has_fewer_fragments_than_the_settings_say_only_if_it_is_cut_by_layers() -> None:
+    by_layers = run_settings(overrides={"fragments.strategy": "layers", "fragments.count": 24})
+    assert len(Rounds(by_layers, [10] * 4).sizes) == 4
+    with pytest.raises(SettingsError, match=r"25 sizes, and fragments.count = 24; expected at most as many"):
+        Rounds(by_layers, [10] * 25)
+    with pytest.raises(SettingsError, match=r"4 sizes, and fragments.count = 24; expected as many"):
+        Rounds(run_settings(overrides={"fragments.count": 24}), [10] * 4)

@@ -111,6 +111,16 @@ def test_a_task_that_is_right_is_described(examined: Callable[[str], Examination
     assert found.loss > 0
 
 
+def test_what_each_strategy_would_make_of_the_model_is_said(examined: Callable[[str], Examination]) -> None:
+    # embed has 6 values, and so one of 3 fragments; of the others bias has 4, and weight 8
+    found = {each.strategy: each for each in examined("Mine").strategies}
+    sizes = {name: (each.fragments, each.smallest_bytes, each.largest_bytes) for name, each in found.items()}
+    # balanced cuts weight into two of 4, of which one shares a fragment with bias
+    assert sizes["balanced"] == sizes["strided"] == sizes["layer"] == (3, 16, 32)
+    assert sizes["layers"] == sizes["tensors"] == (0, 0, 0)
+    assert "the model has no layers" in found["layers"].refusal
+
+
 def test_the_rule_of_each_array_of_a_state_is_said(examined: Callable[[str], Examination]) -> None:
     found = examined("Kept")
     assert found.warnings == []

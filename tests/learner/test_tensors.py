@@ -151,6 +151,8 @@ def test_fused_matrices_of_unequal_sizes_are_muon_s_each_by_itself() -> None:
         (Tensor(kind="matrix", output_axis=2), (3, 4), "has output_axis = 2, expected one of its 2 axes"),
         (Tensor(kind="matrix", output_axis=(0, -1)), (3, 4), "expected each axis once, and one at least that is an input"),
         (Tensor(kind="matrix", parts=(1, 1)), (3, 4), r"has parts = \(1, 1\), expected numbers that add up to the 3"),
+        (Tensor(kind="matrix", output_axis=-1, stacked=True), (4, 3, 3), "is stacked, .*: name the axis of layers, 0, before"),
+        (Tensor(kind="vector", stacked=True), (), "is stacked, and a number: a stack has an axis of layers"),
         (Tensor(kind="embedding", parts=(1, 2)), (3, 4), "has parts, which a embedding has none of"),
     ],
 )
@@ -168,6 +170,48 @@ def test_two_ways_to_say_it_are_refused() -> None:
     task.is_embedding = lambda path: False  # type: ignore[attr-defined]
     with pytest.raises(SettingsError, match=r"has tensor\(\) and is_embedding\(\), .*leave is_embedding\(\) out"):
         check_members(task, "task")
+
+
+class Scanned:
+    """Four layers of 3 in and 3 out, stacked, as ``jax.lax.scan`` takes them."""
+
+    tokens_per_batch, batches = Line.tokens_per_batch, Line.batches
+
+    def init(self, key: jax.Array) -> Any:
+        return {"embed": jnp.ones((2, 3)), "kernel": jax.random.normal(key, (4, 3, 3)), "scale": jnp.ones((4, 3))}
+
+    def loss(self, params: Any, batch: Any) -> jax.Array:
+        def layer(x: jax.Array, one: Any) -> tuple[jax.Array, None]:
+            return jnp.tanh(x @ one["kernel"]) * one["scale"], None
+
+        layers = {name: params[name] for name in ("kernel", "scale")}
+        return jnp.mean(jax.lax.scan(layer, batch["x"] @ params["embed"].T @ params["embed"], layers)[0] ** 2)
+
+    def tensor(self, path: str, shape: tuple[int, ...]) -> Tensor:
+        if path == "embed":
+            return Tensor(kind="embedding")
+        return (
+            Tensor(kind="matrix", output_axis=(0, -1), stacked=True)
+            if path == "kernel"
+            else Tensor(kind="vector", stacked=True)
+        )
+
+
+def test_stacked_layers_are_dealt_by_their_numbers() -> None:
+    island = Island(Scanned(), run_settings(overrides={"fragments.strategy": "layers", "fragments.count": 3}))
+    fragments = island.fragments().fragments
+    # the kernel's rows in the log: 3 output units a layer
+    assert [[(piece.path, piece.row_start, piece.row_stop) for piece in fragment.pieces] for fragment in fragments] == [
+        [("embed", 0, 2)],
+        [("kernel", 0, 3), ("kernel", 6, 9), ("scale", 0, 1), ("scale", 2, 3)],
+        [("kernel", 3, 6), ("kernel", 9, 12), ("scale", 1, 2), ("scale", 3, 4)],
+    ]
+    before = {name: np.array(leaf) for name, leaf in island.params().items()}
+    island.write(fragments[2], np.zeros(fragments[2].size, np.float32))
+    for name in ("kernel", "scale"):
+        after = np.asarray(island.params()[name])
+        assert not after[1::2].any()
+        np.testing.assert_array_equal(after[::2], before[name][::2])
 
 
 def test_members_of_an_earlier_version_say_the_same() -> None:

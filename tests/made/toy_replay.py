@@ -12,7 +12,7 @@ from tests.services.toy import SAMPLES, Regression
 
 from diloco.core import tape as events
 from diloco.core.delta import Apply
-from diloco.core.fragments import build_map
+from diloco.core.fragments import cut_model
 from diloco.core.lives import Life
 from diloco.core.schedule import Moment
 from diloco.settings.run import RunSettings
@@ -28,7 +28,7 @@ class ToyModel:
 
     def __init__(self, settings: RunSettings, data: str | None, life: Life) -> None:
         self.task = Regression(settings)
-        self.map = build_map(self.task.specs, settings.fragments.count, settings.fragments.strategy)
+        self.map = cut_model(self.task.specs, settings.fragments)
 
     def step(self, share: int, batch: int, at: Moment) -> None:
         self.task.step(share, batch)

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from tests.made.fragment_vectors import scatter
 
 from diloco.core.accounts import StepDone
-from diloco.core.fragments import FragmentMap, TensorSpec, build_map
+from diloco.core.fragments import FragmentMap, TensorSpec, cut_model
 from diloco.core.learner import Dump
 from diloco.core.leases import RoundRobin
 from diloco.core.tape import Copied, End, Restored, state_digest
@@ -220,7 +220,7 @@ class Toy:
         run = await service.find_run(link, self.settings, self.log)
         task = self.task = Regression(run.created)
         self.initialise(task)
-        fragments = build_map(self.specs(task), run.created.fragments.count, run.created.fragments.strategy)
+        fragments = cut_model(self.specs(task), run.created.fragments)
         tape = TapeFile(self.settings.state_dir, self.settings.name, run.identity, self.log)
         member = self.member = Member(link, run, fragments, self.settings, self.log, tape, kept)
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import msgspec
@@ -21,9 +22,11 @@ from diloco.core.fragments import (
     build_map,
     build_whole,
     check_same_map,
+    cut_model,
     unpack_map,
 )
 from diloco.errors import AdmissionError, FormatError, SettingsError
+from diloco.settings.run import FragmentSettings, Strategy
 
 SHAPES = st.lists(st.integers(1, 5), max_size=3).map(tuple)
 MODELS = st.lists(st.tuples(SHAPES, st.booleans()), min_size=1, max_size=12).map(
@@ -46,6 +49,23 @@ def map_or_skip(model: list[TensorSpec], count: int, strategy: str = "balanced")
     except SettingsError:
         assume(False)
         raise
+
+
+def check_cover(made: FragmentMap) -> None:
+    """Find out that every value is in exactly one piece, and every piece where its offset says."""
+    covered = {tensor.path: np.zeros(tensor.shape, int) for tensor in made.tensors}
+    for fragment in made.fragments:
+        offset = 0
+        for piece in fragment.pieces:
+            rows = covered[piece.path]
+            if rows.ndim:
+                rows = rows[piece.row_start : piece.row_stop]
+            assert rows.shape == piece.shape
+            rows += 1
+            assert piece.offset == offset
+            offset += piece.size
+        assert offset == fragment.size > 0
+    assert all((rows == 1).all() for rows in covered.values())
 
 
 def test_largest_first_into_the_smallest_bin() -> None:
@@ -138,23 +158,176 @@ def test_layer_deals_whole_layers() -> None:
     ]
 
 
+A, B = TensorSpec("a", (2, 3)), TensorSpec("b", (4,))
+
+
+def layered(numbers: Sequence[int], *, path: str = "blocks/{}/{}") -> list[TensorSpec]:
+    """Two tensors a layer, and an embedding, a norm and a head beside them."""
+    of_layers = [TensorSpec(path.format(number, name), (4, 2)) for number in numbers for name in ("a", "b")]
+    return [*of_layers, TensorSpec("embedding", (8, 2), embedding=True), TensorSpec("norm", (2,)), TensorSpec("head", (8, 2))]
+
+
+def layers_in(fragment: Fragment) -> list[int]:
+    """The numbers of the layers in it, by the second part of their paths, and in the order of numbers."""
+    return sorted({int(piece.path.split("/")[1]) for piece in fragment.pieces})
+
+
+def test_layers_as_published() -> None:
+    # 12 layers and P = 4 (arXiv 2604.21428, appendix C)
+    made = build_map(layered(range(12)), 4, "layers")
+    assert [piece.path for piece in made.fragments[0].pieces] == ["embedding", "head", "norm"]
+    assert [layers_in(fragment) for fragment in made.fragments[1:]] == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]
+    assert [fragment.size for fragment in made.fragments] == [34, 64, 64, 64]
+    # that of the embedding alone is averaged: it is one fragment with a head and a norm, which are not
+    assert not made.fragments[0].embedding
+    assert made.fragments[0].averaged("tensor").tolist() == [True, False, False]
+    assert made.fragments[0].averaged("row").tolist() == [True] * 8 + [False] * 9
+
+
+def test_tensors_as_published() -> None:
+    made = build_map(layered(range(12)), 4, "tensors")
+    assert [piece.path for piece in made.fragments[0].pieces] == ["embedding", "head", "norm"]
+    # 0/a, 0/b, 1/a, 1/b, 2/a, ... one by one: every third
+    assert pieces(made.fragments[1])[:3] == [("blocks/0/a", 0, 4), ("blocks/1/b", 0, 4), ("blocks/10/b", 0, 4)]
+    assert {piece.path for piece in made.fragments[1].pieces} == {
+        *("blocks/0/a", "blocks/1/b", "blocks/3/a", "blocks/4/b", "blocks/6/a", "blocks/7/b", "blocks/9/a", "blocks/10/b")
+    }
+    assert [len(fragment.pieces) for fragment in made.fragments] == [3, 8, 8, 8]
+
+
+def test_count_is_the_most() -> None:
+    made = build_map(layered(range(8)), 24, "layers")
+    assert [layers_in(fragment) for fragment in made.fragments[1:]] == [[number] for number in range(8)]
+    assert len(build_map(layered(range(8)), 24, "tensors").fragments) == 1 + 16
+    assert len(build_map(layered([0]), 24, "layers").fragments) == 2
+    assert pieces(build_map(layered(range(3)), 1, "layers").fragments[0]) == pieces(
+        build_map(layered(range(3)), 1).fragments[0]
+    )
+
+
+def test_fragments_of_three_layers() -> None:
+    # Streaming DiLoCo (arXiv 2501.18512): three layers a fragment, strided; 8 layers are ceil(8 / 3) = 3 fragments
+    settings = FragmentSettings(strategy="layers", layers=3)
+    made = cut_model(layered(range(8)), settings)
+    assert [layers_in(fragment) for fragment in made.fragments[1:]] == [[0, 3, 6], [1, 4, 7], [2, 5]]
+    assert made == unpack_map(made.pack())
+    # a smaller count has more layers in each
+    fewer = cut_model(layered(range(8)), FragmentSettings(strategy="layers", layers=3, count=3))
+    assert [layers_in(fragment) for fragment in fewer.fragments[1:]] == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    # and the setting is not there for members that do not know it
+    assert "layers" not in FragmentSettings(strategy="layers").model_dump()
+
+
+@pytest.mark.parametrize(
+    ("paths", "layers"),
+    [
+        (["h/0/w", "h/5/w", "h/10/w"], [["h/0/w"], ["h/5/w"], ["h/10/w"]]),
+        (["Block_0/Dense_0/w", "Block_1/Dense_0/w"], [["Block_0/Dense_0/w"], ["Block_1/Dense_0/w"]]),
+        (["Dense_0/w", "Block_0/w", "Block_1/w", "fc1/w"], [["Block_0/w"], ["Block_1/w"]]),  # the only Dense is no layer
+        (["Model_0/layers_1/w", "Model_0/layers_2/w"], [["Model_0/layers_1/w"], ["Model_0/layers_2/w"]]),
+        (["a/0/w", "b/0/w", "b/1/experts/3/w"], [["a/0/w", "b/0/w"], ["b/1/experts/3/w"]]),
+        (["0/w", "1/w", "2"], [["0/w"], ["1/w"], ["2"]]),
+        (["w_0", "b_0", "w_1", "b_1"], [["b_0", "w_0"], ["b_1", "w_1"]]),
+    ],
+)
+def test_layers_are_known_by_numbers_in_paths(paths: list[str], layers: list[list[str]]) -> None:
+    made = build_map([TensorSpec(path, (2,)) for path in [*paths, "outside"]], 9, "layers")
+    assert [[piece.path for piece in fragment.pieces] for fragment in made.fragments[1:]] == layers
+
+
+def test_stacked_layers_are_rows_of_the_first_axis() -> None:
+    # 4 layers in each tensor; the log has the kernel's rows by layer and output unit, 3 a layer
+    kernel = Arrangement((4, 5, 3), (0, 2))
+    model = [
+        TensorSpec("layers/kernel", kernel.stored_shape, arrangement=kernel, layers=4),
+        TensorSpec("layers/scale", (4, 5), layers=4),
+        TensorSpec("embedding", (7, 5), embedding=True),
+    ]
+    made = build_map(model, 3, "layers")
+    assert [pieces(fragment) for fragment in made.fragments] == [
+        [("embedding", 0, 7)],
+        [("layers/kernel", 0, 3), ("layers/kernel", 6, 9), ("layers/scale", 0, 1), ("layers/scale", 2, 3)],
+        [("layers/kernel", 3, 6), ("layers/kernel", 9, 12), ("layers/scale", 1, 2), ("layers/scale", 3, 4)],
+    ]
+    assert unpack_map(made.pack()) == made
+    assert len(build_map(model, 24, "layers").fragments) == 5
+    by_tensor = build_map(model, 5, "tensors").fragments[1:]
+    assert [pieces(fragment) for fragment in by_tensor[:2]] == [
+        [("layers/kernel", 0, 3), ("layers/kernel", 6, 9)],
+        [("layers/scale", 0, 1), ("layers/scale", 2, 3)],
+    ]
+
+
+def test_other_strategies_know_no_stacks() -> None:
+    # so that members of before, which do not know the word, have the same map
+    stacked, plain = TensorSpec("w", (4, 5), layers=4), TensorSpec("w", (4, 5))
+    for strategy in ("balanced", "strided", "layer"):
+        assert build_map([stacked, A], 2, strategy) == build_map([plain, A], 2, strategy)
+
+
+def test_state_is_the_last_fragment_beside_layers() -> None:
+    model = [*layered(range(3)), TensorSpec("state/0/mean", (9,), state=True), TensorSpec("state/1/mean", (9,), state=True)]
+    made = build_map(model, 24, "layers")
+    assert [(len(f.pieces), f.state) for f in made.fragments] == [(3, False), (2, False), (2, False), (2, False), (2, True)]
+    assert [(len(f.pieces), f.state) for f in build_map(model, 2, "layers").fragments] == [(9, False), (2, True)]
+    with pytest.raises(SettingsError, match=r"fragments.count = 1: state 'state/0/mean'"):
+        build_map(model, 1, "layers")
+
+
+@pytest.mark.parametrize("strategy", ["layers", "tensors"])
+def test_a_model_without_layers_is_refused(strategy: str) -> None:
+    with pytest.raises(
+        SettingsError, match=rf"strategy = {strategy}: the model has no layers, .* take .* = balanced, or strided"
+    ):
+        build_map([A, B], 24, strategy)  # type: ignore[arg-type]
+
+
+LAYERED = st.lists(
+    st.tuples(
+        st.sampled_from(["l/0", "l/1", "l/2", "l/10", "b_0", "b_1", "x"]), SHAPES, st.sampled_from(["", "embedding", "state"])
+    ),
+    min_size=1,
+    max_size=12,
+).flatmap(
+    lambda drawn: st.lists(st.integers(0, 4), min_size=len(drawn), max_size=len(drawn)).map(
+        lambda stacks: [
+            TensorSpec(
+                f"{'state/' * (kind == 'state')}{path}/t{i}",
+                (*((stack * 2,) if stack and kind != "state" else ()), *shape),
+                kind == "embedding",
+                state=kind == "state",
+                layers=stack if kind != "state" else 0,
+            )
+            for i, ((path, shape, kind), stack) in enumerate(zip(drawn, stacks, strict=True))
+        ]
+    )
+)
+
+
+@given(LAYERED, st.integers(1, 8), st.sampled_from(["layers", "tensors"]), st.integers(1, 3), st.data())
+def test_by_layers_each_value_is_in_one_piece_and_order_does_not_matter(
+    model: list[TensorSpec], count: int, strategy: Strategy, layers: int, data: st.DataObject
+) -> None:
+    try:
+        made = build_map(model, count, strategy, layers=layers)
+    except SettingsError:
+        assume(False)
+        raise
+    assert len(made.fragments) <= count
+    check_cover(made)
+    again = build_map(data.draw(st.permutations(model)), count, strategy, layers=layers)
+    assert again == made
+    # the count that is stored is that of the fragments, and cuts the same ones
+    assert unpack_map(made.pack()) == made
+    for fragment in made.fragments:
+        assert {piece.path.startswith("state/") for piece in fragment.pieces} == {fragment.state}
+
+
 @given(MODELS, st.integers(1, 8), st.sampled_from(["balanced", "strided", "layer"]))
 def test_every_parameter_is_in_exactly_one_piece(model: list[TensorSpec], count: int, strategy: str) -> None:
     made = map_or_skip(model, count, strategy)
     assert len(made.fragments) == count
-    covered = {tensor.path: np.zeros(tensor.shape, int) for tensor in model}
-    for fragment in made.fragments:
-        offset = 0
-        for piece in fragment.pieces:
-            rows = covered[piece.path]
-            if rows.ndim:
-                rows = rows[piece.row_start : piece.row_stop]
-            assert rows.shape == piece.shape
-            rows += 1
-            assert piece.offset == offset
-            offset += piece.size
-        assert offset == fragment.size > 0
-    assert all((rows == 1).all() for rows in covered.values())
+    check_cover(made)
 
 
 @given(MODELS, st.integers(2, 8), st.data())
@@ -267,9 +440,6 @@ def test_without_splitting_there_are_fewer_pieces() -> None:
         build_map([TensorSpec("w", (10, 10))], 2, "strided")
 
 
-A, B = TensorSpec("a", (2, 3)), TensorSpec("b", (4,))
-
-
 @pytest.mark.parametrize(
     ("ours", "count", "expected"),
     [
@@ -309,6 +479,10 @@ def test_the_same_model_is_admitted() -> None:
         [[["a", [2], False], ["b", [4, 3], False, [[3, 4], [1]], True]], 2, "balanced"],
         [[["a", [2], False], ["b", [2], False, None, "latest"]], 2, "balanced"],
         [[["a", [2], False], ["b", [2], False, None, True, 0]], 2, "balanced"],  # of a later version
+        [[["a", [2], False, None, False, 2]], 1, "balanced"],  # stacked, where nothing goes by layers
+        [[["a", [3], False, None, False, 2]], 1, "layers"],
+        [[["a", [], False, None, False, 1]], 1, "layers"],
+        [[["a", [2], False], ["b", [2], False, None, True, 2]], 2, "layers"],
         [[["a", [2], False, None, True]], 1, "balanced"],
         "text",
     ],

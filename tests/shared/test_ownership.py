@@ -305,6 +305,16 @@ def test_a_holder_that_was_never_heard_gets_as_long_as_the_others() -> None:
     assert watch.own.propose(watch.now_s) == OwnersTable(["s1"], ["s1"] * 4)
 
 
+def test_there_are_no_more_holders_than_fragments() -> None:
+    watch = Watch(shards=4, sizes=[5, 3])
+    watch.talking |= {"s1", "s2"}
+    watch.tick()
+    # so that two syncers are waited for, and have one each
+    assert watch.own.propose(watch.now_s) == OwnersTable(["s0", "s1"], ["s0", "s1"])
+    watch.own.change(3, TAKEOVER_S, AWAY_S)
+    assert watch.own.shards == 2
+
+
 def test_the_first_table_waits_for_all_shards_or_a_while() -> None:
     watch = Watch("s0")
     watch.own.read(None, 0, watch.now_s)

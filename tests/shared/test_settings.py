@@ -105,6 +105,11 @@ def test_a_wrong_setting_is_refused_by_name(overrides: dict[str, Any], expected:
         ({"round.quorum": 0}, "round.quorum = 0 must be between 1 and learners = 4"),
         ({"round.quorum": 3, "learners": 2}, "round.quorum = 3 must be between 1 and learners = 2"),
         ({"shards": 25}, "shards = 25 is more than fragments.count = 24"),
+        (
+            {"fragments.layers": 3},
+            "fragments.layers = 3 is for fragments.strategy = layers, which is balanced: set both, "
+            "or leave fragments.layers out",
+        ),
         ({"task.width": 97}, "width 97 must be an even multiple of heads 4"),
         ({"regions.merge": True}, r"regions.merge: there are no regions \(regions.names\); name them, or leave it out"),
         (

@@ -13,7 +13,7 @@ from itertools import pairwise
 from statistics import NormalDist
 
 from diloco.errors import SettingsError
-from diloco.settings.run import RunSettings
+from diloco.settings.run import BY_LAYERS, RunSettings
 from diloco_lab.repair import Repair
 
 MICROS = 1_000_000
@@ -210,7 +210,8 @@ class Rounds:
         _check("", "answer_s", self.answer_s, 0.0, 3600.0, "seconds, 0 or more")
         _check("", "commit_s", self.commit_s, 0.0, 3600.0, "seconds, 0 or more")
         _check("", "compression", self.compression, 0.0, 100.0, "a factor above 0", above=True)
-        if len(self.sizes) != self.settings.fragments.count:
+        cut, fewer = self.settings.fragments, self.settings.fragments.strategy in BY_LAYERS
+        if len(self.sizes) > cut.count or (len(self.sizes) < cut.count and not fewer):
             raise SettingsError(
-                f"fragments: {len(self.sizes)} sizes, and fragments.count = {self.settings.fragments.count}; expected as many"
+                f"fragments: {len(self.sizes)} sizes, and fragments.count = {cut.count}; expected {'at most ' * fewer}as many"
             )

@@ -138,6 +138,7 @@ def show(found: dict[str, Any], chosen: Chosen, console: Console) -> None:
         f"\n{count(found['parameters'])} parameters in {len(found['tensors'])} tensors, {len(offers)} fragments; "
         f"an offer is of {size(min(offers))} to {size(max(offers))}, before compression"
     )
+    console.print(_strategies(found["strategies"]))
     memory = ", ".join(f"{name} {size(value)}" for name, value in found["memory"].items())
     console.print(f"one step: {found['step_s']:.3f} s on this machine; memory: {memory or 'not known'}")
     units = f" {found['units']}" if found["units"] else ""
@@ -146,6 +147,18 @@ def show(found: dict[str, Any], chosen: Chosen, console: Console) -> None:
         console.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
     if not found["warnings"]:
         console.print(f"nothing unusual: {chosen.command}", markup=False, soft_wrap=True)
+
+
+def _strategies(found: list[dict[str, Any]]) -> Table:
+    """Return a table of what each strategy would make of the model, in bytes of float32."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("fragments.strategy", no_wrap=True)
+    for title in ("fragments", "smallest", "largest"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for one in found:
+        sizes = ("-", "-") if one["refusal"] else (size(one["smallest_bytes"]), size(one["largest_bytes"]))
+        table.add_row(one["strategy"], "not possible" if one["refusal"] else str(one["fragments"]), *sizes)
+    return table
 
 
 def _placed(tensor: dict[str, Any]) -> str:

@@ -236,10 +236,12 @@ def excluded(name: str, learner: str) -> Check:
 
 def run(name: str, settings: RunSettings, model: FragmentMap | None) -> Check:
     """Judge a run that can be joined."""
-    text = f"{name}: preset {settings.preset}, {settings.fragments.count} fragments"
+    text = f"{name}: preset {settings.preset}"
     if model is None:
         return Check("run", "ok", f"{text}; no learner has proposed its model yet")
-    return Check("run", "ok", f"{text}, {units.model_size(model.parameters, model.state_values)}")
+    return Check(
+        "run", "ok", f"{text}, {len(model.fragments)} fragments, {units.model_size(model.parameters, model.state_values)}"
+    )
 
 
 # ---- a server

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from diloco.core import quantise
-from diloco.core.fragments import FragmentMap
-from diloco.errors import DilocoError
-from diloco.settings.run import RunSettings
+from diloco.core.fragments import FragmentMap, TensorSpec, build_map
+from diloco.errors import DilocoError, SettingsError
+from diloco.settings.run import RunSettings, Strategy
 from diloco_learner import members
 from diloco_learner.model import Evaluated
 from diloco_learner.task_api import Batches, first_batches, next_batch
@@ -47,6 +47,20 @@ class StateFacts:
 
 
 @dataclass(frozen=True)
+class StrategyFacts:
+    """Fragments that a strategy would make of a model, with the run's other settings.
+
+    ``refusal``: why it cannot cut the model, with no fragments; empty: it can. Sizes are of a fragment, in bytes of float32.
+    """
+
+    strategy: Strategy
+    fragments: int
+    smallest_bytes: int
+    largest_bytes: int
+    refusal: str = ""
+
+
+@dataclass(frozen=True)
 class Examination:
     """All that is known of a task before it is trained; sizes in bytes."""
 
@@ -55,6 +69,7 @@ class Examination:
     tensors: list[TensorFacts]
     state: list[StateFacts]
     fragments: list[dict[str, Any]]  # index, parameters, bytes of an offer
+    strategies: list[StrategyFacts]  # every way to cut the model into as many fragments
     memory: dict[str, int]  # of the compiled step: arguments, results, temporaries, program; empty where nobody knows
     constants: list[dict[str, Any]]  # shape, dtype and bytes of arrays that the loss has closed over
     step_s: float  # of the second step, on this machine
@@ -125,6 +140,20 @@ def fragment_facts(fragments: FragmentMap, settings: RunSettings) -> list[dict[s
         {"index": one.index, "parameters": one.size, "offer_bytes": quantise.body_bytes(one.size, one.bits(bits))}
         for one in fragments.fragments
     ]
+
+
+def strategy_facts(specs: Sequence[TensorSpec], settings: RunSettings) -> list[StrategyFacts]:
+    """Return what each strategy would make of the tensors of a model, that of the run among them."""
+    cut, found = settings.fragments, list[StrategyFacts]()
+    for strategy in get_args(Strategy):
+        layers = cut.layers if strategy == cut.strategy else 1
+        try:
+            sizes = [4 * fragment.size for fragment in build_map(specs, cut.count, strategy, layers=layers).fragments]
+        except SettingsError as error:
+            found.append(StrategyFacts(strategy, 0, 0, 0, str(error)))
+        else:
+            found.append(StrategyFacts(strategy, len(sizes), min(sizes), max(sizes)))
+    return found
 
 
 def tensor_facts(task: object, settings: RunSettings, fragments: FragmentMap, rounded: set[str]) -> list[TensorFacts]:

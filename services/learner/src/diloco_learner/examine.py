@@ -75,6 +75,7 @@ def examine(settings: RunSettings, data: str | None) -> Examination:
             tensors=examination.tensor_facts(task, settings, fragments, set(island.rounded_tensors())),
             state=_state(island, fragments),
             fragments=examination.fragment_facts(fragments, settings),
+            strategies=examination.strategy_facts(island.specs(), settings),
             memory=_memory(memory),
             constants=constants,
             step_s=step_s,

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from diloco.core.chunks import Chunk
 from diloco.core.delta import Reference
-from diloco.core.fragments import Fragment, FragmentMap, TensorSpec, build_map
+from diloco.core.fragments import Fragment, FragmentMap, TensorSpec, cut_model
 from diloco.core.rows import RowLayout, at
 from diloco.errors import SettingsError
 from diloco.member.peer import Layout
@@ -148,7 +148,7 @@ class Island:
 
     def fragments(self) -> FragmentMap:
         """Return the fragments that the run cuts the model into, state among them, and the tensors that are in none."""
-        return build_map(self.specs(), self._cut.count, self._cut.strategy, self._fixed.specs())
+        return cut_model(self.specs(), self._cut, self._fixed.specs())
 
     def rounded_tensors(self) -> list[str]:
         """Return the paths of the tensors that the task has in bfloat16."""

@@ -28,7 +28,7 @@ from typing import Any, Literal, Protocol, Self, TypeAlias, TypeVar, get_args
 from blake3 import blake3
 
 from diloco.core.accounts import STUCK_STEPS, StepDone
-from diloco.core.fragments import FixedSpec, TensorSpec, build_map
+from diloco.core.fragments import FixedSpec, TensorSpec, cut_model
 from diloco.errors import DilocoError, RunError, SettingsError
 from diloco.member.member import Boundary, Member
 from diloco.member.shares import OwnData
@@ -208,8 +208,7 @@ class JoinedRun:
                 f"run {run.name!r}: its learners offer gradients of single steps (outer.optimizer = adamw), which a loop that "
                 "takes its own steps does not have: join a run of another preset"
             )
-        cut = run.created.fragments
-        fragments = build_map(self._tensors, cut.count, cut.strategy, fixed)
+        fragments = cut_model(self._tensors, run.created.fragments, fixed)
         kept = telemetry.begin(self.settings, "learner", self.log)
         if kept is not None:
             self._stack.callback(kept.close)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from diloco.core.arrangement import Arrangement, arranged
+from diloco.core.fragments import TensorSpec
 from diloco.errors import SettingsError
 from diloco.settings.validation import nearest
 from diloco_learner import members
@@ -33,12 +34,20 @@ class Tensor:
     output_axis: int | tuple[int, ...] = 0  # the axis of output units, or several; -1 for kernels of shape (in, out)
     parts: tuple[int, ...] = ()  # sizes along the last output axis of matrices fused into one; (): one matrix
     partition: PartitionSpec | None = None  # over the axes "data", "fsdp", "tensor"; None: the mesh's default
+    stacked: bool = False  # the first axis is one of layers, as jax.lax.scan takes them
+
+    def spec(self, path: str, shape: Shape) -> TensorSpec:
+        """Return the tensor as the log has it, of this path and shape in the model."""
+        kept = self.arrangement(shape)
+        stored = shape if kept is None else kept.stored_shape
+        return TensorSpec(path, stored, self.kind == "embedding", kept, layers=shape[0] if self.stacked else 0)
 
     def arrangement(self, shape: Shape) -> Arrangement | None:
         """Return how the log has the tensor, of this shape in the model; None: alike."""
         if self.kind in ("embedding", "frozen") or len(shape) < 2:
             return None
-        return arranged(shape, () if self.kind == "vector" else self.outputs(shape))
+        vector: Shape = (0,) if self.stacked else ()
+        return arranged(shape, vector if self.kind == "vector" else self.outputs(shape))
 
     def outputs(self, shape: Shape) -> Shape:
         """Return the output axes, counted from the first."""
@@ -72,6 +81,8 @@ def tensor_of(task: object, path: str, shape: Shape) -> Tensor:
         _check_axes(tensor, shape, refuse)
     elif tensor.parts:
         raise refuse(f"has parts, which a {tensor.kind} has none of")
+    if tensor.stacked and not shape:
+        raise refuse("is stacked, and a number: a stack has an axis of layers, the first")
     return tensor
 
 
@@ -112,6 +123,8 @@ def _check_axes(tensor: Tensor, shape: Shape, refuse: Callable[[str], SettingsEr
     outputs = tensor.outputs(shape)
     if not 0 < len(set(outputs)) == len(outputs) < len(shape):
         raise refuse(f"has output_axis = {tensor.output_axis!r}, expected each axis once, and one at least that is an input")
+    if tensor.stacked and outputs[0] != 0:
+        raise refuse(f"is stacked, and has output_axis = {tensor.output_axis!r}: name the axis of layers, 0, before the others")
     length = shape[outputs[-1]]
     if tensor.parts and (not all(isinstance(rows, int) and rows > 0 for rows in tensor.parts) or sum(tensor.parts) != length):
         raise refuse(f"has parts = {tensor.parts!r}, expected numbers that add up to the {length} of its output axis")

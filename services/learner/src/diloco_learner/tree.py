@@ -86,8 +86,7 @@ class ModelTree:
 
     def specs(self) -> list[TensorSpec]:
         """Return the tensors of the log."""
-        kinds = ((each, each.tensor.kind == "embedding") for each in self.trained)
-        return [TensorSpec(each.path, each.stored_shape, embedding, each.arrangement) for each, embedding in kinds]
+        return [each.tensor.spec(each.path, each.shape) for each in self.trained]
 
 
 def _described(task: object, keys: tuple[Any, ...], leaf: Any) -> Described:

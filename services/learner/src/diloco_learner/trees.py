@@ -61,9 +61,8 @@ class Tree:
         specs = []
         for at, (path, shape) in enumerate(zip(self._paths, self._shapes, strict=True)):
             tensor = trained(said, path, shape, "a loop says by not handing it over")
-            self._arrangements[at] = kept = tensor.arrangement(shape)
-            stored = shape if kept is None else kept.stored_shape
-            specs.append(TensorSpec(path, stored, tensor.kind == "embedding", kept))
+            specs.append(tensor.spec(path, shape))
+            self._arrangements[at] = specs[-1].arrangement
         return specs
 
     def fixed(self) -> list[FixedSpec]:

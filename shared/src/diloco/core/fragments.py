@@ -7,29 +7,32 @@ the model.
 Balanced fragmentation (Decoupled DiLoCo, arXiv 2604.21428; algorithm.md section 4): largest piece first into the currently
 smallest of P bins, ties by path, first row, then bin index. Tensors larger than a fragment's even share are split by rows
 first, since a scan-stacked model has few, huge tensors. Embedding-like tensors get fragments of their own, as many as is
-their share of the parameters, because they are merged differently, and so does state that is merged. ``strided`` deals tensors
-in path order, ``layer`` deals whole layers; both are the paper's alternatives, with rougher traffic.
+their share of the parameters, because they are merged differently, and so does state that is merged.
+
+The paper's alternatives have rougher traffic (its appendix C). ``layers``: all tensors outside the layers are the first
+fragment, and the layers, in the order of their numbers, are strided over the others. ``tensors``: the same with the layers'
+tensors one by one. ``layer`` and ``strided`` are earlier forms of them, which go on as they were: they deal layers, or tensors,
+in the order of their paths, and keep only embedding-like tensors apart.
 """
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
+from diloco.core import dealing
 from diloco.core.arrangement import Arrangement
 from diloco.errors import AdmissionError, FormatError, SettingsError
-from diloco.settings.run import Bits
+from diloco.settings.run import BY_LAYERS, Bits, FragmentSettings, Strategy
 
 MAX_TENSORS = 100_000
 MAX_DIMENSIONS = 16
@@ -37,7 +40,6 @@ MAX_PATH_CHARACTERS = 512
 MAX_PARAMETERS = 2**44
 STATE_BITS: Bits = 32  # of bodies with state: a variance beside a large value of its block must not become negative
 
-Strategy = Literal["balanced", "strided", "layer"]
 _Path = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_PATH_CHARACTERS)]
 _Shape = Annotated[list[Annotated[int, msgspec.Meta(ge=1, le=MAX_PARAMETERS)]], msgspec.Meta(max_length=MAX_DIMENSIONS)]
 _Axes = Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=MAX_DIMENSIONS)]], msgspec.Meta(max_length=MAX_DIMENSIONS)]
@@ -51,6 +53,7 @@ class _Entry(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     embedding: bool
     arrangement: tuple[_Shape, _Axes] | None = None
     state: bool = False
+    layers: Annotated[int, msgspec.Meta(ge=1, le=MAX_PARAMETERS)] = 0  # absent: it is not stacked
 
 
 class _Fixed(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -79,7 +82,8 @@ class TensorSpec:
     """A tensor of the model: path, shape in the log, and whether it is embedding-like (merged by direct average).
 
     ``arrangement``: the way of the model's own tensor in the log; None: the log has it as the model has it. ``state``: it is
-    not trained; a version of it is the average of the learners' values.
+    not trained; a version of it is the average of the learners' values. ``layers``: its rows in the log are those of so many
+    layers, one layer after another, equally many of each; 0: it is not stacked.
     """
 
     path: str
@@ -87,6 +91,7 @@ class TensorSpec:
     embedding: bool = False
     arrangement: Arrangement | None = None
     state: bool = False
+    layers: int = 0
 
     @property
     def model_shape(self) -> tuple[int, ...]:
@@ -171,7 +176,7 @@ class Fragment:
     def averaged(self, granularity: Literal["row", "tensor"]) -> NDArray[np.bool_]:
         """Return which of these groups are of embedding-like tensors: bool [groups].
 
-        They share a fragment with others only if the model is one fragment.
+        They share a fragment with others if the model is one fragment, or is cut by layers.
         """
         kinds = [piece.embedding for piece in self.pieces]
         return np.repeat(kinds, [_groups(piece, granularity) for piece in self.pieces])
@@ -188,7 +193,10 @@ class Fragment:
 
 @dataclass(frozen=True)
 class FragmentMap:
-    """All tensors of a model and the fragments they are cut into; ``fixed`` ones are in none."""
+    """All tensors of a model and the fragments they are cut into; ``fixed`` ones are in none.
+
+    Only a ``strategy`` that goes by layers has the tensors' ``layers``, so that other maps are as they were before.
+    """
 
     tensors: tuple[TensorSpec, ...]
     fragments: tuple[Fragment, ...]
@@ -238,16 +246,20 @@ def unpack_map(data: bytes) -> FragmentMap:
         fixed = [FixedSpec(each.path, each.dtype, tuple(each.shape), each.hash) for each in found.fixed]
         if sum(s.size for s in specs) > MAX_PARAMETERS:
             raise FormatError(f"fragment map: more than {MAX_PARAMETERS} parameters")
+        if found.strategy not in BY_LAYERS and any(s.layers for s in specs):
+            raise FormatError(f"fragment map: stacked layers, which the strategy {found.strategy!r} does not go by")
         return build_map(specs, found.count, found.strategy, fixed)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, SettingsError) as error:
         raise FormatError(f"fragment map: {error}") from None
 
 
-def _entry(tensor: TensorSpec) -> list[Any]:
+def _entry(tensor: TensorSpec) -> list[object]:
     kept = tensor.arrangement
     arrangement = None if kept is None else [list(kept.shape), list(kept.outputs)]
-    more = [arrangement, True] if tensor.state else [] if arrangement is None else [arrangement]
-    return [tensor.path, list(tensor.shape), tensor.embedding, *more]
+    later = [(arrangement, None), (tensor.state, False), (tensor.layers, 0)]
+    while later and later[-1][0] == later[-1][1]:  # the last elements are absent where they have their defaults
+        later.pop()
+    return [tensor.path, list(tensor.shape), tensor.embedding, *(value for value, _ in later)]
 
 
 def _spec(entry: _Entry) -> TensorSpec:
@@ -258,19 +270,38 @@ def _spec(entry: _Entry) -> TensorSpec:
             raise FormatError(f"fragment map: tensor {entry.path!r} of shape {shape} is not arranged as it says")
     if entry.state and (entry.embedding or kept is not None):
         raise FormatError(f"fragment map: tensor {entry.path!r} is state, and embedding-like or arranged as a parameter")
-    return TensorSpec(entry.path, shape, entry.embedding, kept, entry.state)
+    if entry.layers and (entry.state or not shape or shape[0] % entry.layers):
+        raise FormatError(f"fragment map: tensor {entry.path!r} of shape {shape} is no stack of {entry.layers} layers")
+    return TensorSpec(entry.path, shape, entry.embedding, kept, entry.state, entry.layers)
+
+
+def cut_model(tensors: Sequence[TensorSpec], settings: FragmentSettings, fixed: Sequence[FixedSpec] = ()) -> FragmentMap:
+    """Cut ``tensors`` as a run's settings say, beside ``fixed`` ones.
+
+    Raises: as :func:`build_map`.
+    """
+    return build_map(tensors, settings.count, settings.strategy, fixed, settings.layers)
 
 
 def build_map(
-    tensors: Sequence[TensorSpec], count: int, strategy: Strategy = "balanced", fixed: Sequence[FixedSpec] = ()
+    tensors: Sequence[TensorSpec],
+    count: int,
+    strategy: Strategy = "balanced",
+    fixed: Sequence[FixedSpec] = (),
+    layers: int = 1,
 ) -> FragmentMap:
     """Cut ``tensors`` into ``count`` fragments, beside ``fixed`` ones.
 
+    A strategy that goes by layers makes fewer fragments if there are fewer layers, or their tensors, than that: one for every
+    ``layers`` of them. Cutting again, into as many as were made, makes the same fragments.
+
     Raises:
-        SettingsError: no tensors that are trained, two of one path, an empty tensor, more fragments than rows, or one fragment
-            for parameters and state.
+        SettingsError: no tensors that are trained, two of one path, an empty tensor, more fragments than rows, one fragment
+            for parameters and state, or a model without layers that is to be cut by them.
     """
     ordered = sorted(tensors, key=lambda tensor: tensor.path)
+    if strategy not in BY_LAYERS:
+        ordered = [replace(tensor, layers=0) for tensor in ordered]
     if all(tensor.state for tensor in ordered):
         raise SettingsError("fragments: the model has no tensors")
     paths = [tensor.path for tensor in tensors] + [each.path for each in fixed]
@@ -280,10 +311,7 @@ def build_map(
     for tensor in ordered:
         if tensor.size == 0:
             raise SettingsError(f"fragments: tensor {tensor.path!r} of shape {tensor.shape} is empty")
-    groups = _grouped(ordered, count)
-    bins: list[list[tuple[TensorSpec, int, int]]] = []
-    for group, group_count in groups:
-        bins += _deal(group, group_count, strategy)
+    bins = dealing.deal(ordered, count, strategy, layers)
     fragments = tuple(_fragment(i, b) for i, b in enumerate(bins))
     return FragmentMap(tuple(ordered), fragments, strategy, tuple(sorted(fixed, key=lambda each: each.path)))
 
@@ -294,31 +322,6 @@ def build_whole(tensors: Sequence[TensorSpec]) -> FragmentMap:
     Raises: as :func:`build_map`.
     """
     return build_map(tensors, 1 + any(tensor.state for tensor in tensors))
-
-
-def _grouped(ordered: Sequence[TensorSpec], count: int) -> list[tuple[list[TensorSpec], int]]:
-    """Return the tensors that are cut together, and into how many fragments."""
-    state = [tensor for tensor in ordered if tensor.state]
-    trained = [tensor for tensor in ordered if not tensor.state]
-    if state:
-        if count == 1:
-            raise SettingsError(
-                f"fragments.count = 1: state {state[0].path!r}, which is merged, is in a fragment of its own: take 2 at least"
-            )
-        own = _own(state, ordered, count)
-        return [*_grouped(trained, count - own), (state, own)]
-    embedding = [tensor for tensor in ordered if tensor.embedding]
-    other = [tensor for tensor in ordered if not tensor.embedding]
-    if not embedding or not other or count == 1:
-        return [(trained, count)]
-    own = _own(embedding, ordered, count)
-    return [(embedding, own), (other, count - own)]
-
-
-def _own(some: Sequence[TensorSpec], ordered: Sequence[TensorSpec], count: int) -> int:
-    """Return how many of ``count`` fragments some tensors get: by their share of the values, but not all."""
-    share = sum(tensor.size for tensor in some) / sum(tensor.size for tensor in ordered)
-    return min(max(1, round(count * share)), count - 1)
 
 
 def check_same_map(ours: FragmentMap, theirs: FragmentMap, run: str) -> None:
@@ -367,51 +370,11 @@ def _describe(tensor: TensorSpec | FixedSpec | None) -> str:
     kept = tensor.arrangement
     axes = "" if kept is None else f" with the output axes {', '.join(map(str, kept.outputs)) or 'none'}"
     kind = ", embedding-like" if tensor.embedding else ", state that is merged" if tensor.state else ""
-    return f"shape {tensor.model_shape}{axes}{kind}"
+    stacked = f", a stack of {tensor.layers} layers" if tensor.layers else ""
+    return f"shape {tensor.model_shape}{axes}{kind}{stacked}"
 
 
-def _deal(tensors: Sequence[TensorSpec], count: int, strategy: str) -> list[list[tuple[TensorSpec, int, int]]]:
-    share = sum(tensor.size for tensor in tensors) / count
-    pieces = [rows for tensor in tensors for rows in _split(tensor, share if strategy == "balanced" else math.inf)]
-    bins: list[list[tuple[TensorSpec, int, int]]] = [[] for _ in range(count)]
-    if strategy == "balanced":
-        filled = [(0, index) for index in range(count)]  # a heap: a map may have many pieces and many fragments
-        for tensor, start, stop in sorted(pieces, key=lambda p: (-_rows_size(*p), p[0].path, p[1])):
-            size, index = filled[0]
-            bins[index].append((tensor, start, stop))
-            heapq.heapreplace(filled, (size + _rows_size(tensor, start, stop), index))
-    else:
-        keys = [tensor.path if strategy == "strided" else _layer(tensor.path) for tensor, _, _ in pieces]
-        order = {key: i for i, key in enumerate(dict.fromkeys(keys))}
-        for key, piece in zip(keys, pieces, strict=True):
-            bins[order[key] % count].append(piece)
-    if not all(bins):
-        kind = "embedding-like tensors" if tensors[0].embedding else "tensors of state" if tensors[0].state else "tensors"
-        raise SettingsError(
-            f"fragments.count: {count} fragments are more than the {len(pieces)} pieces that {len(tensors)} {kind} can be cut "
-            f"into by {strategy!r}; take fewer fragments"
-            + ("" if strategy == "balanced" else " or fragments.strategy=balanced")
-        )
-    return bins
-
-
-def _split(tensor: TensorSpec, share: float) -> list[tuple[TensorSpec, int, int]]:
-    rows = tensor.shape[0] if tensor.shape else 1
-    parts = min(rows, math.ceil(tensor.size / share)) if share < tensor.size else 1
-    bounds = [rows * i // parts for i in range(parts + 1)]
-    return [(tensor, start, stop) for start, stop in itertools.pairwise(bounds)]
-
-
-def _rows_size(tensor: TensorSpec, start: int, stop: int) -> int:
-    return tensor.size // (tensor.shape[0] if tensor.shape else 1) * (stop - start)
-
-
-def _layer(path: str) -> str:
-    number = re.search(r"[0-9]+", path)
-    return f"layer {number.group()}" if number else path
-
-
-def _fragment(index: int, members: Sequence[tuple[TensorSpec, int, int]]) -> Fragment:
+def _fragment(index: int, members: Sequence[dealing.Rows]) -> Fragment:
     pieces, offset = [], 0
     for tensor, start, stop in sorted(members, key=lambda m: (m[0].path, m[1])):
         shape = (stop - start, *tensor.shape[1:]) if tensor.shape else ()

@@ -1,7 +1,8 @@
 """Which syncer owns which fragments: how they are dealt out, and when one may be taken over.
 
-Any number of syncers may come and go. At most ``shards`` of them, the *holders*, share the fragments; the others stand by. The
-owners are a small table, written only on change and by compare-and-set; nothing in it expires. Every syncer runs this state
+Any number of syncers may come and go. At most ``shards`` of them, the *holders*, share the fragments; the others stand by.
+There are no more holders than fragments, and a small model may have fewer fragments than the run's settings say. The owners
+are a small table, written only on change and by compare-and-set; nothing in it expires. Every syncer runs this state
 machine on the heartbeats that it hears. If two of them propose at once, the compare-and-set lets one table through; if one of
 them is wrong about another, the log's fence still lets only one owner write.
 """
@@ -127,7 +128,7 @@ class Ownership:
     ) -> None:
         """``region``: empty in a run without; one of which nobody is heard counts as gone after ``away_s``."""
         self.name, self.incarnation, self.region = name, incarnation, region
-        self.sizes, self.shards = sizes, shards
+        self.sizes, self.shards = sizes, min(shards, len(sizes))
         self.table: OwnersTable | None = None
         self.revision = 0  # of the table; 0: there is none
         self.leaving = False
@@ -141,7 +142,8 @@ class Ownership:
 
     def change(self, shards: int, takeover_s: float, away_s: float) -> None:
         """Go by these settings from now on."""
-        self.shards, self._others.takeover_s, self._others.away_s = shards, takeover_s, away_s
+        self.shards = min(shards, len(self.sizes))
+        self._others.takeover_s, self._others.away_s = takeover_s, away_s
 
     @property
     def heartbeat_s(self) -> float:

@@ -23,6 +23,8 @@ from pydantic import (
 )
 
 Bits = Literal[2, 4, 8, 16, 32]
+Strategy = Literal["balanced", "strided", "layer", "layers", "tensors"]
+BY_LAYERS: tuple[Strategy, ...] = ("layers", "tensors")  # strategies that keep a model's layers apart from all other tensors
 # a slow link never leads to 2 bits: members of a run that does not begin with them need not know them
 AdaptiveBits = Literal[4, 8, 16, 32]
 # features that a run requires of its members
@@ -55,8 +57,25 @@ class _Section(BaseModel):
 class FragmentSettings(_Section):
     """Cutting the model into fragments (Decoupled DiLoCo, section on fragmentation)."""
 
-    count: int = Field(24, ge=1, le=4096, description="fragments P, embedding-like fragments counted in")
-    strategy: Literal["balanced", "strided", "layer"] = Field("balanced", description="how tensors are dealt to fragments")
+    count: int = Field(
+        24,
+        ge=1,
+        le=4096,
+        description="fragments P, all kinds counted in; with `layers` and `tensors` the most, since a small model has fewer",
+    )
+    strategy: Strategy = Field("balanced", description="how tensors are dealt to fragments (user-guide.md, Fragments)")
+    layers: int = Field(1, ge=1, le=4096, description="with the strategy `layers`: about so many layers a fragment, or more")
+
+    _LATER: ClassVar[frozenset[str]] = frozenset({"layers"})
+
+    @model_validator(mode="after")
+    def _of_layers(self) -> FragmentSettings:
+        if self.layers > 1 and self.strategy != "layers":
+            raise ValueError(
+                f"fragments.layers = {self.layers} is for fragments.strategy = layers, which is {self.strategy}: set both, or "
+                "leave fragments.layers out"
+            )
+        return self
 
 
 class RoundSettings(_Section):

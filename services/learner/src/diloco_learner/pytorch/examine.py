@@ -50,6 +50,7 @@ def examine(settings: RunSettings, task: Task, checked: TorchIsland, batches: Se
                 if tensor.state
             ],
             fragments=examination.fragment_facts(fragments, settings),
+            strategies=examination.strategy_facts(island.specs(), settings),
             memory={},
             constants=[],
             step_s=step_s,

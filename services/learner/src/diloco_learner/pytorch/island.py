@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from diloco.core.chunks import Chunk
 from diloco.core.delta import Reference
-from diloco.core.fragments import FixedSpec, Fragment, FragmentMap, TensorSpec, build_map
+from diloco.core.fragments import FixedSpec, Fragment, FragmentMap, TensorSpec, cut_model
 from diloco.errors import SettingsError
 from diloco.member.peer import Layout
 from diloco.member.state import Content
@@ -106,7 +106,7 @@ class TorchIsland:
 
     def fragments(self) -> FragmentMap:
         """Return the fragments that the run cuts the model into, and the parameters that are frozen."""
-        return build_map(self.specs(), self._run.fragments.count, self._run.fragments.strategy, self._fixed)
+        return cut_model(self.specs(), self._run.fragments, self._fixed)
 
     @cached_property
     def _fixed(self) -> list[FixedSpec]:

@@ -149,7 +149,7 @@ class Rows:
                 )
             if kept is not None:
                 self._arrangements[path] = kept
-            specs.append(TensorSpec(path, shape if kept is None else kept.stored_shape, tensor.kind == "embedding", kept))
+            specs.append(tensor.spec(path, shape))
         self._stored = self._as_stored(self.views)
         return specs
 
