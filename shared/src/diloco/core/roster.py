@@ -162,9 +162,15 @@ class Roster:
         return statistics.median(times) if times else DEFAULT_STEP_S
 
     def long_step_s(self, now_s: float) -> float:
-        """Return the median of the live learners' long steps: xi_step of :func:`diloco.core.pace.grace_s`."""
-        known = [long_s for seen in self.live(now_s) if (long_s := seen.recent_steps.high()) is not None]
-        return max(statistics.median(known), self.step_s(now_s)) if known else self.step_s(now_s)
+        """Return xi_step of :func:`diloco.core.pace.grace_s`: the median of the live learners' long steps.
+
+        It is that of the reference where that is shorter: its steps are those of the cycle, in which the next round comes.
+        """
+        usual_s, reference = self.step_s(now_s), self.clock(now_s).reference
+        known_s = [long_s for seen in self.live(now_s) if (long_s := seen.long_step_s) is not None]
+        if reference is None or reference.long_step_s is None:
+            return usual_s
+        return min(max(statistics.median(known_s), usual_s), reference.long_step_s)
 
     def processed(self, chain: Chain, now_s: float) -> int:
         """Return the tokens that all learners have processed: those of a fragment's log, and those not merged yet.

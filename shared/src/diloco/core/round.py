@@ -131,7 +131,9 @@ class Round:
     wanted_at_s: float | None = None  # since when learners are waited for that others wait for
     in_vain: set[str] = field(default_factory=set)  # learners that were waited for in vain, and have delivered nothing since
     quorum_average: Average = field(default_factory=Average)
-    sync_average: Average = field(default_factory=Average)
+    sync_average: Average = field(default_factory=Average)  # from a round's end until its version is stored
+    answer_average: Average = field(default_factory=Average)  # from a round's announcement to its first answer
+    _answered: bool = False  # whether the open round has an answer
     _opened_at_step: float | None = None  # by the reference's clock: when its last round was opened here
     _seen: _Look | None = None  # asked for several times at one moment
     _near: tuple[tuple[int, int, int], bool] | None = None  # by budget, merged and lost tokens: whether the log is near its end
@@ -210,13 +212,12 @@ class Round:
             return True
         if self.settings.round.lockstep:  # no step is taken without it: a learner that ends one is to find the round open
             return bool(self._present(now_s))
-        quorum = max(1, self.quorum(now_s))
         if not self.settings.round.learners_wait:
-            return self._in_slot(now_s, steps) and self._ready(now_s, 1) >= quorum
+            return self._in_slot(now_s, steps) and self._are_enough(self._ready(now_s, 1), now_s)
         # learners stop where they expect a round: so many steps after its last version, and not in a slot
         needed = steps if self.chain.version else first_due_steps(self.settings.round, self.chain.fragment, self.fragments)
         ready = self._ready(now_s, needed)
-        if ready >= quorum:
+        if self._are_enough(ready, now_s):
             return True
         # after a rollback learners count from different steps: some may wait for this fragment, and the others for another one
         expected = self.roster.expected(self.chain, now_s)
@@ -250,6 +251,9 @@ class Round:
             ready += sum(self._is_ready(seen, needed) for seen in self._given_up(now_s))
         return ready
 
+    def _are_enough(self, ready: int, now_s: float) -> bool:
+        return ready >= max(1, self.quorum(now_s))
+
     def _is_ready(self, seen: Seen, needed: int) -> bool:
         """Whether a learner has taken ``needed`` steps since it applied the newest version."""
         fragment = self.chain.fragment
@@ -262,6 +266,7 @@ class Round:
     def open(self, now_s: float) -> None:
         """Open the round; it is a closing one if the budget is used up."""
         self.opened_at_s, self.quorum_at_s, self.closing = now_s, None, self._used_up(now_s)
+        self._answered = False
         self.stuck_at_s = self.wanted_at_s = None
         self._opened_at_step = self.roster.clock(now_s).elapsed
 
@@ -285,6 +290,9 @@ class Round:
         answers = {answer.learner: answer.steps for answer in self.answers()}
         if answers or self.closing:
             self._blame(self._not_in(now_s) if self.closing else self._waiting_for(answers, now_s), now_s)
+        if answers and not self._answered:
+            self._answered = True
+            self.answer_average.add(now_s - self.opened_at_s)
         if not any(answers.values()):
             self.quorum_at_s = None  # those who made it were excluded since: a merge of nothing would close the log
         elif self.quorum_at_s is None and len(answers) >= self.quorum(now_s):
@@ -356,7 +364,9 @@ class Round:
         return unfit(offer, self.chain, self.hashes, self.settings.round.max_staleness_versions)
 
     def _grace_s(self, now_s: float) -> float:
-        return grace_s(self.settings.round, self.roster.long_step_s(now_s), self.quorum_average.get(), self.sync_average.get())
+        # an announcement and a version take half of the time of the quickest answer on their way
+        sync_s = self.sync_average.get() + self.answer_average.get() / 2
+        return grace_s(self.settings.round, self.roster.long_step_s(now_s), self.quorum_average.get(), sync_s)
 
     def _waiting_for(self, answers: Collection[str], now_s: float) -> list[Seen]:
         return [seen for seen in self._present(now_s) if seen.heartbeat.learner not in answers]

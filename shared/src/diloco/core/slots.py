@@ -41,6 +41,11 @@ class Seen:
         """Seconds of a step: as heard, else as the learner states; None if neither is known."""
         return self.step_times.value or self.heartbeat.step_s or None
 
+    @property
+    def long_step_s(self) -> float | None:
+        """Seconds of its long steps; None if none is known."""
+        return self.recent_steps.high() or self.step_s
+
 
 def first_slot(steps: int, fragment: int, fragments: int) -> int:
     """Return the step of a fragment's first round, in a cycle of ``steps`` steps: its offset, or H where that is 0."""
