@@ -15,7 +15,9 @@ from diloco.core.roster import Roster
 from diloco.core.round import Round
 from diloco.wire.control import Heartbeat
 
-COUNTED: dict[str, Any] = {"round.learners_wait": True}  # rounds are due after H steps, and not in slots: tests/shared/test_slots.py
+COUNTED: dict[str, Any] = {
+    "round.learners_wait": True
+}  # rounds are due after H steps, and not in slots: tests/shared/test_slots.py
 
 
 def test_a_round_is_due_when_the_quorum_took_h_steps() -> None:

@@ -247,7 +247,9 @@ class Round:
             self._blame(missing, now_s)
         else:
             self.wanted_at_s = None
-        if len(present) < max(1, self.quorum(now_s)):  # those given up count once they are ready, or no round would open any more
+        if len(present) < max(
+            1, self.quorum(now_s)
+        ):  # those given up count once they are ready, or no round would open any more
             ready += sum(self._is_ready(seen, needed) for seen in self._given_up(now_s))
         return ready
 
