@@ -227,3 +227,32 @@ def test_more_tokens_than_can_be_counted_are_refused() -> None:
     learners = [replace(learner, tokens=1 << 50) for learner in scenario.learners]
     with pytest.raises(SettingsError, match=r"learner-0: tokens = 1125899906842624"):
         simulation.simulate(replace(scenario, learners=learners, duration_s=7 * 86400.0))
+
+
+def rounds_opened_s(tau: float, link: Link) -> list[float]:
+    """When one learner's rounds of the whole model open, with steps of 5 s and H = 24, in seconds after the first one."""
+    settings = {"fragments.count": 1, "shards": 1, "round.steps": 24, "round.overlap_steps": tau, "apply.at": "overlap"}
+    case = Case("streaming", learners=1, chips=256, duration_s=1000.0, link=link, settings=settings)
+    _, versions = played(case.scenario())
+    first, *others = (version.opened_us / 1e6 for version in versions)
+    assert first == pytest.approx(24 * 5.0 + link.delay_s, abs=1e-4)
+    return [opened_s - first for opened_s in others]
+
+
+@pytest.mark.parametrize(("tau", "steps"), [(1, 25), (5, 29), (10, 34)])
+def test_a_version_is_applied_tau_steps_after_the_answer(tau: float, steps: int) -> None:
+    opened_s = rounds_opened_s(tau, LINK)  # a round is due H steps after the version was applied
+    assert opened_s == pytest.approx([steps * 5.0 * n for n in range(1, len(opened_s) + 1)], abs=1e-3)
+    assert len(opened_s) >= 5
+
+
+def test_a_late_version_makes_a_learner_wait_and_not_for_longer_than_for_a_dead_member() -> None:
+    # 10^7 values: up 4 bits and a 64th of a scale of 16 bits each, down 32 bits. A step, a round, an offer and a version travel
+    # for 0.02 s each, an answer takes 0.05 s, and a commit 0.02 s
+    bits, fixed_s = 4.25e7 + 32e7, 4 * 0.02 + 0.05 + 0.02
+    late_s, very_late_s = bits / 5e7 + fixed_s, bits / 2e7 + fixed_s
+    assert late_s > 5.0, "tau, one step, is over"
+    assert rounds_opened_s(1, Link(5e7, 0.02))[0] == pytest.approx(late_s + 24 * 5.0, abs=0.01)
+    # it waits from 5 s to 10 s after its answer, and steps on: the version comes in the second step from there
+    assert 15.0 < very_late_s < 20.0
+    assert rounds_opened_s(1, Link(2e7, 0.02))[0] == pytest.approx(20.0 + 24 * 5.0, abs=0.01)

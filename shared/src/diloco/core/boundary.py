@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import TypeAlias
 
-from diloco.core import lockstep, overlap
+from diloco.core import apply_step, lockstep
 from diloco.core.accounts import Accounts
 from diloco.core.budget import accounted
 from diloco.core.delta import Apply, Carried
@@ -213,7 +213,7 @@ def _steps_left(learner: Learner, state: FragmentState) -> int | None:
     steps_on = learner.role == "learner" and not (learner.draining or learner.leaving or learner.stopped)
     if learner.settings.apply.at == "arrival" or not steps_on:
         return None
-    return overlap.steps_left(state, learner.in_force.settings.round.overlap_steps, learner.accounts.step)
+    return apply_step.steps_left(state, learner.in_force.settings.round.overlap_steps, learner.accounts.step)
 
 
 def _is_awaited(learner: Learner, state: FragmentState) -> bool:

@@ -4,8 +4,8 @@ Streaming DiLoCo (arXiv 2501.18512) sends a fragment after step t and applies wh
 it came; a learner whose version is late waits for it. Here t is the own step with whose value a learner answers a round, or
 could have answered it: the first boundary that finds the round announced. Tau is ``round.overlap_steps``.
 
-A version is applied on arrival where there is no such step, or nothing is gained by waiting for it: the learner heard of no round,
-a later round or version is known already, the version is no merge (a loaded log, a rollback), or its own value is invalid.
+A version is applied on arrival where there is no such step, or nothing is gained by holding it: the learner heard of no round,
+a later round or version is known already, the version is no merge (a loaded log, a rollback), or the own value is invalid.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from diloco.core.fragment_state import FragmentState, Phase
 
 
 def steps_left(state: FragmentState, overlap_steps: float, step: int) -> int | None:
-    """Return the own steps from ``step`` to the boundary that applies the open round's version, at least 0; None: on arrival."""
+    """Return the own steps from ``step`` to the boundary that applies the open round's version, 0 or more; None: on arrival."""
     next_version = state.delta.base_version + 1
     if state.open_version != next_version or state.newest.chain.version > next_version:
         return None
