@@ -30,6 +30,8 @@ from diloco_ops.failures import Failure, Tape
 TOLERANCE_US = 5  # the syncer counts in float seconds, and wakes a microsecond after the end of a grace window
 RECORDED: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "rounds.json").read_text())
 LINK = Link(1e9, 0.02)
+# the preset `streaming` when it was recorded; what is played without a record says `overlap`
+ON_ARRIVAL = {"apply.at": "arrival", "round.overlap_steps": 5.0}
 
 
 @dataclass
@@ -68,7 +70,8 @@ class Case:
             self.spread,
             self.speeds,
         )
-        run = run_settings(self.preset, {"learners": self.learners, **(self.settings or {})})
+        before = ON_ARRIVAL if self.preset == "streaming" else {}
+        run = run_settings(self.preset, {"learners": self.learners, **before, **(self.settings or {})})
         rounds = Rounds(run, [10_000_000 + 1_000_000 * p for p in range(run.fragments.count)], self.answer_s, self.commit_s)
         *most, last = cluster.split(self.seed)
         learners = [*most, replace(last, present=self.present)]
