@@ -22,8 +22,8 @@ def test_the_rounds_of_each_preset_with_the_default_budget(preset: str, rounds: 
 def test_a_short_run_is_told_its_rounds_and_what_to_set() -> None:
     said = too_short(run_settings("diloco", {"tokens": BUDGET}), STEP_TOKENS)
     assert said == (
-        "the run has 1 full rounds of each fragment: tokens = 7500000 are 915 steps of each learner, and a round comes every "
-        "round.steps = 500; set more tokens or fewer round.steps, 10 rounds or more"
+        "the run has 1 full round of each fragment: tokens = 7500000 are 915 steps of each learner, and a round comes every "
+        "round.steps = 500; set more tokens or fewer round.steps, for 10 rounds or more"
     )
 
 

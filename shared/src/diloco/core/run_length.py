@@ -22,7 +22,9 @@ def too_short(settings: RunSettings, step_tokens: int) -> str | None:
     steps, rounds = steps_each(settings, step_tokens), rounds_each(settings, step_tokens)
     if rounds >= FEW_ROUNDS:
         return None
+    plural = "" if rounds == 1 else "s"
     return (
-        f"the run has {rounds} full rounds of each fragment: tokens = {settings.tokens} are {steps} steps of each learner, and a "
-        f"round comes every round.steps = {settings.round.steps}; set more tokens or fewer round.steps, {FEW_ROUNDS} rounds or more"
+        f"the run has {rounds} full round{plural} of each fragment: tokens = {settings.tokens} are {steps} steps of each learner, "
+        f"and a round comes every round.steps = {settings.round.steps}; set more tokens or fewer round.steps, for {FEW_ROUNDS} "
+        "rounds or more"
     )

@@ -40,7 +40,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
         "apply": {"alpha": 0.5, "at": "overlap"},
         "codec": {"offer_bits": 4, "record_bits": 32, "error_feedback": False},
     },
-    # DiLoCo (arXiv 2311.08105): the whole model at once, every 500 steps, and no learner goes on before the new version is there
+    # DiLoCo (arXiv 2311.08105): the whole model every 500 steps, and no learner goes on before the new version is there
     "diloco": {
         "inner": _ADAMW,
         "shards": 1,
