@@ -281,11 +281,10 @@ def needed(job: Job, named: Iterable[Named], utilisations: Iterable[float]) -> l
     return [[row(job, *one, share, needed_bits_per_s(job, one[2], share)) for share in shares] for one in named]
 
 
-def table(job: Job, named: Sequence[Named], utilisations: Sequence[float]) -> tuple[list[str], list[list[str]]]:
-    """Return headings and rows of a table: a row for each schedule, a column for each utilisation."""
-    rates = needed(job, named, utilisations)
+def table(named: Sequence[Named], rates: Sequence[Sequence[Row]]) -> tuple[list[str], list[list[str]]]:
+    """Return headings and rows of a table of :func:`needed`'s rates: a row a schedule, a column a utilisation."""
     rows = [[*cells(one), *map(rate_text, each)] for one, each in zip(named, rates, strict=True)]
-    return [*HEAD, *map(percent, utilisations)], rows
+    return [*HEAD, *(percent(each.utilisation) for each in rates[0])], rows
 
 
 def all_schedules() -> list[Named]:

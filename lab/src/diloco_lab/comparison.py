@@ -56,7 +56,7 @@ def errors(group: str, unit: str, cells: Iterable[tuple[str, float]]) -> list[Er
 
 
 def of_goodput(rows: Sequence[goodput.Row]) -> list[Errors]:
-    """Return the errors of Table 1's cells: of the rows that the constants were fitted to, and of those predicted."""
+    """Return the errors of Table 1's cells. Rows that the constants were fitted to are one group, predicted rows another."""
     found: list[Errors] = []
     for quantity in goodput.QUANTITIES:
         for group, fitted in (("data-parallel, fitted", True), ("decoupled, predicted", False)):
@@ -94,8 +94,8 @@ def _link(row: bandwidth.Row) -> str:
     return f"{row.bits} bits, {bandwidth.percent(row.utilisation)}, {row.step_s:g} s, {row.datacenters} datacenters"
 
 
-def links() -> list[tuple[Job, list[tuple[Named, list[bandwidth.Row]]]]]:
-    """Return for each job of Table 13 the schedules with their rates: those of its cells, and Decoupled's training schedule."""
+def links() -> list[tuple[Job, list[Named], list[list[bandwidth.Row]]]]:
+    """Return for each job of Table 13 its schedules and their rates: those of its cells, and Decoupled's training schedule."""
     found = []
     for (step_s, datacenters), rows in published.LINKS.items():
         job = Job(published.LINK_PARAMETERS, step_s, datacenters)
@@ -105,11 +105,10 @@ def links() -> list[tuple[Job, list[tuple[Named, list[bandwidth.Row]]]]]:
             for name, schedule in bandwidth.schedules(strategy, {"bits": bits}).items()
             if name == "table" or strategy == "decoupled"
         ]
-        rates = bandwidth.needed(job, named, published.UTILISATIONS)
-        found.append((job, list(zip(named, rates, strict=True))))
+        found.append((job, named, bandwidth.needed(job, named, published.UTILISATIONS)))
     return found
 
 
-def link_rows() -> list[bandwidth.Row]:
-    """Return the rows of :func:`links`, one after another."""
-    return [row for _, schedules in links() for _, rows in schedules for row in rows]
+def link_rows(found: Iterable[tuple[Job, list[Named], list[list[bandwidth.Row]]]]) -> list[bandwidth.Row]:
+    """Return the rows of what :func:`links` returned, one after another."""
+    return [row for _, _, rates in found for rows in rates for row in rows]

@@ -21,15 +21,14 @@ def blocks(rows: Sequence[goodput.Row]) -> dict[str, str]:
 
 def links() -> dict[str, str]:
     """Return the blocks that depend on no chance: bandwidth, Table 13, recovery."""
-    job = Job()
+    job, every, found = Job(), bandwidth.all_schedules(), comparison.links()
     tables = [
-        f"{bandwidth.of(one)[0].upper()}{bandwidth.of(one)[1:]}:\n\n"
-        f"{markdown(*bandwidth.table(one, [schedule for schedule, _ in named], published.UTILISATIONS))}"
-        for one, named in comparison.links()
+        f"{bandwidth.of(one)[0].upper()}{bandwidth.of(one)[1:]}:\n\n{markdown(*bandwidth.table(named, rates))}"
+        for one, named, rates in found
     ]
     return {
-        "bandwidth": markdown(*bandwidth.table(job, bandwidth.all_schedules(), published.UTILISATIONS)),
-        "published-bandwidth": "\n".join([*tables, _errors(comparison.of_links(comparison.link_rows()))]),
+        "bandwidth": markdown(*bandwidth.table(every, bandwidth.needed(job, every, published.UTILISATIONS))),
+        "published-bandwidth": "\n".join([*tables, _errors(comparison.of_links(comparison.link_rows(found)))]),
         "recovery": markdown(*recovery.table(recovery.rows(recovery.NAMED, job.parameters, job.step_s))),
     }
 

@@ -90,12 +90,15 @@ def _uptime(contents: Contents) -> str:
 
 
 def _cells(rows: Sequence[Row], quantity: str) -> str:
-    head, made = goodput.table(rows, quantity)
-    return html.wide(html.table(head, [[escape(cell) for cell in each] for each in made]))
+    return _table(*goodput.table(rows, quantity))
 
 
 def _errors(found: Sequence[Errors]) -> str:
-    return html.wide(html.table(list(comparison.HEAD), [[escape(text) for text in each.texts()] for each in found]))
+    return _table(comparison.HEAD, [each.texts() for each in found])
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return html.wide(html.table(list(head), [[escape(cell) for cell in each] for each in rows]))
 
 
 def _constants(contents: Contents) -> str:
@@ -122,26 +125,24 @@ def _storm(contents: Contents) -> str:
 
 
 def _links(contents: Contents) -> str:
-    job = contents.job
-    head, rows = bandwidth.table(job, bandwidth.all_schedules(), published.UTILISATIONS)
+    job, named = contents.job, bandwidth.all_schedules()
     said = (
         f"Gbit/s of a datacenter's link, each way, for a compute utilisation: {bandwidth.of(job)}. Schedule table: as for the "
         "published figures, which are in brackets; training: that of the product's preset. Below: how far all published cells "
         "are from ours, over four settings of a step's time and the number of datacenters."
     )
-    cells = html.wide(html.table(head, [[escape(cell) for cell in each] for each in rows]))
-    errors = _errors(comparison.of_links(comparison.link_rows()))
+    cells = _table(*bandwidth.table(named, bandwidth.needed(job, named, published.UTILISATIONS)))
+    errors = _errors(comparison.of_links(comparison.link_rows(comparison.links())))
     return html.section("Bandwidth", said, html.wide(contents.pictures["bandwidth"]) + cells + errors)
 
 
 def _recovery(contents: Contents) -> str:
     job = contents.job
-    head, rows = recovery.table(recovery.rows(recovery.NAMED, job.parameters, job.step_s))
     said = (
         "A learner that comes back fetches parameters and optimizer state while versions go on over the same link. The H steps "
         f"of a cycle are free; what takes longer is downtime. {job.parameters:g} parameters, {job.step_s:g} s a step."
     )
-    cells = html.wide(html.table(head, [[escape(cell) for cell in each] for each in rows]))
+    cells = _table(*recovery.table(recovery.rows(recovery.NAMED, job.parameters, job.step_s)))
     return html.section("Recovery", said, html.wide(contents.pictures["recovery"]) + cells)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +33,7 @@ class RemadeMerges:
         self.wrong: list[str] = []
         self._residuals = [np.zeros(self.fragment.size, np.float32)]  # that the owner may have
         self._keyframe: Loaded | None = None
-        self._bases: dict[int, Vector] = {}  # the fragment by version, since the last rollback
+        self._bases: Mapping[int, Vector] = {}  # the fragment by version, since the last rollback
 
     async def redo(self, replica: Replica, entry: Entry) -> None:
         """Compare an entry that is about to be folded into ``replica`` with the merge that its owner must have made."""
@@ -46,10 +46,7 @@ class RemadeMerges:
             self._residuals = [self._keyframe.residual, zeros] if kept and self._keyframe else [zeros]
         if record.entry != "version" or record.previous != chain.head:
             return
-        if self.settings.merge.against == "current":
-            self._bases[chain.version] = replica.theta.copy()
-            oldest = chain.version - self.settings.round.max_staleness_versions
-            self._bases = {version: theta for version, theta in self._bases.items() if version >= oldest}
+        self._bases = merging.keep_bases(self.settings, self._bases, chain.version, replica.theta)
         held = await self._held(record)
         known = merging.bases_of(self.fragment, self.settings, held) <= self._bases.keys()
         if not held or not known or not self._residuals:

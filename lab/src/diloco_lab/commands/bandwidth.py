@@ -105,20 +105,20 @@ def _needed(job: Job, named: Sequence[Named], utilisations: Sequence[float], jso
     if json_:
         print(json.dumps([asdict(each) for rows in found for each in rows]))
         return
-    head, rows = table(job, named, utilisations)
     errors = [each.sentence() for each in comparison.of_links(row for each in found for row in each)]
-    _show(f"Gbit/s for a compute utilisation, {of(job)}", _table(head, rows), _NOTE, *errors)
+    _show(f"Gbit/s for a compute utilisation, {of(job)}", _table(*table(named, found)), _NOTE, *errors)
 
 
 def _published(json_: bool) -> None:
     """Show all cells of Table 13 beside ours."""
+    found = comparison.links()
+    rows = comparison.link_rows(found)
     if json_:
-        print(json.dumps([asdict(each) for each in comparison.link_rows()]))
+        print(json.dumps([asdict(each) for each in rows]))
         return
-    for job, named in comparison.links():
-        head, rows = table(job, [one for one, _ in named], UTILISATIONS)
-        _show(f"Gbit/s for a compute utilisation, {of(job)}", _table(head, rows), "")
-    _show(_NOTE, *(each.sentence() for each in comparison.of_links(comparison.link_rows())))
+    for job, named, rates in found:
+        _show(f"Gbit/s for a compute utilisation, {of(job)}", _table(*table(named, rates)), "")
+    _show(_NOTE, *(each.sentence() for each in comparison.of_links(rows)))
 
 
 def _reached(job: Job, named: Sequence[Named], gbit: float, wanted: float, bits: Sequence[int], json_: bool) -> None:
@@ -154,9 +154,4 @@ def _show(*parts: str | Table) -> None:
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    shown = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    for heading in headings:
-        shown.add_column(heading, justify="left" if heading in HEAD[:2] else "right", no_wrap=True)
-    for each in rows:
-        shown.add_row(*each)
-    return shown
+    return show.table(headings, rows, words=2, padding=1)  # strategy and schedule

@@ -14,7 +14,6 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from diloco.errors import SettingsError
 from diloco.settings.loading import parse_assignments
@@ -139,13 +138,7 @@ def progress(what: str, quiet: bool) -> Iterator:  # type: ignore[type-arg]
 def _show(rows: Sequence[Row], chosen: Conditions, seeds: int, days: float) -> None:
     out = show.console()
     for quantity in QUANTITIES:
-        head, cells = table(rows, quantity)
-        shown = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, title=f"{quantity}, %", title_justify="left")
-        for heading in head:
-            shown.add_column(heading, justify="left" if heading == "strategy" else "right", no_wrap=True)
-        for each in cells:
-            shown.add_row(*each)
-        out.print(shown, highlight=False)
+        out.print(show.table(*table(rows, quantity), words=1, title=f"{quantity}, %"), highlight=False)
         out.print()
     for note in (*notes(rows, chosen, seeds, days), *(each.sentence() for each in comparison.of_goodput(rows))):
         out.print(note, highlight=False)
@@ -160,11 +153,10 @@ def _show_sensitivity(wanted: Sequence[Point], chosen: Conditions, seeds: Sequen
     for key, each in changed.items():
         with progress(f"{key[0]} {key[1]:+d}", False) as bar:
             rows[key] = sweep(wanted, each, seeds, duration_s, jobs, bar)
-    shown = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, title_justify="left")
-    shown.title = f"goodput, points more for a constant that is {100 * fit.SENSITIVITY_STEP:.0f} % larger"
-    for heading in ("strategy", "M", "chips", *names):
-        shown.add_column(heading, no_wrap=True, justify="left" if heading == "strategy" else "right")
+    cells = []
     for index, point in enumerate(wanted):
         changes = [100 * (rows[name, 1][index].goodput - rows[name, -1][index].goodput) / 2 for name in names]
-        shown.add_row(point.strategy, str(point.learners), count(point.chips), *(f"{change:+.2f}" for change in changes))
+        cells.append([point.strategy, str(point.learners), count(point.chips), *(f"{change:+.2f}" for change in changes)])
+    title = f"goodput, points more for a constant that is {100 * fit.SENSITIVITY_STEP:.0f} % larger"
+    shown = show.table(["strategy", "M", "chips", *names], cells, words=1, title=title)
     show.console().print(shown, highlight=False)

@@ -7,7 +7,6 @@ from dataclasses import asdict, replace
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from diloco_lab import pictures, recovery
 from diloco_lab.bandwidth import Job
@@ -41,15 +40,9 @@ def recover(
     if json_:
         print(json.dumps([asdict(row) for row in found]))
         return
-    head, cells = recovery.table(found)
-    shown = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for heading in head:
-        shown.add_column(heading, justify="right")
-    for each in cells:
-        shown.add_row(*each)
     console = show.console()
     console.print(f"A recovering learner, {parameters:g} parameters, {step_s:g} s a step", highlight=False)
-    console.print(shown, highlight=False)
+    console.print(show.table(*recovery.table(found), no_wrap=False), highlight=False)
     console.print(_NOTE, highlight=False)
     for name, one in named:
         free = f"{one.free_rate / step_s:.3g} bit/s a parameter, a copy in {recovery.COPY_BITS / one.free_rate:.3g} steps"

@@ -86,9 +86,6 @@ class BaseValues:
 
     def of_merge(self) -> Mapping[int, Vector]:
         """Return the values for the next merge, float32 [size] by version, once they are known; forget older ones."""
-        settings, version = self.context.run.in_force, self.replica.chain.version
-        if settings.merge.against == "current":
-            self._values[version] = self.replica.theta.copy()
-            oldest = version - settings.round.max_staleness_versions
-            self._values = {version: theta for version, theta in self._values.items() if version >= oldest}
+        replica = self.replica
+        self._values = dict(merging.keep_bases(self.context.run.in_force, self._values, replica.chain.version, replica.theta))
         return self._values

@@ -148,18 +148,22 @@ def _deal_group(tensors: Sequence[TensorSpec], count: int, strategy: str) -> lis
 
 
 def _whole(tensor: TensorSpec) -> Rows:
-    return tensor, 0, tensor.shape[0] if tensor.shape else 1
+    return tensor, 0, _row_count(tensor)
+
+
+def _row_count(tensor: TensorSpec) -> int:
+    return tensor.shape[0] if tensor.shape else 1
 
 
 def _split(tensor: TensorSpec, share: float) -> list[Rows]:
-    rows = tensor.shape[0] if tensor.shape else 1
+    rows = _row_count(tensor)
     parts = min(rows, math.ceil(tensor.size / share)) if share < tensor.size else 1
     bounds = [rows * i // parts for i in range(parts + 1)]
     return [(tensor, start, stop) for start, stop in itertools.pairwise(bounds)]
 
 
 def _rows_size(tensor: TensorSpec, start: int, stop: int) -> int:
-    return tensor.size // (tensor.shape[0] if tensor.shape else 1) * (stop - start)
+    return tensor.size // _row_count(tensor) * (stop - start)
 
 
 def _layer(path: str) -> str:

@@ -21,7 +21,7 @@ from diloco.core.round import Held, Merge
 from diloco.core.schedule import scheduled_rate
 from diloco.core.weights import weight
 from diloco.errors import MessageError, NonFiniteError, UnmergeableError
-from diloco.settings.run import Bits, RunSettings
+from diloco.settings.run import MAX_NAME, Bits, RunSettings
 from diloco.wire import framing
 from diloco.wire.body import Body, describe_body
 from diloco.wire.entries import Record, Repaired, RolledBack
@@ -29,7 +29,7 @@ from diloco.wire.offers import Member, RegionalMembers, RegionalOffer
 
 Vector = NDArray[np.float32]
 H = TypeVar("H", bound=Held)
-ANY_NAME = 48 * "x"  # as long as a name may be
+ANY_NAME = MAX_NAME * "x"
 
 
 def bases_of(fragment: Fragment, settings: RunSettings, held: Sequence[Held]) -> set[int]:
@@ -40,6 +40,17 @@ def bases_of(fragment: Fragment, settings: RunSettings, held: Sequence[Held]) ->
     if settings.merge.against == "base" or fragment.state:
         return set()
     return {item.offer.members[0].base_version for item in held}
+
+
+def keep_bases(settings: RunSettings, bases: Mapping[int, Vector], version: int, theta: Vector) -> Mapping[int, Vector]:
+    """Return ``bases`` with the newest version, float32 [size], and without those too old for an offer to be based on.
+
+    They are as they were unless ``merge.against`` is "current", which alone needs them.
+    """
+    if settings.merge.against == "base":
+        return bases
+    oldest = version - settings.round.max_staleness_versions
+    return {known: values for known, values in bases.items() if known >= oldest} | {version: theta.copy()}
 
 
 @exact
