@@ -3,8 +3,8 @@
 A learner that comes back fetches ``values`` numbers for each parameter: the parameter and the inner optimizer's moments, as of
 one syncer step. Meanwhile the run goes on, and in ``steps`` (H) steps brings a version of each fragment over the same link. Of
 a link that carries ``rate`` bits a step for each parameter ``rate - version_bits / H`` are left for the state. The learner
-is in after ``values * value_bits / (rate - version_bits / H)`` steps. The H steps of one cycle are free, since any learner is
-refreshed within them, and the paper bounds a recovery by them; what a recovery takes longer is its downtime.
+has recovered after ``values * value_bits / (rate - version_bits / H)`` steps. The first H steps count as free: the paper bounds
+a recovery by H steps, within which any learner is refreshed. The downtime is the time beyond them.
 
 The paper says that there is none while ``3N / H`` parameters a step fit, and that up to six steps a copy of the model are free.
 With its H of 24 both hold together where the versions count, N parameters in H steps: ``(3N + N) / 24`` a step is a copy in six
@@ -25,7 +25,7 @@ from diloco.settings.presets import run_settings
 from diloco_lab.bandwidth import BITS_PER_GBIT, gbit_text
 from diloco_lab.island import KEYFRAME_BYTES, MOMENT_BYTES, Optimizer
 
-# Steps that one copy of the model's parameters takes, 16 bits each: the links of a table
+# The links of a table, each by the steps in which it carries the model's parameters once, in COPY_BITS each.
 COPY_STEPS = (1.0, 2.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0)
 COPY_BITS = 16
 VALUE_BITS = 32  # of what a member of this project sends: the log's keyframes and a peer's moments

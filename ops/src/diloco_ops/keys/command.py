@@ -30,8 +30,10 @@ Named = Annotated[str, typer.Argument(metavar="NAME", help="The server's, or the
 # a grant bounds what its learner can claim at once, so the default is one for small models; `diloco keys grant` gives more
 BATCH_TOKENS = 65_536
 MIN_STEP_S = 0.01  # a step of a small model on a fast processor
-BatchTokens = Annotated[int | None, typer.Option(help="A learner: the most tokens of one step. Default: 65536.")]
-MinStepS = Annotated[float | None, typer.Option("--min-step-s", help="A learner: seconds of its fastest step. Default: 0.01.")]
+BatchTokens = Annotated[int | None, typer.Option(help="For a learner: the largest number of tokens in a step. Default: 65536.")]
+MinStepS = Annotated[
+    float | None, typer.Option("--min-step-s", help="For a learner: the seconds of its fastest step. Default: 0.01.")
+]
 Processes = Annotated[int | None, typer.Option(help="A learner: its processes, one a host, that share these keys.")]
 Days = Annotated[int, typer.Option(help="How long they are good for.")]
 
