@@ -129,7 +129,7 @@ async def test_a_learner_that_may_join(link: NatsTransport, nats_server: Server,
     assert named(found, "failed") == []
     assert re.fullmatch("4 members heard in .* s, of diloco 0.1.0, 0.2.0", found["members"].found)
     assert found["name"].found == "nobody is learner-9"
-    assert found["run"].found == f"{name}: preset decoupled, 24 fragments, 64.0k parameters"
+    assert found["run"].found == f"{name}: preset decoupled, 4 fragments, 64.0k parameters"
     # 34,000 bytes in 0.8 of 24 steps of 4 s, the median
     assert found["nats link"].needed == "0.00354 Mbit/s there, 0.00354 Mbit/s back, at 4 s a step"
     assert {found[check].verdict for check in ("nats link", "nats round", "nats storage", "nats room", "memory")} == {"ok"}
