@@ -105,6 +105,19 @@ def test_zero_vectors_have_length_but_no_direction() -> None:
     assert merged("rda", [0, 1, 2], (vector(0, 2), 1), (vector(0, 2), 1)) == [0, 2]
 
 
+@pytest.mark.parametrize("bits", [4, 16, 32])
+def test_vectors_too_short_for_a_unit_vector_have_no_direction(bits: int) -> None:
+    # 12,800 / 7e-37 is 1.8e40, and the largest float32 3.4e38. 1e-33 is long enough
+    for length, expected in ((7e-37, [0.0, 0.0]), (1e-33, [0.0, 1e-33])):
+        accumulator = Accumulator(2, np.array([0, 2]), "rda")
+        body = quantise.quantise(vector(0, length), bits)
+        for _ in range(2):
+            accumulator.add(body, bits, 12800.0)
+        assert accumulator.result().tolist() == pytest.approx(expected, rel=0.01, abs=0)
+    # beside a vector of ordinary length it counts as zero: radius (0 + 5) / 2 along (0.6, 0.8)
+    assert merged("rda", [0, 2], (vector(0, 7e-37), 12800), (vector(3, 4), 12800)) == pytest.approx([1.5, 2], rel=1e-6)
+
+
 GRANULARITIES = {
     "tensor": [0, 5000],
     "row": [*range(0, 5000, 50), 5000],

@@ -29,6 +29,9 @@ Vector = NDArray[np.float32]
 CHUNK = 1 << 17  # values merged at a time, so that their sum stays in the cache from the first learner to the last
 # a mean direction shorter than this (1 for equal directions, 1/sqrt(M) for orthogonal ones) has no meaning
 VANISHING = 1e-3
+# A vector that is not longer than its weight over this has no direction, since its weight over its length is no float32. Rows
+# that a learner does not train become so short: the quantisation error that is fed back to them shrinks from offer to offer.
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 class Accumulator:
@@ -137,7 +140,7 @@ class Accumulator:
             return np.full(squares.size, weight, np.float32)
         norms = np.sqrt(squares)
         self.norms += weight * norms
-        factors = np.divide(weight, norms, out=np.zeros_like(norms), where=norms > 0)
+        factors = np.divide(weight, norms, out=np.zeros_like(norms), where=norms > weight / FLOAT32_MAX)
         return np.where(self._averaged, weight, factors).astype(np.float32)
 
 
