@@ -96,7 +96,7 @@ class _Member:
         self._asked: set[int] = set()  # fragments whose open round is to be answered at a boundary
         self._sending: dict[int, int] = {}  # by fragment: when the learner knows that its offer is stored
         self._offered_us: dict[int, int] = {}  # by fragment: when the newest offer was made
-        self._due_steps: dict[int, int] = {}  # by fragment: the step that makes a round due, of which the syncer is to be told
+        self._due_steps: dict[int, int] = {}  # by fragment: the step of which the syncer is to be told
         self.protocol = self._joined()
 
     def _joined(self) -> Protocol:
@@ -148,7 +148,7 @@ class _Member:
             self._note_absence(now_us, last_us, min(stretch.end_us, -(-end_us // heartbeat_us) * heartbeat_us))
             self._silences.append((begin_us, end_us, stretch.kind == "absent"))
         self.steps.silences.clear()
-        self.syncer.watch_pace(self)
+        self.syncer.watch_pace(self, now_us)
 
     def _play_regularly(self, now_us: int) -> None:
         self._play_on(now_us)
@@ -168,7 +168,7 @@ class _Member:
             self.events.at(max(now_us, gone_us), MESSAGE, self.syncer.lose, self)
             self.events.at(max(now_us, back_us), MESSAGE, self.syncer.find, self)
 
-    def _heard_us(self, at_us: int) -> int:
+    def heard_us(self, at_us: int) -> int:
         """Return when the syncer hears of a boundary: by the first heartbeat from then on that passes the link."""
         heartbeat_us = micros(self.settings.liveness.heartbeat_s)
         while (arrives_us := self.up.tell(at_us)) is None:
@@ -207,7 +207,7 @@ class _Member:
         if self._decides:
             self._play_on(now_us)
         if joins:
-            self.events.at(self._heard_us(now_us), MESSAGE, self.syncer.hear, self, self._heartbeat())
+            self.events.at(self.heard_us(now_us), MESSAGE, self.syncer.hear, self, self._heartbeat())
         for fragment in applied:
             self._expect_round(fragment)
         for fragment in list(self._due_steps):
@@ -247,22 +247,24 @@ class _Member:
             of_process.clear()
 
     def _expect_round(self, fragment: int) -> None:
-        """Note the step that makes a round due again (:meth:`diloco.core.round.Round.due`)."""
+        """Note the step from which on the learner counts for the next round (:meth:`diloco.core.round.Round.due`)."""
         state, round_ = self.protocol.fragments[fragment], self.settings.round
-        if state.delta.base_version:
+        if not round_.learners_wait:
+            self._due_steps[fragment] = state.version_step + 1
+        elif state.delta.base_version:
             self._due_steps[fragment] = state.version_step + round_.steps
         else:
             self._due_steps[fragment] = first_due_steps(round_, fragment, len(self.protocol.fragments))
 
     def _tell_due(self, fragment: int, now_us: int) -> None:
-        """Have the syncer told of the step that makes a round due, once it is known when that step ends."""
+        """Have the syncer told of that step, once it is known when it ends."""
         step = self._due_steps[fragment]
         done_us = max(now_us, self.steps.step_us(step))
         if done_us < NEVER_US:
             del self._due_steps[fragment]
             state = self.protocol.fragments[fragment]
             due = (self, self.process, fragment, state.delta.base_version, state.version_step, step)
-            self.events.at(self._heard_us(done_us), MESSAGE, self.syncer.hear_due, *due)
+            self.events.at(self.heard_us(done_us), MESSAGE, self.syncer.hear_due, *due)
 
     def _heartbeat(self) -> Heartbeat:
         return self.protocol.heartbeat([], 1, Traffic(self.up.bytes, self.down.bytes, 0))

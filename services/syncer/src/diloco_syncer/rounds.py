@@ -51,7 +51,7 @@ class RoundLoop:
             self.context.counts.rounds += 1
             owner.announced_at_s = -math.inf
         if round_.opened_at_s is None:
-            return math.inf
+            return round_.next_look_s(now_s, bandwidth.steps)
         merge = round_.poll(now_s)
         if merge is not None:
             owner.busy = True

@@ -18,6 +18,7 @@ from diloco.core.fragment_state import Application, FragmentState, Phase, Versio
 from diloco.core.learner import Activity, Learner
 from diloco.core.pace import first_due_steps
 from diloco.core.schedule import Moment
+from diloco.core.slots import first_slot
 
 # of a step: how early a fragment is kept readable for a round that is expected, so that it can be answered in mid-step
 PREDICTION_STEPS = 1.25
@@ -200,11 +201,22 @@ def _used_up(learner: Learner, accounts: Accounts, budget: int) -> bool:
 
 
 def _steps_due(learner: Learner, state: FragmentState) -> int:
-    """Return how many steps after the last version of a fragment its next round is due."""
+    """Return how many steps after the last version of a fragment its next round is due, where learners wait for it."""
     settings = learner.in_force.settings.round
     if state.delta.base_version:
         return max(settings.steps, state.steps_between)
     return first_due_steps(settings, state.index, len(learner.fragments))
+
+
+def _expected_step(learner: Learner, state: FragmentState) -> int | None:
+    """Return the own step after which the next round of a fragment is expected; None: it is not known."""
+    if learner.settings.round.learners_wait:
+        return state.version_step + _steps_due(learner, state)
+    if state.opened_step is not None:
+        return state.opened_step + state.steps_between  # a cycle later (:mod:`diloco.core.slots`)
+    if state.delta.base_version:
+        return None
+    return first_slot(learner.in_force.settings.round.steps, state.index, len(learner.fragments))
 
 
 def _must_wait(learner: Learner, fragments: Sequence[FragmentState], step: int) -> bool:
@@ -223,7 +235,8 @@ def _keep_readable(learner: Learner, state: FragmentState, step: int, now_s: flo
         return True
     if state.open_version > state.delta.base_version:  # answered: the next round comes after the next version
         return False
-    if step - state.version_step >= _steps_due(learner, state) - 1:
+    expected_step = _expected_step(learner, state)
+    if expected_step is not None and step >= expected_step - 1:
         return True
     if state.opened_at_s is None or state.period.value is None:
         return False

@@ -161,7 +161,8 @@ class FragmentState:
     steps_between: int = 0  # two rounds, as its owner said last
     bits: Bits = 32  # of an answer to it
     answered: int = 0  # version of the newest round answered
-    opened_at_s: float | None = None
+    opened_at_s: float | None = None  # when its newest round was first heard of
+    opened_step: int | None = None  # own steps taken by then
     period: Average = field(default_factory=Average)  # seconds from round to round
 
     def happen(self, event: Event) -> None:
@@ -219,7 +220,7 @@ class FragmentState:
         self.pending.clear()
         self.queue(version)
         self.open_version = self.answered = self.epoch = 0
-        self.closing, self.opened_at_s = False, None
+        self.closing, self.opened_at_s, self.opened_step = False, None, None
 
     def apply(self, application: Application, step: int) -> tuple[Version, Carried]:
         """Take over the version that ``application`` names; return it, and how much of the displacement stays.
@@ -250,8 +251,8 @@ class FragmentState:
 
     # ---- rounds
 
-    def hear(self, announced: Announcement, bits: Bits, steps: int, now_s: float, *, closing: bool) -> None:
-        """Take in the announcement of a round, to which answers of ``bits`` are wanted here.
+    def hear(self, announced: Announcement, bits: Bits, steps: int, step: int, now_s: float, *, closing: bool) -> None:
+        """Take in the announcement of a round, to which answers of ``bits`` are wanted here, after own step ``step``.
 
         ``steps``, between two rounds, and ``closing`` are as believed.
         """
@@ -264,7 +265,8 @@ class FragmentState:
         if announced.version > self.open_version or announced.version == next_version != self.open_version:
             if self.opened_at_s is not None and 0 < self.open_version < announced.version:
                 self.period.add((now_s - self.opened_at_s) / (announced.version - self.open_version))
-            self.opened_at_s, self.open_version, self.closing = now_s, announced.version, False
+            self.opened_at_s, self.opened_step = now_s, step
+            self.open_version, self.closing = announced.version, False
         # announcements may overtake one another: an earlier one does not make it a round like any other again
         if closing and announced.version == self.open_version and not self.closing:
             self.closing, self.answered = True, 0  # whatever was answered before is not all there is
