@@ -1,4 +1,4 @@
-"""Rounds are spread evenly over a cycle in whatever happens, in virtual time: owners, takeovers, cuts, newcomers, other settings.
+"""Rounds stay spread evenly over a cycle, in virtual time: owners, takeovers, cuts, newcomers, other settings.
 
 Owners decide by the product's own :class:`~diloco.core.round.Round` and :class:`~diloco.core.roster.Roster`. Learners are a
 step counter each; a round takes the time of its messages. Steps are counted in those of the fastest learner.
@@ -275,7 +275,7 @@ def test_an_owner_whose_pace_is_slower_has_even_rounds_of_its_own() -> None:
     world.play(5 * 36)
     since_s = world.now_s
     world.play(10 * 36)
-    own = {fragment for fragment in world.owners[0].rounds}
+    own = set(world.owners[0].rounds)
     times = [at_s for at_s, fragment in world.versions if fragment in own and at_s >= since_s]
     assert max(Counter(map(int, times)).values()) == 1
     assert max(later - earlier for earlier, later in itertools.pairwise(times)) <= 4  # 12 of them in 36 steps

@@ -125,7 +125,9 @@ VARIANTS.append(
         "regions.max_pace": 1.5,
     }
 )
-
+# versions are applied two steps after the answer, and waited for (Streaming DiLoCo)
+OVERLAP = len(VARIANTS)
+VARIANTS.append({"apply.at": "overlap", "round.quorum": "all", "round.grace_factor": 0.0, "carry.overlap": False})
 
 REGIONS = ("ap", "eu", "us")
 AWAY_S = 2.0

@@ -14,6 +14,7 @@ At one moment learners first end their steps, then messages arrive, and then the
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import replace
 
@@ -87,7 +88,10 @@ class _Member:
         self.process = 0  # number of the process; what an earlier one has begun comes to nothing
         self._batch = 0
         self._next_us = NEVER_US  # of the boundary that is looked at next
-        self._decides = self.settings.round.learners_wait  # whether a boundary decides more than which versions to apply
+        overlaps = self.settings.apply.at == "overlap"
+        self._decides = self.settings.round.learners_wait or overlaps  # whether a boundary decides more than what has come
+        # a round that is announced after a boundary makes the learner wait so many steps after it at the earliest
+        self._free_steps = math.ceil(self.settings.round.overlap_steps) if overlaps else NEVER_US
         if self._decides:
             self.steps.limit = 1  # nobody waits before the first step
         self._silences: deque[tuple[int, int, bool]] = deque()  # from, until, whether absent: those that are known and not over
@@ -220,7 +224,7 @@ class _Member:
             self._look_at(self.steps.loads[0][0])
 
     def _apply(self, now_us: int, *, joins: bool) -> list[int]:
-        """Apply the versions that wait; return their fragments."""
+        """Apply the versions that are due; return their fragments."""
         protocol, pending = self.protocol, sorted(self._pending)
         self._pending.clear()
         if not self._decides and not joins:
@@ -234,8 +238,16 @@ class _Member:
         if self._decides:
             wake = boundary.next_decision(protocol, self.learner.tokens)
             assert wake.steps is not None
-            self.steps.limit = protocol.accounts.step + wake.steps
-        return pending
+            steps = 0 if decision.wait else min(wake.steps, self._free_steps)
+            self.steps.limit = protocol.accounts.step + steps
+            if decision.wait and wake.at_s is not None:
+                self.events.at(max(now_us, micros(wake.at_s)) + 1, BOUNDARY, self._give_up, protocol.accounts.step)
+        return sorted({application.fragment for application in decision.applies})
+
+    def _give_up(self, now_us: int, step: int) -> None:
+        """Look again at a boundary that waits, once it has waited as long as it may."""
+        if self._waits and self.protocol.accounts.step == step:
+            self._end_wait(now_us)
 
     def _restart(self) -> None:
         """Begin again with the log, after the process was killed, or the learner was away."""
@@ -274,6 +286,8 @@ class _Member:
     def hear_round(self, now_us: int, announced: Announcement) -> None:
         """Take in an announcement; a learner that is silent answers once it is back."""
         self.protocol.hear(announced, now_us / MICROS)
+        if self._free_steps < NEVER_US:
+            self._look_after(now_us)  # it sets when the learner waits for the version
         if self.is_silent(now_us):
             self._ask_again(announced.fragment, now_us)
         else:
@@ -341,9 +355,12 @@ class _Member:
         """Apply what has come at the next boundary, which ends the wait of a learner that waits."""
         self._pending.add(fragment)
         if self._waits:
-            self._waits = False
-            self.steps.wait(now_us)
-            self._play_on(now_us)
-            self._look_after(now_us - 1)
+            self._end_wait(now_us)
         else:
             self._look_after(now_us)
+
+    def _end_wait(self, now_us: int) -> None:
+        self._waits = False
+        self.steps.wait(now_us)
+        self._play_on(now_us)
+        self._look_after(now_us - 1)

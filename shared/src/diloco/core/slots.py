@@ -1,9 +1,9 @@
 """When the rounds of fragments are due: each in a slot of its own of a cycle of H steps, by the steps of one learner.
 
 As published, fragment p is synchronised when ``t mod H = t_p``, with fixed, distinct offsets ``t_p``, so that traffic is even
-(Decoupled DiLoCo, arXiv 2604.21428, equation 2). ``t`` is the syncer's own step there. Here there are several syncers, which may
-be replaced, so ``t`` is a number that every one of them hears: the step of one live learner, the *reference*. Offsets
-are ``floor(p H / P)`` for P fragments.
+(Decoupled DiLoCo, arXiv 2604.21428, equation 2). There, ``t`` is the syncer's own step. Here, there are several syncers, which
+may be replaced. So ``t`` is a number that all of them hear: the step of one live learner, the *reference*. Offsets are
+``floor(p H / P)`` for P fragments.
 
 A slot that is missed is missed: the next one comes H steps later. So whatever happened before, rounds are spread over a cycle.
 """
