@@ -101,7 +101,12 @@ def test_a_run_whose_only_syncer_is_killed_again_and_again_makes_versions_all_al
 
 
 def test_learners_that_wait_do_not_hang_though_the_syncer_and_a_learner_are_killed_in_each_cycle() -> None:
-    diloco = {"fragments__count": 1, "round__learners_wait": True, "round__quorum": "all", "carry__overlap": False}
+    diloco: dict[str, Any] = {
+        "fragments__count": 1,
+        "round__learners_wait": True,
+        "round__quorum": "all",
+        "carry__overlap": False,
+    }
     world = Planned(preset="diloco", kill_every_s=1.0, learners_too=True, **diloco)
     outcome = world.run()
     assert outcome.error is None
