@@ -258,11 +258,12 @@ class Round:
         return ready >= max(1, self.quorum(now_s))
 
     def _is_ready(self, seen: Seen, needed: int) -> bool:
-        """Whether a learner has taken ``needed`` steps since it applied the newest version."""
+        """Whether a learner knows the newest version and has ``needed`` steps for the next one."""
         fragment = self.chain.fragment
         version, first_step = seen.since.get(fragment, (-1, 0))
         taken = seen.heartbeat.step - (first_step if self.chain.version else 0)
-        if seen.heartbeat.state == "waiting":  # it takes no step until a version comes, whatever earlier heartbeats said
+        # it takes no step until a version comes, whatever earlier heartbeats said; or some are left of those before the version
+        if seen.heartbeat.state == "waiting" or not self.settings.round.learners_wait:
             taken = max(taken, seen.heartbeat.steps[fragment])
         return version == self.chain.version and taken >= needed
 
@@ -325,7 +326,9 @@ class Round:
         if self.merge_at_s is not None:
             self.sync_average.add(now_s - self.merge_at_s)
         if self.opened_at_s is not None and not self.settings.round.learners_wait and not self.closing:
-            self.long_rounds.add(now_s - self.opened_at_s, self.roster.clock(now_s).cycle_s(self._steps))
+            # the version has its way to the learners before it, and their word that they have it: as long as to an answer
+            round_s = now_s - self.opened_at_s + self.answer_average.get()
+            self.long_rounds.add(round_s, self.roster.clock(now_s).cycle_s(self._steps))
         self.hashes[self.chain.version] = self.chain.state_hash
         oldest = self.chain.version - self.settings.round.max_staleness_versions
         self.hashes = {version: value for version, value in self.hashes.items() if version >= oldest}
