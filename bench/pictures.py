@@ -8,7 +8,7 @@
 * ``compare``: three short runs, of which one is stopped. ``compare.png``.
 
 Takes a quarter of an hour on two cores. All other pictures there are drawn from results: those of docs/quality by `diloco lab
-page`, those of the simulator by `diloco simulate report --svg`.
+page`, those of the simulator by `diloco simulate report --svg` and ``bench/even_rounds.py``.
 """
 
 from __future__ import annotations

@@ -30,6 +30,8 @@ from diloco_ops.failures import Failure, Tape
 TOLERANCE_US = 5  # the syncer counts in float seconds, and wakes a microsecond after the end of a grace window
 RECORDED: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "rounds.json").read_text())
 LINK = Link(1e9, 0.02)
+# the preset `streaming` when it was recorded; what is played without a record says `overlap`
+ON_ARRIVAL = {"apply.at": "arrival", "round.overlap_steps": 5.0}
 
 
 @dataclass
@@ -68,7 +70,8 @@ class Case:
             self.spread,
             self.speeds,
         )
-        run = run_settings(self.preset, {"learners": self.learners, **(self.settings or {})})
+        before = ON_ARRIVAL if self.preset == "streaming" else {}
+        run = run_settings(self.preset, {"learners": self.learners, **before, **(self.settings or {})})
         rounds = Rounds(run, [10_000_000 + 1_000_000 * p for p in range(run.fragments.count)], self.answer_s, self.commit_s)
         *most, last = cluster.split(self.seed)
         learners = [*most, replace(last, present=self.present)]
@@ -236,3 +239,32 @@ def test_a_model_has_fewer_fragments_than_the_settings_say_only_if_it_is_cut_by_
         Rounds(by_layers, [10] * 25)
     with pytest.raises(SettingsError, match=r"4 sizes, and fragments.count = 24; expected as many"):
         Rounds(run_settings(overrides={"fragments.count": 24}), [10] * 4)
+
+
+def rounds_opened_s(tau: float, link: Link) -> list[float]:
+    """When one learner's rounds of the whole model open, with steps of 5 s and H = 24, in seconds after the first one."""
+    settings = {"fragments.count": 1, "shards": 1, "round.steps": 24, "round.overlap_steps": tau, "apply.at": "overlap"}
+    case = Case("streaming", learners=1, chips=256, duration_s=1000.0, link=link, settings=settings)
+    _, versions = played(case.scenario())
+    first, *others = (version.opened_us / 1e6 for version in versions)
+    assert first == pytest.approx(24 * 5.0 + link.delay_s, abs=1e-4)
+    return [opened_s - first for opened_s in others]
+
+
+@pytest.mark.parametrize(("tau", "steps"), [(1, 25), (5, 29), (10, 34)])
+def test_a_version_is_applied_tau_steps_after_the_answer(tau: float, steps: int) -> None:
+    opened_s = rounds_opened_s(tau, LINK)  # a round is due H steps after the version was applied
+    assert opened_s == pytest.approx([steps * 5.0 * n for n in range(1, len(opened_s) + 1)], abs=1e-3)
+    assert len(opened_s) >= 5
+
+
+def test_a_late_version_makes_a_learner_wait_and_not_for_longer_than_for_a_dead_member() -> None:
+    # 10^7 values: up 4 bits and a 64th of a scale of 16 bits each, down 32 bits. A step, a round, an offer and a version travel
+    # for 0.02 s each, an answer takes 0.05 s, and a commit 0.02 s
+    bits, fixed_s = 4.25e7 + 32e7, 4 * 0.02 + 0.05 + 0.02
+    late_s, very_late_s = bits / 5e7 + fixed_s, bits / 2e7 + fixed_s
+    assert late_s > 5.0, "tau, one step, is over"
+    assert rounds_opened_s(1, Link(5e7, 0.02))[0] == pytest.approx(late_s + 24 * 5.0, abs=0.01)
+    # it waits from 5 s to 10 s after its answer, and steps on: the version comes in the second step from there
+    assert 15.0 < very_late_s < 20.0
+    assert rounds_opened_s(1, Link(2e7, 0.02))[0] == pytest.approx(20.0 + 24 * 5.0, abs=0.01)

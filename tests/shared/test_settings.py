@@ -43,7 +43,9 @@ def test_presets_are_the_published_methods() -> None:
     assert (published.outer.learning_rate, published.outer.momentum) == (0.4, 0.9)
     streaming = run_settings("streaming")
     assert (streaming.round.quorum, streaming.merge.method, streaming.apply.alpha) == ("all", "average", 0.5)
+    assert (streaming.round.steps, streaming.round.overlap_steps, streaming.apply.at) == (100, 1, "overlap")
     diloco = run_settings("diloco")
+    assert diloco.round.steps == 500
     assert (diloco.fragments.count, diloco.round.learners_wait, diloco.codec.offer_bits) == (1, True, 32)
 
 
