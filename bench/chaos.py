@@ -169,27 +169,31 @@ def measure_short(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]
 
 def measure_evenness(directory: Path) -> dict[str, Any]:
     """Return how evenly a run makes versions from two cycles from now on, in steps of its reference."""
-    cycle = SMALL["round.steps"]
-    _, _, step_s = reference(directory)
-    time.sleep(SETTLED_CYCLES * cycle * step_s)
-    (name, before, step_s), began_s = reference(directory), time.time()
-    time.sleep(WATCHED_CYCLES * cycle * step_s)
-    (now, after, _), ended_s = reference(directory), time.time()
-    if now == name and after > before:
-        step_s = (ended_s - began_s) / (after - before)  # as its steps were, on a machine that may be busy
+    cycle_s = SMALL["round.steps"] * max(learner["step_s"] for learner in read_status(directory)["learners"].values())
+    time.sleep(SETTLED_CYCLES * cycle_s)
+    before, began_s = steps_taken(directory), time.time()
+    time.sleep(WATCHED_CYCLES * cycle_s)
+    after, ended_s = steps_taken(directory), time.time()
+    times_s = [(ended_s - began_s) / (after[name] - step) for name, step in sorted(before.items()) if after[name] > step]
+    step_s = times_s[choose(times_s, 1)]
     made_s = asyncio.run(versions_made_s(directory))
     steps = int((ended_s - began_s) / step_s)
     each = Counter(int((at_s - began_s) / step_s) for at_s in made_s if at_s >= began_s)
     counts = [each[step] for step in range(steps)]
     without = max(len(row) for row in "".join(" " if count else "0" for count in counts).split(" "))
-    return {"step_s": step_s, "steps": steps, "versions": sum(counts), "most_in_a_step": max(counts), "steps_without": without}
+    return {
+        "step_s": step_s,
+        "step_times_s": times_s,
+        "steps": steps,
+        "versions": sum(counts),
+        "most_in_a_step": max(counts),
+        "steps_without": without,
+    }
 
 
-def reference(directory: Path) -> tuple[str, int, float]:
-    """Return the learner whose steps the cycle is counted in: its name, the steps that it has taken, and the time of one."""
-    learners = [found for found in sorted(read_status(directory)["learners"].items()) if found[1]["step_s"]]
-    name, learner = learners[choose([learner["step_s"] for _, learner in learners], 1)]
-    return name, learner["step"], learner["step_s"]
+def steps_taken(directory: Path) -> dict[str, int]:
+    """Return by learner the steps that it has taken."""
+    return {name: learner["step"] for name, learner in read_status(directory)["learners"].items()}
 
 
 async def versions_made_s(directory: Path) -> list[float]:
