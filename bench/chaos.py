@@ -54,7 +54,7 @@ SMALL = {
     "round.steps": 12,
 }
 SMALL_TOKENS = 6_000_000
-SLOW_SMALL, SLOW_LONG = 40.0, 3.0  # a step takes so many times as long, so that all else has room
+SLOW_SMALL, SLOW_LONG = 80.0, 3.0  # a step takes so many times as long, so that all else has room
 ENDLESS_TOKENS = 10**12
 LOSS_MARGIN = 0.03
 STARTED_S = 180.0
@@ -90,24 +90,26 @@ def until(predicate: Callable[[], bool], directory: Path, run: subprocess.Popen[
         time.sleep(POLL_S)
 
 
+def read_status(directory: Path) -> dict[str, Any]:
+    """Return the last status of a run."""
+    while True:
+        with contextlib.suppress(ValueError):  # it is being written
+            found: dict[str, Any] = json.loads((directory / "status.json").read_text())
+            return found
+
+
 def probe(directory: Path) -> float:
     """Return the undisturbed pace of a slowed run, in tokens a second."""
-    file = directory / "status.json"
-
-    def status() -> dict[str, Any]:
-        while True:
-            with contextlib.suppress(ValueError):  # it is being written
-                found: dict[str, Any] = json.loads(file.read_text())
-                return found
 
     def in_full_swing() -> bool:
-        return file.exists() and all(fragment["version"] >= 2 for fragment in status()["fragments"])
+        written = (directory / "status.json").exists()
+        return written and all(fragment["version"] >= 2 for fragment in read_status(directory)["fragments"])
 
     with running(directory, ENDLESS_TOKENS, SLOW_LONG, {}) as run:
         until(in_full_swing, directory, run)
-        before = status()
+        before = read_status(directory)
         time.sleep(PROBE_S)
-        after = status()
+        after = read_status(directory)
     return float((after["tokens_processed"] - before["tokens_processed"]) / (after["wall_s"] - before["wall_s"]))
 
 
@@ -167,17 +169,31 @@ def measure_short(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]
 
 def measure_evenness(directory: Path) -> dict[str, Any]:
     """Return how evenly a run makes versions from two cycles from now on, in steps of its reference."""
-    learners = json.loads((directory / "status.json").read_text())["learners"]
-    times_s = [learner["step_s"] for _, learner in sorted(learners.items()) if learner["step_s"]]
+    cycle_s = SMALL["round.steps"] * max(learner["step_s"] for learner in read_status(directory)["learners"].values())
+    time.sleep(SETTLED_CYCLES * cycle_s)
+    before, began_s = steps_taken(directory), time.time()
+    time.sleep(WATCHED_CYCLES * cycle_s)
+    after, ended_s = steps_taken(directory), time.time()
+    times_s = [(ended_s - began_s) / (after[name] - step) for name, step in sorted(before.items()) if after[name] > step]
     step_s = times_s[choose(times_s, 1)]
-    time.sleep(SETTLED_CYCLES * SMALL["round.steps"] * step_s)
-    began_s, steps = time.time(), WATCHED_CYCLES * SMALL["round.steps"]
-    time.sleep(steps * step_s)
     made_s = asyncio.run(versions_made_s(directory))
-    each = Counter(int((at_s - began_s) / step_s) for at_s in made_s if began_s <= at_s < began_s + steps * step_s)
+    steps = int((ended_s - began_s) / step_s)
+    each = Counter(int((at_s - began_s) / step_s) for at_s in made_s if at_s >= began_s)
     counts = [each[step] for step in range(steps)]
-    without = max(len(row) for row in "".join("0" if not count else " " for count in counts).split(" "))
-    return {"step_s": step_s, "steps": steps, "versions": sum(counts), "most_in_a_step": max(counts), "steps_without": without}
+    without = max(len(row) for row in "".join(" " if count else "0" for count in counts).split(" "))
+    return {
+        "step_s": step_s,
+        "step_times_s": times_s,
+        "steps": steps,
+        "versions": sum(counts),
+        "most_in_a_step": max(counts),
+        "steps_without": without,
+    }
+
+
+def steps_taken(directory: Path) -> dict[str, int]:
+    """Return by learner the steps that it has taken."""
+    return {name: learner["step"] for name, learner in read_status(directory)["learners"].items()}
 
 
 async def versions_made_s(directory: Path) -> list[float]:

@@ -118,7 +118,8 @@ def test_another_h_moves_the_slots_of_all_fragments_together() -> None:
         ({"ann": 1.6, "bob": 1.0}, 1, "bob"),
         ({"ann": 20.0, "bob": 1.0, "cat": 1.0}, 1, "bob"),
         ({"ann": 1.0, "bob": 20.0, "cat": 20.0}, 1, "ann"),
-        ({"ann": 1.0, "bob": 20.0, "cat": 20.0}, 2, "ann"),  # within 1.5 times the second's: whoever is faster is, too
+        ({"ann": 1.0, "bob": 20.0, "cat": 20.0}, 2, "bob"),  # ann is far faster than the second: rounds need two learners
+        ({"ann": 14.0, "bob": 20.0, "cat": 20.0}, 2, "ann"),
         ({"ann": 50.0, "bob": 20.0, "cat": 1.0}, 2, "bob"),
         ({"ann": 50.0, "bob": 20.0, "cat": 1.0}, "all", "ann"),
     ],
@@ -177,6 +178,21 @@ def test_a_learner_that_takes_no_steps_is_no_reference(lie: dict[str, Any]) -> N
             reference = rounds[0].roster.clock(step * 1.0).reference
             assert reference is not None
             assert reference.heartbeat.learner == "bob"
+
+
+def test_a_few_long_steps_make_no_other_learner_the_reference() -> None:
+    """Each third step of ann takes four seconds, the others one: her mean goes up and down to more than 1.5 times bob's."""
+    rounds = rounds_of(version=1)
+    ends_s = {6 * three + more for three in range(20) for more in (1, 2, 6)}  # of ann's steps
+    references, step = set(), 0
+    for now in range(121):
+        step += now in ends_s
+        hear(rounds, "ann", step, float(now))
+        hear(rounds, "bob", now, float(now))
+        reference = rounds[0].roster.clock(float(now)).reference
+        assert reference is not None
+        references.add(reference.heartbeat.learner)
+    assert references == {"ann"}
 
 
 def test_no_learner_no_slot() -> None:

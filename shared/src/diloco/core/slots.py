@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from diloco.core.pace import Average, Recent
 from diloco.wire.control import Heartbeat
 
-LIKE = 1.5  # learners whose steps are at most so many times as long as another's are as fast: measured times vary
+LIKE = 1.5  # learners whose steps are at most so many times as long, or as short, as another's are as fast: times vary
 STALLED = 3.0  # a step that already lasts so many times longer than usual counts as a third of its time
 LATE_STEPS = 2.0  # a round may open so many steps after its slot begins,
 LATE_S = 0.1  # or so many seconds, whichever is more: a syncer looks only so often
@@ -43,6 +43,11 @@ class Seen:
         return self.step_times.value or self.heartbeat.step_s or None
 
     @property
+    def usual_step_s(self) -> float | None:
+        """Seconds of its usual steps, of which a few long ones change nothing; None if none is known."""
+        return self.recent_steps.median() or self.step_s
+
+    @property
     def long_step_s(self) -> float | None:
         """Seconds of its long steps; None if none is known."""
         return self.recent_steps.high() or self.step_s
@@ -54,9 +59,12 @@ def first_slot(steps: int, fragment: int, fragments: int) -> int:
 
 
 def choose(times_s: Sequence[float], quorum: int) -> int:
-    """Return the place of the reference among one or more learners, sorted by name, whose steps take ``times_s``."""
-    limit_s = LIKE * sorted(times_s)[min(quorum, len(times_s)) - 1]
-    return next(place for place, step_s in enumerate(times_s) if step_s <= limit_s)
+    """Return the place of the reference among one or more learners, sorted by name, whose steps take ``times_s``.
+
+    A far faster learner than the ``quorum``-th fastest is none, whatever its name: rounds need that many learners.
+    """
+    slow_s = sorted(times_s)[min(quorum, len(times_s)) - 1]
+    return next(place for place, step_s in enumerate(times_s) if slow_s / LIKE <= step_s <= LIKE * slow_s)
 
 
 @dataclass
@@ -126,8 +134,11 @@ def _choose(stepping: Sequence[Seen], quorum: int, now_s: float) -> Seen | None:
 
 
 def _present_step_s(seen: Seen, now_s: float) -> float:
-    """Return the seconds of a learner's steps, more if the present one lasts far longer; inf if they are not known."""
-    usual_s = seen.step_s
+    """Return the seconds of a learner's usual steps, more if the present one lasts far longer; inf if they are not known.
+
+    On a busy machine the mean of the newest steps goes up and down, and learners would take turns as the reference.
+    """
+    usual_s = seen.usual_step_s
     return math.inf if usual_s is None else max(usual_s, (now_s - seen.stepped_s) / STALLED)
 
 
