@@ -197,7 +197,7 @@ def shortest_cycle(released: list[float], needed: list[float], took: float, step
 def test_unevenly_spread_fragments_agree_with_a_linear_programme(steps: int, count: int, halves: int, load: float) -> None:
     tau = min(halves / 2, float(steps))
     took = load * steps / count
-    released = [float(max(1, math.ceil(steps * (n + 1) / count))) for n in range(count)]
+    released = sorted(float(steps * n // count or steps) for n in range(count))
     expected = shortest_cycle(released, [r + tau for r in released], took, steps)
     rate = 10_000 / count / took / UNIT.step_s
     assert utilisation(UNIT, fragments(steps, count, tau), rate) == pytest.approx(steps / expected, rel=1e-6)
