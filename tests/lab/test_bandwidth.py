@@ -106,7 +106,7 @@ def test_the_same_cells_by_hand() -> None:
 
 def test_schedules_of_training_are_the_presets() -> None:
     assert schedules("decoupled")["training"] == Schedule(bits=4, steps=24, fragments=24, overlap_steps=2.0)
-    assert schedules("streaming")["training"] == Schedule(bits=18, steps=100, fragments=24, overlap_steps=1.0)  # 4 and 32
+    assert schedules("streaming")["training"] == Schedule(bits=18, steps=100, fragments=37, overlap_steps=1.0)  # 4 and 32
     # learners that wait have nothing to compute meanwhile, whatever the overlap is set to
     assert schedules("diloco")["training"] == Schedule(bits=32, steps=500, fragments=1, overlap_steps=0)
     assert schedules("data-parallel")["training"] == Schedule(bits=16, steps=1, fragments=12, overlap_steps=0)
