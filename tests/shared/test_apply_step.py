@@ -73,12 +73,12 @@ def test_a_version_is_applied_tau_steps_after_the_answer_however_early_it_came(t
 @pytest.mark.parametrize("tau", [1, 5, 10])
 def test_a_round_answered_in_mid_step_counts_from_the_value_that_was_offered(tau: int) -> None:
     world = overlapping(tau)
-    step(world, 5)  # at 9 the first round is expected, after 10 of 20 steps, so the fragment is kept readable
+    step(world, 5)  # at 9 the first round of fragment 1 is expected, whose slot is 10 of 20, so the fragment is kept readable
     world.step()
-    world.announce(0)  # answered with the value as of step 9
+    world.announce(1)  # answered with the value as of step 9
     world.encode()
     world.store()
-    world.merge(0, own=True)
+    world.merge(1, own=True)
     first = world.boundary()
     assert first.step == 10
     assert [first.step] * bool(first.applies) + steps_of_applies(world, 12) == [9 + tau]

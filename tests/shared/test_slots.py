@@ -158,6 +158,26 @@ def test_a_reference_that_stands_still_is_replaced_after_a_few_steps() -> None:
         assert reference.heartbeat.learner == ("ann" if step <= 46 else "bob")
 
 
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"state": "closing"},  # it takes no step any more
+        {"state": "leaving"},
+        {"step_s": 1e12},  # the slowest of all by its own word, of which no step is heard
+    ],
+)
+def test_a_learner_that_takes_no_steps_is_no_reference(lie: dict[str, Any]) -> None:
+    """With quorum ``all`` the slowest learner is the reference: one whose step stands still would stop all slots."""
+    rounds = rounds_of(version=1, **{"round.quorum": "all"})
+    for step in range(40, 70):
+        hear(rounds, "a-liar", 5, step * 1.0, **lie)
+        hear(rounds, "bob", step, step * 1.0)
+        if step >= 42:
+            reference = rounds[0].roster.clock(step * 1.0).reference
+            assert reference is not None
+            assert reference.heartbeat.learner == "bob"
+
+
 def test_no_learner_no_slot() -> None:
     rounds = rounds_of(version=1)
     assert due(rounds, 0.0) == []

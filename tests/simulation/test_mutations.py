@@ -302,7 +302,7 @@ MUTATIONS: list[tuple[Callable[[Patch], None], str]] = [
     (identifiers_begin_again, "names two messages"),
     (takeover_without_record, "never taken the fragment over"),
     (own_parameters_trusted, "holds"),
-    (lost_tokens_forgotten, "tokens processed|for the marker"),
+    (lost_tokens_forgotten, "tokens processed|for the marker|nobody could read"),
     (keyframe_without_cursors, "cursors"),
     (late_founders, "after genesis"),
     (restored_over_another_incarnation, "merged twice|states .* holds|tokens processed|for the marker"),

@@ -31,7 +31,7 @@ from diloco.control import creation
 from diloco.core import bandwidth, changes, merging
 from diloco.core import grants as core_grants
 from diloco.core.changes import Changes, Rollback
-from diloco.errors import ClaimError
+from diloco.errors import ClaimError, FormatError
 from diloco.member.member import Member
 from diloco.nats import grants
 from diloco.nats.nkey import NatsKey
@@ -593,7 +593,8 @@ class World(virtual.World):
                 seen = self.reference.observe(subject, data, sequence, self.writer)
             else:
                 seen = f"{region}: {self.regional.observe(region, subject, data, sequence, self.writer)}"
-        except Violation as violation:
+        except (Violation, FormatError) as error:
+            violation = error if isinstance(error, Violation) else Violation(f"nobody could read what is stored: {error}")
             self.failed(violation)
             seen = f"VIOLATION: {violation}"
         self.note(self.writer.name, f"{sequence}: {seen}")

@@ -21,7 +21,8 @@ from diloco.wire.grants import Grant
 from diloco.wire.offers import Answer, Offer
 
 DEFAULT_STEP_S = 1.0  # of an inner step, before any learner has said how long one takes
-ACTIVE = ("stepping", "waiting", "closing", "leaving")
+STEPPING = ("stepping", "waiting")
+ACTIVE = (*STEPPING, "closing", "leaving")
 BEGINNING = ("starting", "recovering")
 PATIENCE = 6.0  # a learner may be so many times slower than usual, and is waited for
 FIRST_STEP_S = 60.0  # for a learner whose step time is not known yet: frameworks compile their first step
@@ -104,14 +105,20 @@ class Roster:
             dead_s, heard = self.settings.liveness.dead_s, sorted(self.learners.items())
             taking_part = [seen for name, seen in heard if name not in self.excluded and seen.heartbeat.state in ACTIVE]
             recent = [seen for seen in taking_part if now_s - seen.at_s < dead_s]
-            steps = ("stepping",) if self.settings.round.learners_wait else ("stepping", "waiting")
+            steps = ("stepping",) if self.settings.round.learners_wait else STEPPING
             self._live = now_s, [s for s in recent if s.heartbeat.state not in steps or not self.stands_still(s, now_s)]
         return self._live[1]
 
     def clock(self, now_s: float) -> ReferenceClock:
-        """Return the clock of the rounds, as it is now."""
-        live = self.live(now_s)
-        self._clock.look(live, self.settings.quorum(len(live)), self.settings.liveness.heartbeat_s, now_s)
+        """Return the clock of the rounds, as it is now.
+
+        It goes by learners that take steps. One that only states how long its steps take is not believed beside others of which
+        steps were heard: it may take none, and no slot would come.
+        """
+        stepping = [seen for seen in self.live(now_s) if seen.heartbeat.state in STEPPING]
+        heard = [seen for seen in stepping if seen.step_times.value is not None]
+        counted = heard or stepping
+        self._clock.look(counted, self.settings.quorum(len(counted)), self.settings.liveness.heartbeat_s, now_s)
         return self._clock
 
     def expected(self, chain: Chain, now_s: float) -> int:

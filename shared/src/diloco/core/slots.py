@@ -65,13 +65,13 @@ class ReferenceClock:
     elapsed: float = 0.0
     _known: tuple[str, int] = ("", 0)  # name and incarnation of the reference before
 
-    def look(self, live: Sequence[Seen], quorum: int, heartbeat_s: float, now_s: float) -> None:
-        """Choose the reference among the ``live`` learners, sorted by name, and read its step.
+    def look(self, stepping: Sequence[Seen], quorum: int, heartbeat_s: float, now_s: float) -> None:
+        """Choose the reference among learners that step, sorted by name, and read its step.
 
         It is the first one by name of those whose steps are about as short as those of the ``quorum``-th fastest: all syncers
         choose the same one, and equally fast learners do not take turns.
         """
-        reference = _choose(live, quorum, now_s)
+        reference = _choose(stepping, quorum, now_s)
         self.reference = reference
         if reference is None:
             return
@@ -96,12 +96,12 @@ class ReferenceClock:
         return (steps - (self.position - steps * fragment // fragments) % steps) * step_s
 
 
-def _choose(live: Sequence[Seen], quorum: int, now_s: float) -> Seen | None:
-    times_s = [_present_step_s(seen, now_s) for seen in live]
+def _choose(stepping: Sequence[Seen], quorum: int, now_s: float) -> Seen | None:
+    times_s = [_present_step_s(seen, now_s) for seen in stepping]
     if not times_s:
         return None
     limit_s = LIKE * sorted(times_s)[min(quorum, len(times_s)) - 1]
-    return next(seen for seen, step_s in zip(live, times_s, strict=True) if step_s <= limit_s)
+    return next(seen for seen, step_s in zip(stepping, times_s, strict=True) if step_s <= limit_s)
 
 
 def _present_step_s(seen: Seen, now_s: float) -> float:
