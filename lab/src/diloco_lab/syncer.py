@@ -63,7 +63,7 @@ class Syncer:
         self._sizes, self._commit_s = Sizes(rounds), rounds.commit_s
         count = len(rounds.sizes)
         chains = [Chain(fragment, 0, 0, NO_HASH, 0, NO_HASH) for fragment in range(count)]
-        self.rounds = [Round(self.roster, chain, count) for chain in chains]
+        self.rounds = [self._round(chain, count) for chain in chains]
         self.versions = self.members = 0
         self._opened_us = [0] * count
         self._looks: set[tuple[int, int]] = set()  # (time, fragment) of those that are to come
@@ -72,6 +72,9 @@ class Syncer:
         self._unsteady: dict[str, Listener] = {}  # learners whose step times change
         self._slots = not rounds.settings.round.learners_wait  # whether rounds are due in slots
         self._unplanned: set[int] = set()  # fragments of which it is not known when their next slot comes
+
+    def _round(self, chain: Chain, fragments: int) -> Round:
+        return Round(self.roster, chain, fragments)
 
     # ---- learners
 
@@ -195,11 +198,15 @@ class Syncer:
             offer_bits=[],
         )
         arrives: dict[int, list[Listener]] = defaultdict(list)
-        for member in self.listeners:
+        for member in self._asked(fragment):
             down = member.down
             arrives[down.open_us(down.open_us(now_us) + down.delay_us)].append(member)  # it is repeated
         for at_us, listeners in arrives.items():
             self.events.at(at_us, MESSAGE, self._announced, listeners, announced)
+
+    def _asked(self, fragment: int) -> Sequence[Listener]:
+        """Return the learners that a fragment's open round asks."""
+        return self.listeners
 
     def _announced(self, now_us: int, listeners: Sequence[Listener], announced: Announcement) -> None:
         for listener in listeners:
