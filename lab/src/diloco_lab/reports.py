@@ -2,8 +2,8 @@
 
 There, the syncer takes a step of its own once at least K learners have reported since the step before, and the grace window is
 over. A fragment is due at the syncer's steps t with ``t mod H = floor(p H / P)``, and its version is made of the learners that
-have reported for that step. So with K = 1 and no window each report is a step of the syncer: in H steps of M learners a fragment
-has M versions, each made of one learner.
+have reported for that step. So with K = 1 and no window each report is a step of the syncer: in H steps of M learners a
+fragment has M versions, each made of one learner.
 
 The product asks all learners, in slots by the steps of one of them (:mod:`diloco.core.slots`). What is here is for simulations,
 so that the paper's Table 5 can be played.
@@ -66,6 +66,10 @@ class ReportRound(Round):
 
     asked: frozenset[str] = frozenset()
 
+    def ask(self, reported: frozenset[str]) -> None:
+        """Ask those of some learners that have taken a step since they applied the newest version."""
+        self.asked |= {name for name in reported if self._is_ready(self.roster.learners[name], 1)}
+
     def due(self, now_s: float, steps: int) -> bool:
         """Whether learners are to be asked."""
         return self.opened_at_s is None and bool(self.asked)
@@ -106,7 +110,7 @@ class ReportSyncer(Syncer):
             if not self._clock.is_due(fragment, len(self.rounds)) or round_.merge_at_s is not None:
                 continue
             assert isinstance(round_, ReportRound)
-            round_.asked |= reported
+            round_.ask(reported)
             if round_.opened_at_s is None:
                 self._look_at(now_us, fragment)
             else:  # those that it asked do not answer

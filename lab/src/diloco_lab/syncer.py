@@ -87,11 +87,12 @@ class Syncer:
     def hear_due(self, now_us: int, member: Listener, process: int, fragment: int, version: int, since: int, step: int) -> None:
         """Hear that a learner, which applied ``version`` after ``since`` steps, has taken enough since to answer a round."""
         round_, seen = self.rounds[fragment], self.roster.learners.get(member.learner.name)
-        if process == member.process and round_.chain.version == version and seen is not None and round_.opened_at_s is None:
+        if process == member.process and round_.chain.version == version and seen is not None:
             seen.since[fragment] = (version, since)
             seen.heartbeat = structs.replace(seen.heartbeat, step=max(step, seen.heartbeat.step))
-            self._due.add(fragment)
-            self._look_at(now_us, fragment)
+            if round_.opened_at_s is None:
+                self._due.add(fragment)
+                self._look_at(now_us, fragment)
 
     def lose(self, now_us: int, member: Listener) -> None:
         """Take a learner for dead: it has been silent for long."""
