@@ -23,7 +23,6 @@ from diloco_lab.outcome import Scenario
 LEARNERS = 8
 SLOWER = 1.18  # times the step of the faster half
 STEP_SPREAD = 0.1
-STEP_S = 1.0
 DURATION_S = 240.0  # ten cycles of H = 24 steps
 TITLE = "mixed hardware, 8 learners that do not fail"
 HEAD = ("way", "K", "window", "goodput, %", "a fragment's version every", "by learners", "merged, %")
@@ -78,7 +77,7 @@ def play(way: Way, seed: int, duration_s: float = DURATION_S) -> Played:
         chips=LEARNERS,
         learners=LEARNERS,
         chips_per_slice=1,
-        step_s=STEP_S,
+        step_s=1.0,
         between_s=math.inf,
         speeds=(1.0,) * (LEARNERS // 2) + (1 / SLOWER,) * (LEARNERS // 2),
         step_spread=STEP_SPREAD,
