@@ -110,8 +110,7 @@ def test_a_wrong_setting_is_refused_by_name(overrides: dict[str, Any], expected:
         ({"shards": 25}, "shards = 25 is more than fragments.count = 24"),
         (
             {"fragments.layers": 3},
-            "fragments.layers = 3 is for fragments.strategy = layers, which is balanced: set both, "
-            "or fragments.layers = 1",
+            "fragments.layers = 3 is for fragments.strategy = layers, which is balanced: set both, or fragments.layers = 1",
         ),
         ({"task.width": 97}, "width 97 must be an even multiple of heads 4"),
         ({"regions.merge": True}, r"regions.merge: there are no regions \(regions.names\); name them, or leave it out"),
