@@ -153,9 +153,9 @@ def test_a_newcomer_alone_cannot_make_a_version_before_it_has_applied() -> None:
     now_s = 100.0
     round_.roster.hear(learner_heartbeat("zoe", 50, 0), now_s)
     assert not round_.due(now_s, STEPS)
-    round_.roster.hear(learner_heartbeat("zoe", 60, 1), now_s)  # applied: its H steps begin now
+    round_.roster.hear(learner_heartbeat("zoe", 60, 1, steps=[0]), now_s)  # applied: it holds nothing yet
     assert not round_.due(now_s, STEPS)
-    round_.roster.hear(learner_heartbeat("zoe", 60 + STEPS, 1), now_s)
+    round_.roster.hear(learner_heartbeat("zoe", 60 + STEPS, 1, steps=[STEPS]), now_s)
     assert round_.due(now_s, STEPS)
 
 

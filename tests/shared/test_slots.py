@@ -59,7 +59,8 @@ def test_each_fragment_has_a_slot_of_its_own_from_the_first_cycle_on() -> None:
 def test_a_restarted_owner_goes_on_in_the_same_slots() -> None:
     """An owner that has heard nothing before: all fragments are overdue, and none is made up for."""
     rounds = rounds_of(version=5)
-    assert play(rounds, "ann", range(103, 113)) == {104: [0], 106: [1], 108: [2], 110: [3], 112: [0]}
+    found = play(rounds, "ann", range(103, 113))  # fragment 3 is a step late
+    assert found == {103: [3], 104: [0], 106: [1], 108: [2], 110: [3], 112: [0]}
 
 
 def test_a_fragment_is_not_due_twice_within_half_a_cycle() -> None:
@@ -67,7 +68,7 @@ def test_a_fragment_is_not_due_twice_within_half_a_cycle() -> None:
     hear(rounds, "ann", 104, 0.0, unmerged=3)  # the owner before opened a round three steps ago
     assert due(rounds, 0.0) == []
     rounds = rounds_of(version=5)
-    assert play(rounds, "ann", range(103, 107)) == {104: [0], 106: [1]}
+    assert play(rounds, "ann", range(104, 107)) == {104: [0], 106: [1]}
     assert play(rounds, "ann", range(107, 109)) == {108: [2]}
     rounds[3].open(108.5)  # since a learner leaves
     rounds[3].opened_at_s = None
@@ -117,7 +118,8 @@ def test_another_h_moves_the_slots_of_all_fragments_together() -> None:
         ({"ann": 1.6, "bob": 1.0}, 1, "bob"),
         ({"ann": 20.0, "bob": 1.0, "cat": 1.0}, 1, "bob"),
         ({"ann": 1.0, "bob": 20.0, "cat": 20.0}, 1, "ann"),
-        ({"ann": 1.0, "bob": 20.0, "cat": 20.0}, 2, "ann"),  # within 1.5 times the second's: whoever is faster is, too
+        ({"ann": 1.0, "bob": 20.0, "cat": 20.0}, 2, "bob"),  # ann is far faster than the second: rounds need two learners
+        ({"ann": 14.0, "bob": 20.0, "cat": 20.0}, 2, "ann"),
         ({"ann": 50.0, "bob": 20.0, "cat": 1.0}, 2, "bob"),
         ({"ann": 50.0, "bob": 20.0, "cat": 1.0}, "all", "ann"),
     ],
@@ -176,6 +178,21 @@ def test_a_learner_that_takes_no_steps_is_no_reference(lie: dict[str, Any]) -> N
             reference = rounds[0].roster.clock(step * 1.0).reference
             assert reference is not None
             assert reference.heartbeat.learner == "bob"
+
+
+def test_a_few_long_steps_make_no_other_learner_the_reference() -> None:
+    """Each third step of ann takes four seconds, the others one: her mean goes up and down to more than 1.5 times bob's."""
+    rounds = rounds_of(version=1)
+    ends_s = {6 * three + more for three in range(20) for more in (1, 2, 6)}  # of ann's steps
+    references, step = set(), 0
+    for now in range(121):
+        step += now in ends_s
+        hear(rounds, "ann", step, float(now))
+        hear(rounds, "bob", now, float(now))
+        reference = rounds[0].roster.clock(float(now)).reference
+        assert reference is not None
+        references.add(reference.heartbeat.learner)
+    assert references == {"ann"}
 
 
 def test_no_learner_no_slot() -> None:

@@ -31,6 +31,7 @@ from diloco.control import creation
 from diloco.core import bandwidth, changes, merging
 from diloco.core import grants as core_grants
 from diloco.core.changes import Changes, Rollback
+from diloco.core.fragments import FragmentMap
 from diloco.errors import ClaimError, FormatError
 from diloco.member.member import Member
 from diloco.nats import grants
@@ -270,13 +271,13 @@ class Process(virtual.Process):
         self.world: World = world
         self.saved: list[bytes] = []  # on its disk, newest first
         self.clock_s = 1.7e9 + world.rng.uniform(-100, 100)
-        self.tokens = 4 * world.rng.randint(1, 4)  # of each of a learner's steps
+        self.tokens = world.draw_tokens()
         self.cut = False
         self.start()
 
     def at_start(self) -> None:
         self.stopping = False
-        self.step_s = self.rng.choice((0.05, 0.1, 0.2)) / self.world.haste
+        self.step_s = self.world.draw_step_s(self.rng)
         self.worker: Any = None  # a Learner
         self.world.note(self.name, f"starts as {self.generation}")
 
@@ -386,7 +387,7 @@ class World(virtual.World):
         state: bool = False,
     ) -> None:
         super().__init__(seed, REGIONS if regions else ())
-        self.seed, self.map = seed, STATEFUL if state else FRAGMENTS
+        self.seed, self.map = seed, self._make_map(state=state)
         self.run_name = RUN
         self.trace: list[tuple[float, str, str]] = []
         self.logger = cast(Logger, Listener(self.note if verbose else None, self.failed, faulty=faulty))
@@ -453,6 +454,17 @@ class World(virtual.World):
 
     def _variant(self, number: int, regions: bool, merged: bool) -> RunSettings:
         return variant(number, regions, merged)
+
+    def _make_map(self, *, state: bool) -> FragmentMap:
+        return STATEFUL if state else FRAGMENTS
+
+    def draw_tokens(self) -> int:
+        """Draw the tokens of each of a learner's steps."""
+        return 4 * self.rng.randint(1, 4)
+
+    def draw_step_s(self, rng: random.Random) -> float:
+        """Draw how long a learner's steps take on average, for a process that begins."""
+        return rng.choice((0.05, 0.1, 0.2)) / self.haste
 
     def _make_learners(self, make: Callable[..., list[Process]]) -> list[Process]:
         return make("learner", self.settings.learners, self._learn)

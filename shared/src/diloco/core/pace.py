@@ -36,6 +36,10 @@ class Recent:
     def add(self, value: float) -> None:
         self.values.append(value)
 
+    def median(self) -> float | None:
+        """Return the lower median; None before the first value."""
+        return sorted(self.values)[(len(self.values) - 1) // 2] if self.values else None
+
     def high(self) -> float | None:
         """Return the value that nine of ten do not exceed; None before the first one."""
         known = sorted(self.values)

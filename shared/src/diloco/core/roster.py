@@ -45,6 +45,7 @@ class Roster:
         self.learners: dict[str, Seen] = {}
         self.ending = False
         self._clock = ReferenceClock()
+        self._clock_of: list[Seen] | None = None  # the live learners that it was last read of: every fragment asks, as of these
         self._began_s: float | None = None  # when a step of any learner was first heard to end
         self._first_s: float | None = None  # when any learner was first heard
         self._live: tuple[float, list[Seen]] | None = None  # at one moment, about which every fragment asks several times
@@ -115,10 +116,13 @@ class Roster:
         It goes by learners that take steps. One that only states how long its steps take is not believed beside others of which
         steps were heard: it may take none, and no slot would come.
         """
-        stepping = [seen for seen in self.live(now_s) if seen.heartbeat.state in STEPPING]
-        heard = [seen for seen in stepping if seen.step_times.value is not None]
-        counted = heard or stepping
-        self._clock.look(counted, self.settings.quorum(len(counted)), self.settings.liveness.heartbeat_s, now_s)
+        live = self.live(now_s)
+        if self._clock_of is not live:
+            stepping = [seen for seen in live if seen.heartbeat.state in STEPPING]
+            heard = [seen for seen in stepping if seen.step_times.value is not None]
+            counted = heard or stepping
+            self._clock.look(counted, self.settings.quorum(len(counted)), self.settings.liveness.heartbeat_s, now_s)
+            self._clock_of = live
         return self._clock
 
     def expected(self, chain: Chain, now_s: float) -> int:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from diloco.core.chain import Chain
 from diloco.core.pace import Average, first_due_steps, grace_s
 from diloco.core.roster import Roster
-from diloco.core.slots import Seen, first_slot
+from diloco.core.slots import LongRounds, Seen, first_slot
 from diloco.settings.run import RunSettings
 from diloco.wire.fields import MAX_MEMBERS
 from diloco.wire.offers import MAX_MEMBERS_BYTES, Answer, Offer, RegionalOffer, members_bytes
@@ -133,6 +133,8 @@ class Round:
     quorum_average: Average = field(default_factory=Average)
     sync_average: Average = field(default_factory=Average)  # from a round's end until its version is stored
     answer_average: Average = field(default_factory=Average)  # from a round's announcement to its first answer
+    long_rounds: LongRounds = field(default_factory=LongRounds)  # those that were in slots
+    _steps: int = 0  # inner steps between two rounds, as they were when it was last asked whether one is due; 0: never
     _answered: bool = False  # whether the open round has an answer
     _opened_at_step: float | None = None  # by the reference's clock: when its last round was opened here
     _seen: _Look | None = None  # asked for several times at one moment
@@ -206,6 +208,7 @@ class Round:
 
     def due(self, now_s: float, steps: int) -> bool:
         """Whether a round should open now, where ``steps`` inner steps are to lie between two of them."""
+        self._steps = steps
         if self.opened_at_s is not None or self.chain.closed:
             return False
         if self._used_up(now_s) or self._leavers(now_s):
@@ -247,9 +250,7 @@ class Round:
             self._blame(missing, now_s)
         else:
             self.wanted_at_s = None
-        if len(present) < max(
-            1, self.quorum(now_s)
-        ):  # those given up count once they are ready, or no round would open any more
+        if len(present) < max(1, self.quorum(now_s)):  # those given up count once they are ready, or no round would open
             ready += sum(self._is_ready(seen, needed) for seen in self._given_up(now_s))
         return ready
 
@@ -257,11 +258,12 @@ class Round:
         return ready >= max(1, self.quorum(now_s))
 
     def _is_ready(self, seen: Seen, needed: int) -> bool:
-        """Whether a learner has taken ``needed`` steps since it applied the newest version."""
+        """Whether a learner knows the newest version and has ``needed`` steps for the next one."""
         fragment = self.chain.fragment
         version, first_step = seen.since.get(fragment, (-1, 0))
         taken = seen.heartbeat.step - (first_step if self.chain.version else 0)
-        if seen.heartbeat.state == "waiting":  # it takes no step until a version comes, whatever earlier heartbeats said
+        # it takes no step until a version comes, whatever earlier heartbeats said; or some are left of those before the version
+        if seen.heartbeat.state == "waiting" or not self.settings.round.learners_wait:
             taken = max(taken, seen.heartbeat.steps[fragment])
         return version == self.chain.version and taken >= needed
 
@@ -323,6 +325,10 @@ class Round:
         """Wait for the next round: the merge became a version, the chain has advanced. Drop the offers that are in it."""
         if self.merge_at_s is not None:
             self.sync_average.add(now_s - self.merge_at_s)
+        if self.opened_at_s is not None and not self.settings.round.learners_wait and not self.closing:
+            # the version has its way to the learners before it, and their word that they have it: as long as to an answer
+            round_s = now_s - self.opened_at_s + self.answer_average.get()
+            self.long_rounds.add(round_s, self.roster.clock(now_s).cycle_s(self._steps))
         self.hashes[self.chain.version] = self.chain.state_hash
         oldest = self.chain.version - self.settings.round.max_staleness_versions
         self.hashes = {version: value for version, value in self.hashes.items() if version >= oldest}

@@ -17,10 +17,11 @@ from dataclasses import dataclass, field
 from diloco.core.pace import Average, Recent
 from diloco.wire.control import Heartbeat
 
-LIKE = 1.5  # learners whose steps are at most so many times as long as another's are as fast: measured times vary
+LIKE = 1.5  # learners whose steps are at most so many times as long, or as short, as another's are as fast: times vary
 STALLED = 3.0  # a step that already lasts so many times longer than usual counts as a third of its time
 LATE_STEPS = 2.0  # a round may open so many steps after its slot begins,
 LATE_S = 0.1  # or so many seconds, whichever is more: a syncer looks only so often
+LONG_ROUNDS = 3  # in a row: a single one may have waited for a learner that was gone
 
 
 @dataclass
@@ -42,6 +43,11 @@ class Seen:
         return self.step_times.value or self.heartbeat.step_s or None
 
     @property
+    def usual_step_s(self) -> float | None:
+        """Seconds of its usual steps, of which a few long ones change nothing; None if none is known."""
+        return self.recent_steps.median() or self.step_s
+
+    @property
     def long_step_s(self) -> float | None:
         """Seconds of its long steps; None if none is known."""
         return self.recent_steps.high() or self.step_s
@@ -50,6 +56,31 @@ class Seen:
 def first_slot(steps: int, fragment: int, fragments: int) -> int:
     """Return the step of a fragment's first round, in a cycle of ``steps`` steps: its offset, or H where that is 0."""
     return steps * fragment // fragments or steps
+
+
+def choose(times_s: Sequence[float], quorum: int) -> int:
+    """Return the place of the reference among one or more learners, sorted by name, whose steps take ``times_s``.
+
+    A far faster learner than the ``quorum``-th fastest is none, whatever its name: rounds need that many learners.
+    """
+    slow_s = sorted(times_s)[min(quorum, len(times_s)) - 1]
+    return next(place for place, step_s in enumerate(times_s) if slow_s / LIKE <= step_s <= LIKE * slow_s)
+
+
+@dataclass
+class LongRounds:
+    """Whether a fragment's rounds last longer than its cycle: each of them misses the next slot.
+
+    Then the period is a multiple of the cycle. ``found``: seconds of a round and of the cycle; None: they fit.
+    """
+
+    found: tuple[float, float] | None = None
+    _in_a_row: int = 0
+
+    def add(self, round_s: float, cycle_s: float) -> None:
+        """Note how long a round has lasted."""
+        self._in_a_row = self._in_a_row + 1 if round_s > cycle_s else 0
+        self.found = (round_s, cycle_s) if self._in_a_row >= LONG_ROUNDS else None
 
 
 @dataclass
@@ -82,6 +113,11 @@ class ReferenceClock:
             self.elapsed += position - self.position
         self._known, self.position = known, position
 
+    def cycle_s(self, steps: int) -> float:
+        """Return the seconds of a cycle of ``steps`` steps; inf if no learner's step time is known."""
+        step_s = None if self.reference is None else self.reference.step_s
+        return steps * step_s if step_s else math.inf
+
     def in_slot(self, steps: int, fragment: int, fragments: int) -> bool:
         """Return whether a fragment's slot has just begun, in a cycle of ``steps`` steps."""
         late = (self.position - steps * fragment // fragments) % steps
@@ -90,23 +126,19 @@ class ReferenceClock:
 
     def next_slot_s(self, steps: int, fragment: int, fragments: int) -> float:
         """Return the seconds until a fragment's next slot begins; inf if no learner's step time is known."""
-        step_s = None if self.reference is None else self.reference.step_s
-        if not step_s:
-            return math.inf
-        return (steps - (self.position - steps * fragment // fragments) % steps) * step_s
+        return self.cycle_s(steps) * (1 - (self.position - steps * fragment // fragments) % steps / steps)
 
 
 def _choose(stepping: Sequence[Seen], quorum: int, now_s: float) -> Seen | None:
-    times_s = [_present_step_s(seen, now_s) for seen in stepping]
-    if not times_s:
-        return None
-    limit_s = LIKE * sorted(times_s)[min(quorum, len(times_s)) - 1]
-    return next(seen for seen, step_s in zip(stepping, times_s, strict=True) if step_s <= limit_s)
+    return stepping[choose([_present_step_s(seen, now_s) for seen in stepping], quorum)] if stepping else None
 
 
 def _present_step_s(seen: Seen, now_s: float) -> float:
-    """Return the seconds of a learner's steps, more if the present one lasts far longer; inf if they are not known."""
-    usual_s = seen.step_s
+    """Return the seconds of a learner's usual steps, more if the present one lasts far longer; inf if they are not known.
+
+    On a busy machine the mean of the newest steps goes up and down, and learners would take turns as the reference.
+    """
+    usual_s = seen.usual_step_s
     return math.inf if usual_s is None else max(usual_s, (now_s - seen.stepped_s) / STALLED)
 
 
