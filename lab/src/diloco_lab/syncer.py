@@ -71,6 +71,7 @@ class Syncer:
         self._gone: dict[str, int] = defaultdict(int)  # by learner: reasons to take it for dead
         self._unsteady: dict[str, Listener] = {}  # learners whose step times change
         self._slots = not rounds.settings.round.learners_wait  # whether rounds are due in slots
+        self._noted_us = -1  # when learners' steps were last noted
         self._unplanned: set[int] = set()  # fragments of which it is not known when their next slot comes
 
     def _round(self, chain: Chain, fragments: int) -> Round:
@@ -132,6 +133,9 @@ class Syncer:
                     del self._unsteady[name]
 
     def _note_steps(self, now_us: int) -> None:
+        if self._noted_us == now_us:
+            return  # several fragments are looked at, after all that happens at this moment
+        self._noted_us = now_us
         for member in self.listeners:
             seen, heard_us = self.roster.learners.get(member.learner.name), now_us - member.up.delay_us
             if seen is not None and member.up.tell(heard_us) is not None:
