@@ -33,7 +33,7 @@ def test_each_report_is_a_step_of_the_syncer_where_one_is_enough() -> None:
     for at_s, learner in enumerate(["a", "b", "c", "a", "b", "c"]):
         assert counted.report(learner, 1, 1.0, at_s) == 0
         asked = counted.take_step(at_s)
-        due += [(fragment, counted.step, asked) for fragment in (0, 1) if counted.is_due(fragment, 2)]
+        due += [(fragment, counted.step, set(asked)) for fragment in (0, 1) if counted.is_due(fragment, 2)]
     assert due == [(1, 2, {"b"}), (0, 4, {"a"}), (1, 6, {"c"})]
 
 
