@@ -124,7 +124,8 @@ async def start_with_a_late_learner(cluster: Cluster) -> None:
 
 
 async def test_streaming_waits_for_every_learner_and_overlaps(launch: Launch) -> None:
-    cluster = launch(small("streaming", shards=1, tokens=3 * 120 * SAMPLES, liveness__dead_s=NEVER_S))
+    whole: dict[str, Any] = {"fragments__strategy": "balanced", "fragments__layers": 1}  # the toy has no layers
+    cluster = launch(small("streaming", shards=1, tokens=3 * 120 * SAMPLES, liveness__dead_s=NEVER_S, **whole))
     cluster.learners(may_step=keeps_pace)
     await cluster.begin(coordinator=False)
 

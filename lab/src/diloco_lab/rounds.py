@@ -35,6 +35,7 @@ from diloco_lab.events import BOUNDARY, MESSAGE, Events
 from diloco_lab.history import AHEAD_US, Steps
 from diloco_lab.network import Direction, Sizes
 from diloco_lab.outcome import LearnerOutcome, Outcome, Scenario, Uptime
+from diloco_lab.reports import ReportSyncer
 from diloco_lab.syncer import NO_BODY, Syncer
 
 NO_VALUES = np.zeros(0, np.uint8)
@@ -64,7 +65,7 @@ def simulate(scenario: Scenario, rounds: Rounds) -> Outcome:
                 f"{learner.slices * learner.tokens} a step, expected at most {most}"
             )
     events, uptime = Events(scenario.duration_us), Uptime(len(scenario.learners), scenario.duration_us)
-    syncer = Syncer(events, rounds, scenario.on_version)
+    syncer = (ReportSyncer if rounds.by_reports else Syncer)(events, rounds, scenario.on_version)
     members = [_Member(events, syncer, scenario, rounds, index, uptime) for index in range(len(scenario.learners))]
     syncer.listeners.extend(members)
     for member in members:
@@ -89,7 +90,7 @@ class _Member:
         self._batch = 0
         self._next_us = NEVER_US  # of the boundary that is looked at next
         overlaps = self.settings.apply.at == "overlap"
-        self._decides = self.settings.round.learners_wait or overlaps  # whether a boundary decides more than what has come
+        self._decides = rounds.learners_may_wait  # whether a boundary decides more than what has come
         # a round that is announced after a boundary makes the learner wait so many steps after it at the earliest
         self._free_steps = math.ceil(self.settings.round.overlap_steps) if overlaps else NEVER_US
         if self._decides:
@@ -120,6 +121,8 @@ class _Member:
         present_us = micros(self.learner.present[0][0]) if self.learner.present else 0
         self._play_regularly(0)
         self._look_at(present_us)
+        if isinstance(self.syncer, ReportSyncer):
+            self._tell_step(1)
 
     def outcome(self) -> LearnerOutcome:
         self._book(self.events.until_us)
@@ -277,6 +280,17 @@ class _Member:
             state = self.protocol.fragments[fragment]
             due = (self, self.process, fragment, state.delta.base_version, state.version_step, step)
             self.events.at(self.heard_us(done_us), MESSAGE, self.syncer.hear_due, *due)
+
+    def _tell_step(self, step: int) -> None:
+        """Have the syncer told when a step is done."""
+        done_us = self.steps.step_us(step)
+        if done_us < NEVER_US:
+            self.events.at(self.heard_us(done_us), MESSAGE, self._told, step)
+
+    def _told(self, now_us: int, step: int) -> None:
+        assert isinstance(self.syncer, ReportSyncer)
+        self.syncer.hear_report(now_us, self)
+        self._tell_step(step + 1)
 
     def _heartbeat(self) -> Heartbeat:
         return self.protocol.heartbeat([], 1, Traffic(self.up.bytes, self.down.bytes, 0))

@@ -63,7 +63,7 @@ class Syncer:
         self._sizes, self._commit_s = Sizes(rounds), rounds.commit_s
         count = len(rounds.sizes)
         chains = [Chain(fragment, 0, 0, NO_HASH, 0, NO_HASH) for fragment in range(count)]
-        self.rounds = [Round(self.roster, chain, count) for chain in chains]
+        self.rounds = [self._round(chain, count) for chain in chains]
         self.versions = self.members = 0
         self._opened_us = [0] * count
         self._looks: set[tuple[int, int]] = set()  # (time, fragment) of those that are to come
@@ -71,7 +71,11 @@ class Syncer:
         self._gone: dict[str, int] = defaultdict(int)  # by learner: reasons to take it for dead
         self._unsteady: dict[str, Listener] = {}  # learners whose step times change
         self._slots = not rounds.settings.round.learners_wait  # whether rounds are due in slots
+        self._noted_us = -1  # when learners' steps were last noted
         self._unplanned: set[int] = set()  # fragments of which it is not known when their next slot comes
+
+    def _round(self, chain: Chain, fragments: int) -> Round:
+        return Round(self.roster, chain, fragments)
 
     # ---- learners
 
@@ -84,11 +88,12 @@ class Syncer:
     def hear_due(self, now_us: int, member: Listener, process: int, fragment: int, version: int, since: int, step: int) -> None:
         """Hear that a learner, which applied ``version`` after ``since`` steps, has taken enough since to answer a round."""
         round_, seen = self.rounds[fragment], self.roster.learners.get(member.learner.name)
-        if process == member.process and round_.chain.version == version and seen is not None and round_.opened_at_s is None:
+        if process == member.process and round_.chain.version == version and seen is not None:
             seen.since[fragment] = (version, since)
             seen.heartbeat = structs.replace(seen.heartbeat, step=max(step, seen.heartbeat.step))
-            self._due.add(fragment)
-            self._look_at(now_us, fragment)
+            if round_.opened_at_s is None:
+                self._due.add(fragment)
+                self._look_at(now_us, fragment)
 
     def lose(self, now_us: int, member: Listener) -> None:
         """Take a learner for dead: it has been silent for long."""
@@ -128,6 +133,9 @@ class Syncer:
                     del self._unsteady[name]
 
     def _note_steps(self, now_us: int) -> None:
+        if self._noted_us == now_us:
+            return  # several fragments are looked at, after all that happens at this moment
+        self._noted_us = now_us
         for member in self.listeners:
             seen, heard_us = self.roster.learners.get(member.learner.name), now_us - member.up.delay_us
             if seen is not None and member.up.tell(heard_us) is not None:
@@ -195,11 +203,15 @@ class Syncer:
             offer_bits=[],
         )
         arrives: dict[int, list[Listener]] = defaultdict(list)
-        for member in self.listeners:
+        for member in self._asked(fragment):
             down = member.down
             arrives[down.open_us(down.open_us(now_us) + down.delay_us)].append(member)  # it is repeated
         for at_us, listeners in arrives.items():
             self.events.at(at_us, MESSAGE, self._announced, listeners, announced)
+
+    def _asked(self, fragment: int) -> Sequence[Listener]:
+        """Return the learners that a fragment's open round asks."""
+        return self.listeners
 
     def _announced(self, now_us: int, listeners: Sequence[Listener], announced: Announcement) -> None:
         for listener in listeners:

@@ -73,7 +73,7 @@ class FragmentSettings(_Section):
         if self.layers > 1 and self.strategy != "layers":
             raise ValueError(
                 f"fragments.layers = {self.layers} is for fragments.strategy = layers, which is {self.strategy}: set both, or "
-                "leave fragments.layers out"
+                "fragments.layers = 1"
             )
         return self
 
