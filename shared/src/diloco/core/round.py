@@ -134,7 +134,7 @@ class Round:
     sync_average: Average = field(default_factory=Average)  # from a round's end until its version is stored
     answer_average: Average = field(default_factory=Average)  # from a round's announcement to its first answer
     long_rounds: LongRounds = field(default_factory=LongRounds)  # those that were in slots
-    _steps: int = 0  # inner steps between two rounds, as they were when it was last asked whether one is due; 0: never
+    _steps: int = 0  # inner steps between two rounds, as they were when it was last asked whether one is due
     _answered: bool = False  # whether the open round has an answer
     _opened_at_step: float | None = None  # by the reference's clock: when its last round was opened here
     _seen: _Look | None = None  # asked for several times at one moment
@@ -142,6 +142,7 @@ class Round:
 
     def __post_init__(self) -> None:
         self.hashes[self.chain.version] = self.chain.state_hash
+        self._steps = self.settings.round.steps
 
     @property
     def settings(self) -> RunSettings:
