@@ -44,7 +44,7 @@ import psutil
 import script
 import tomli_w
 from restart import Watch
-from up import DILOCO, Up, events, up, watching
+from up import Up, events, up, watching
 
 from diloco_learner.process import LoopThread
 from diloco_ops.environment import service_environment
@@ -88,7 +88,7 @@ class Memory(threading.Thread):
         self.join()
 
     def _found(self) -> Iterator[tuple[str, int]]:
-        names = {read_pid(file): file.stem for file in (self.directory / "services").glob("*.pid")}
+        names = {script.read_pid(file): file.stem for file in (self.directory / "services").glob("*.pid")}
         total_bytes = 0
         try:
             processes = psutil.Process(self.root).children(recursive=True)
@@ -103,13 +103,6 @@ class Memory(threading.Thread):
             total_bytes += used.pss
             yield name, used.rss
         yield "sum", total_bytes
-
-
-def read_pid(file: Path) -> int:
-    try:
-        return int(file.read_text())
-    except (OSError, ValueError):  # it is being written
-        return 0
 
 
 class Stages:
@@ -278,7 +271,9 @@ def measure(asked: argparse.Namespace, say: Callable[[str], None]) -> dict[str, 
                 loop.close()
             end_s = time.monotonic() - began_s
         began_s = time.monotonic()
-        verified = subprocess.run([DILOCO, "verify", str(directory), "--json"], capture_output=True, text=True, check=False)
+        verified = subprocess.run(
+            [*script.DILOCO, "verify", str(directory), "--json"], capture_output=True, text=True, check=False
+        )
         holds = verified.returncode == 0 and json.loads(verified.stdout)["holds"]
         verify_s = time.monotonic() - began_s
         say(f"end {end_s:.1f} s; verify {verify_s:.1f} s: {'holds' if holds else verified.stdout + verified.stderr}")
