@@ -125,13 +125,11 @@ class Drill:
 
     async def end(self) -> None:
         """Have the run end when both learners have taken some steps more, and wait until it has."""
-        code, more = 1, LAST_STEPS
-        while code:  # it begins later than so many steps take, where the machine is busy
-            more *= 2
-            used = sum(self._last(learner).tokens for learner in (ISLAND, PLAIN))
-            command = [*script.DILOCO, "set", str(self.running.directory), f"tokens={used + more * TOKENS}"]
-            code = (await asyncio.to_thread(subprocess.run, command, capture_output=True, check=False)).returncode
-        await asyncio.to_thread(self.running.process.wait)
+
+        def used() -> int:
+            return sum(self._last(learner).tokens for learner in (ISLAND, PLAIN))
+
+        await asyncio.to_thread(self.running.finish, used, LAST_STEPS * TOKENS)
 
     def _last(self, learner: str) -> Heartbeat:
         return self.watch.heartbeats[learner][-1][1]

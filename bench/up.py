@@ -54,6 +54,21 @@ class Up:
             time.sleep(LOOK_S)
         return time.monotonic() - began_s
 
+    def finish(self, used: Callable[[], int], more: int) -> int:
+        """Have the run's budget end by ``more`` tokens behind those ``used``, or later; wait for its end, and return its code.
+
+        Raises:
+            SystemExit: the run ended before.
+        """
+        code = 1
+        while code:  # it begins later than so many steps take, where the machine is busy
+            if self.process.poll() is not None:
+                raise SystemExit(f"{self.directory}: the run ended before its budget could be set")
+            more *= 2
+            command = [*DILOCO, "set", str(self.directory), f"tokens={used() + more}"]
+            code = subprocess.run(command, capture_output=True, check=False).returncode
+        return self.process.wait()
+
 
 def events(directory: Path, service: str, *names: str) -> list[dict[str, Any]]:
     """Return the events that a service of a run's directory has logged, of these names if any are given."""
