@@ -34,7 +34,7 @@ from on_device.child import Outcome
 from on_device.plan import DRY, FULL, PATHS, Plan
 
 SAVED_S = 3.0  # for writing, of the time that is left
-DRY_SHARE = 0.2  # of the seconds that a part needs on an accelerator, where everything is small
+DRY_LEAST, DRY_MOST = 0.2, 4.0  # of a part's seconds: everything is small, on a machine that may be busy with other work
 
 
 @dataclass(frozen=True)
@@ -158,11 +158,11 @@ class Session:
         if why:
             return Outcome("not measured", why)
         left_s = self.ends_s - time.monotonic() - SAVED_S
-        least_s = part.least_s * (DRY_SHARE if self.plan.dry else 1)
+        least_s, most_s = (part.least_s * DRY_LEAST, part.most_s * DRY_MOST) if self.plan.dry else (part.least_s, part.most_s)
         if left_s < least_s:
             return Outcome("not measured", f"{max(0, left_s):.0f} s are left, and it needs {least_s:.0f}")
         command = [sys.executable, str(Path(__file__)), "--part", part.name, "--plan", self.plan.dump()]
-        return child.run(command, environment(), min(left_s, part.most_s))
+        return child.run(command, environment(), min(left_s, most_s))
 
     def _missing(self, part: Part) -> str:
         """Return why a part cannot be measured; empty: nothing is known that hinders it."""
@@ -215,7 +215,12 @@ class Session:
 def environment() -> dict[str, str]:
     """Return the environment of a part: tasks are found, nobody takes a device's memory ahead, and learners leave soon."""
     paths = os.pathsep.join([*PATHS, *filter(None, [os.environ.get("PYTHONPATH")])])
-    own = {"PYTHONPATH": paths, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "DILOCO_LEAVE_S": "1"}
+    own = {
+        "PYTHONPATH": paths,
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "DILOCO_LEAVE_S": "1",
+    }
     return {**os.environ, **own}
 
 

@@ -92,10 +92,11 @@ def _started(
 
 
 def _read(stream: IO[bytes], lines: list[bytes]) -> None:
-    for line in stream:
-        lines.append(line[-KEPT_BYTES:])
-        while len(lines) > 1 and sum(map(len, lines)) > KEPT_BYTES:
-            del lines[0]
+    with stream:
+        for line in stream:
+            lines.append(line[-KEPT_BYTES:])
+            while len(lines) > 1 and sum(map(len, lines)) > KEPT_BYTES:
+                del lines[0]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -127,9 +128,9 @@ def _outcome(code: int | None, limit_s: float, result: dict[str, Any], said: str
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     words = [line.removeprefix(FAILED) for line in lines if line.startswith(FAILED)] or lines or ["it said nothing"]
     if code is None:
-        why = f"ended after {limit_s:.0f} s, all that it had"
+        why = f"ended after {limit_s:.0f} s, which were all that it had"
     elif code < 0:
-        why = f"killed by signal {-code} ({signal.Signals(-code).name}), which without memory left is the system's: {words[-1]}"
+        why = f"killed by signal {-code} ({signal.Signals(-code).name}), as the system does where memory is short: {words[-1]}"
     else:
         why = words[-1]
     return Outcome("failed", why[:300], 0.0, result, said)
