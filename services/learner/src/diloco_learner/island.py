@@ -53,7 +53,8 @@ class StepOutput:
 
     def wait(self) -> float:
         """Wait for the step to end; its loss, or NaN where loss or gradients were not finite and no step was taken."""
-        return float(self.loss) if bool(self.finite) else math.nan
+        loss, finite = jax.device_get((self.loss, self.finite))  # on their way at once, and not one after the other
+        return float(loss) if finite else math.nan
 
     def metric_values(self) -> dict[str, float]:
         """Wait for the step to end; the task's own metrics."""
