@@ -1,4 +1,4 @@
-"""What a learner's steps cost on a device, measured in one process without a run, and the host's share of the work."""
+"""Steps of a learner on a device, measured in one process without a run, and the host's share of the work."""
 
 from __future__ import annotations
 

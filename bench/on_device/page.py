@@ -59,7 +59,7 @@ def _head(results: Found) -> Iterator[str]:
     if "plan" in results:
         plan = results["plan"]
         yield (
-            f"A GPT of {parameters_of(plan) / 1e6:.1f}M parameters in {plan['dtype']}, {plan['batch']} sequences of "
+            f"A GPT of {parameters_of(plan):,} parameters in {plan['dtype']}, {plan['batch']} sequences of "
             f"{plan['context']} bytes a step, H = {plan['interval']}."
         )
     yield ""
@@ -71,11 +71,11 @@ def _targets(parts: Found) -> Iterator[str]:
     rows: list[tuple[str, str, str, Cell]] = [
         (
             "tokens/s of a learner, of the bare loop",
-            f"at least {PACE:.0%}",
+            f"at least {100 * PACE:.0f} %",
             "pace",
             lambda its: _reached(its.get("ratio"), PACE, 1),
         ),
-        ("blocked", f"at most {BLOCKED:.1%}", "pace", lambda its: _reached(its.get("blocked"), BLOCKED, -1)),
+        ("blocked", f"at most {100 * BLOCKED:.1f} %", "pace", lambda its: _reached(its.get("blocked"), BLOCKED, -1)),
         ("peak of device memory above the bare loop's, in fragments", "at most 1", "device", _above),
     ]
     for title, target, part, cell in rows:

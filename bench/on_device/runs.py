@@ -1,4 +1,4 @@
-"""What whole runs on one device show: pace, a killed learner, training done again, both frameworks, and a large model."""
+"""Whole runs on one device: pace, a killed learner, training done again, both frameworks, and a large model."""
 
 from __future__ import annotations
 

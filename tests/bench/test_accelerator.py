@@ -78,7 +78,7 @@ def test_a_part_that_fails_or_has_no_room_does_not_end_the_others(monkeypatch: p
     assert children.begun[-1][1].device_bytes == 80 << 30
     text = (tmp_path / "accelerator.md").read_text()
     assert "| jax-device | failed | 0 | ModuleNotFoundError: No module named 'nats' |" in text
-    assert "| tokens/s of a learner, of the bare loop | at least 98% | 99.00 % | not measured |" in text
+    assert "| tokens/s of a learner, of the bare loop | at least 98 % | 99.00 % | not measured |" in text
 
 
 def test_what_is_missing_is_said_in_one_line_and_the_rest_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
