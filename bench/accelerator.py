@@ -8,7 +8,7 @@ It needs no network, and takes the JAX and the PyTorch that are there. After eac
 everything, and DIR/accelerator.md, which has tables. A part is a process with a time limit of its own. One that fails, hangs or
 has no memory says why in one line of both files, and the next one begins; DIR/PART.log is the end of what it wrote.
 
-The code is 0 if nothing failed, and 1 otherwise.
+The code is 0 if nothing failed and both files are complete, and 1 otherwise.
 
 Results are of a GPT of 127 million parameters in bfloat16, whose batch fills the device with four loops and an evaluator at
 once, as two learners and two bare loops take turns. A bare loop is the learner's own step without a run. Where neither JAX nor
@@ -18,6 +18,7 @@ PyTorch has a GPU, everything is measured in small.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -33,7 +34,7 @@ from on_device import child, page
 from on_device.child import Outcome
 from on_device.plan import DRY, FULL, PATHS, Plan
 
-SAVED_S = 3.0  # for writing, of the time that is left
+SPARE_S = child.LEAVE_S + 1.0  # of the time that is left: for the end of a child that is asked to end, and for writing
 DRY_LEAST, DRY_MOST = 0.2, 4.0  # of a part's seconds: everything is small, on a machine that may be busy with other work
 
 
@@ -136,6 +137,7 @@ class Session:
     def __init__(self, out: Path, minutes: float, plan: Plan, results: dict[str, Any]) -> None:
         self.out, self.plan, self.results = out, plan, results
         self.ends_s = time.monotonic() + 60 * minutes
+        self.stored = False  # whether both files have all results
 
     def run(self, part: Part) -> None:
         """Measure a part, or say why it is not measured, and write both files."""
@@ -157,7 +159,7 @@ class Session:
         why = self._missing(part)
         if why:
             return Outcome("not measured", why)
-        left_s = self.ends_s - time.monotonic() - SAVED_S
+        left_s = self.ends_s - time.monotonic() - SPARE_S
         least_s, most_s = (part.least_s * DRY_LEAST, part.most_s * DRY_MOST) if self.plan.dry else (part.least_s, part.most_s)
         if left_s < least_s:
             return Outcome("not measured", f"{max(0, left_s):.0f} s are left, and it needs {least_s:.0f}")
@@ -181,8 +183,8 @@ class Session:
     def _take(self, part: Part, outcome: Outcome) -> None:
         """Go by what a part has found."""
         found = outcome.result
-        if part.name == "machine" and not self.plan.dry:
-            platforms = [found.get(name, {}).get("platform", "none") for name in page.NAMES]
+        if part.name == "machine" and not self.plan.dry and all(name in found for name in page.NAMES):
+            platforms = [found[name].get("platform", "none") for name in page.NAMES]
             if all(platform in ("cpu", "none") for platform in platforms):
                 self.plan = DRY
                 outcome.why = f"no GPU for JAX or PyTorch, so everything is small; the driver says: {found.get('driver')}"
@@ -194,7 +196,8 @@ class Session:
         """Write both files; where they cannot be written, say so, and print the results."""
         self.results["written"] = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
         text = json.dumps(self.results, indent=1)
-        if not (self._write("accelerator.json", text) and self._write("accelerator.md", page.render(self.results))):
+        self.stored = all([self._write("accelerator.json", text), self._write("accelerator.md", page.render(self.results))])
+        if not self.stored:
             print(json.dumps(self.results), flush=True)
 
     def _write(self, name: str, text: str) -> bool:
@@ -203,11 +206,10 @@ class Session:
             draft.write_text(text, encoding="utf-8")
             draft.replace(self.out / name)
         except OSError as error:
-            print(
-                f"{self.out / name} cannot be written: {error.strerror}: free some room; it goes on",
-                file=sys.stderr,
-                flush=True,
-            )
+            why = f"{error.strerror}: free some room; it goes on"
+            print(f"{self.out / name} cannot be written: {why}", file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):
+                draft.unlink(missing_ok=True)
             return False
         return True
 
@@ -269,7 +271,8 @@ def measured(asked: argparse.Namespace) -> int:
             session.write()
             print(f"interrupted in {part.name}; what was measured is in {asked.out}", file=sys.stderr)
             return 130
-    return 1 if any(results["parts"][part.name]["state"] == "failed" for part in wanted) else 0
+    failed = any(results["parts"][part.name]["state"] == "failed" for part in wanted)
+    return 1 if failed or not session.stored else 0
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from typing import IO, Any, Literal
 FAILED = "part failed: "  # begins the line in which a child says why
 FULL = re.compile(r"RESOURCE_EXHAUSTED|out of memory|no room for a step", re.I)
 KEPT_BYTES = 64_000  # of what a child writes to stderr
-LEAVE_S = 12.0  # for a child that is asked to end: it ends the run that it has begun
+LEAVE_S = 5.0  # for a child that is asked to end; the processes of its run end with it, sooner or later
 LOOK_S = 0.5
 State = Literal["measured", "failed", "not measured"]
 
