@@ -10,9 +10,9 @@ has no memory says why in one line of both files, and the next one begins; DIR/P
 
 The code is 0 if nothing failed and both files are complete, and 1 otherwise.
 
-Results are of a GPT of 127 million parameters in bfloat16, whose batch fills the device with four loops and an evaluator at
-once, as two learners and two bare loops take turns. A bare loop is the learner's own step without a run. Where neither JAX nor
-PyTorch has a GPU, everything is measured in small.
+Results are of a GPT of 127 million parameters in bfloat16. Its batch fills the device with a learner, the bare loop with which
+it takes turns, and an evaluator; two learners and two bare loops have a smaller one. A bare loop is the learner's own step
+without a run. Where neither JAX nor PyTorch has a GPU, everything is measured in small.
 """
 
 from __future__ import annotations

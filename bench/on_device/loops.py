@@ -23,7 +23,7 @@ from diloco.settings.presets import run_settings
 from diloco_learner.frameworks import Loaded, load, make_model
 from diloco_learner.task_api import first_batch
 from on_device import trace
-from on_device.plan import Plan
+from on_device.plan import MULTIPLE, ONE, Plan
 from on_device.task import jax_memory, torch_memory
 
 RATE = 1e-4
@@ -33,7 +33,7 @@ Result = dict[str, Any]
 
 
 def fit(plan: Plan) -> Iterator[Result]:
-    """Yield the batch with which four loops and an evaluator fill the device together, by what XLA says of a step's memory."""
+    """Yield the batch that fills the device with a learner, a bare loop and an evaluator, by the memory that XLA says a step needs."""
     import jax
 
     from diloco_learner.island import Island
@@ -45,23 +45,22 @@ def fit(plan: Plan) -> Iterator[Result]:
     limit_bytes = jax_memory()["limit_bytes"] if jax.default_backend() != "cpu" else 0
     kept, temporary = needed.argument_size_in_bytes, needed.temp_size_in_bytes
     yield {
-        "batch": batch_that_fits(plan, kept, temporary, limit_bytes / SHARES) if limit_bytes else plan.batch,
+        "batch": batch_that_fits(plan, kept, temporary, limit_bytes / ONE) if limit_bytes else plan.batch,
         "kept_bytes": kept, "temporary_bytes": temporary, "limit_bytes": limit_bytes,
     }  # fmt: skip
 
 
-SHARES = 5  # of a device's memory: two learners, two bare loops, and the evaluator
 MOST_BATCH = 256
 
 
 def batch_that_fits(plan: Plan, kept_bytes: float, temporary_bytes: float, room_bytes: float) -> int:
-    """Return a batch, a multiple of 8, whose step needs so much room; ``temporary_bytes`` are those of the plan's batch.
+    """Return a batch, a multiple of :data:`MULTIPLE`, whose step needs so much room.
 
-    Of the temporaries, gradients in float32 and rounded parameters are there whatever the batch is.
+    Of the ``temporary_bytes``, which are those of the plan's batch, gradients in float32 and rounded parameters are there whatever the batch is.
     """
     fixed = min(temporary_bytes, 6.0 * plan.parameters)
     a_sequence = max(1.0, (temporary_bytes - fixed) / plan.batch)
-    return max(8, min(MOST_BATCH, int((room_bytes - kept_bytes - fixed) / a_sequence) // 8 * 8))
+    return max(MULTIPLE, min(MOST_BATCH, int((room_bytes - kept_bytes - fixed) / a_sequence) // MULTIPLE * MULTIPLE))
 
 
 def device(plan: Plan, framework: str) -> Iterator[Result]:

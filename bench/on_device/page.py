@@ -115,6 +115,7 @@ def _pace(results: Found) -> Iterator[str]:
         return None if share is None else f"{100 * share:.1f} %"
 
     rows: list[tuple[str, Cell]] = [
+        ("sequences a step", lambda its: f"{its['batch']}"),
         ("tokens/s", lambda its: f"{its['tokens_per_s']:,.0f}"),
         ("tokens/s of bare loops", lambda its: f"{its['bare_tokens_per_s']:,.0f}"),
         ("ratio of a step's times, interval of 95 %", lambda its: interval(its)),

@@ -9,6 +9,8 @@ from pathlib import Path
 BENCH = Path(__file__).parents[1]
 PATHS = (str(BENCH), str(BENCH.parent / "examples"))  # of tasks
 VOCABULARY = 256  # bytes
+ONE, TWO = 3, 5  # processes that share a device: one learner or two, as many bare loops, and the evaluator
+MULTIPLE = 8  # of sequences
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +70,10 @@ class Plan:
         values = json.loads(text)
         return cls(**values | {"large": tuple(values["large"])})
 
+    def of_two(self) -> Plan:
+        """Return the same with a batch for two learners and two bare loops, of whose device one has less."""
+        return replace(self, batch=max(MULTIPLE, self.batch * ONE // TWO // MULTIPLE * MULTIPLE))
+
     def smaller(self) -> Plan:
         """Return the same with half of the batch, after a device had no room for it."""
         return replace(self, batch=max(1, self.batch // 2), large_batch=max(1, self.large_batch // 2))
@@ -80,7 +86,7 @@ def parameters(layers: int, width: int) -> int:
 
 
 FULL = Plan(
-    layers=10, width=1024, heads=16, context=512, batch=32, dtype="bfloat16", interval=24, turns=4, turn_s=4.0, blocks=4,
+    layers=10, width=1024, heads=16, context=512, batch=32, dtype="bfloat16", interval=24, turns=3, turn_s=4.0, blocks=4,
     values=5_000_000, replayed_steps=50, large=(20, 10, 5), large_width=2048, large_heads=16, large_batch=4, dry=False,
 )  # fmt: skip
 DRY = Plan(

@@ -49,6 +49,7 @@ def _place() -> Iterator[Path]:
 
 def paced(plan: Plan, framework: str, learners: int) -> Iterator[Result]:
     """Yield the pace of so many learners beside as many bare loops, and the peaks of both on the device."""
+    plan = plan if learners == 1 else plan.of_two()
     sets = [f"{name}={value}" for name, value in plan.sets(framework, learners=learners).items()]
     with _place() as folder:
         found = asyncio.run(pace.measure([*sets, *pace.PATIENT], plan.turns, plan.turn_s, evaluator=False))
@@ -60,7 +61,12 @@ def paced(plan: Plan, framework: str, learners: int) -> Iterator[Result]:
     result["bare_host_s"] = statistics.median(turn["bare_cpu"] * turn["bare_step_s"] for turn in turns)
     tokens = learners * plan.tokens
     result |= {"tokens_per_s": tokens / result["step_s"], "bare_tokens_per_s": tokens / result["bare_step_s"]}
-    yield result | {"peak_bytes": peaks.get("learner"), "bare_peak_bytes": peaks.get("bare"), "turns": turns}
+    yield result | {
+        "batch": plan.batch,
+        "peak_bytes": peaks.get("learner"),
+        "bare_peak_bytes": peaks.get("bare"),
+        "turns": turns,
+    }
 
 
 def returned(plan: Plan) -> Iterator[Result]:
@@ -184,6 +190,7 @@ def large_model(plan: Plan) -> Iterator[Result]:
                     yield found
         finally:
             memory.close()
+            running.process.kill()  # its services end with it at once: they would save a large state
 
 
 def choose(plan: Plan) -> tuple[int, str]:
