@@ -33,7 +33,7 @@ Result = dict[str, Any]
 
 
 def fit(plan: Plan) -> Iterator[Result]:
-    """Yield the batch that fills the device with a learner, a bare loop and an evaluator, by the memory that XLA says a step needs."""
+    """Yield the batch that fills the device with a learner, a bare loop and an evaluator, by XLA's word on a step's memory."""
     import jax
 
     from diloco_learner.island import Island
@@ -56,7 +56,8 @@ MOST_BATCH = 256
 def batch_that_fits(plan: Plan, kept_bytes: float, temporary_bytes: float, room_bytes: float) -> int:
     """Return a batch, a multiple of :data:`MULTIPLE`, whose step needs so much room.
 
-    Of the ``temporary_bytes``, which are those of the plan's batch, gradients in float32 and rounded parameters are there whatever the batch is.
+    Of the ``temporary_bytes``, which are those of the plan's batch, gradients in float32 and rounded parameters are there
+    whatever the batch is.
     """
     fixed = min(temporary_bytes, 6.0 * plan.parameters)
     a_sequence = max(1.0, (temporary_bytes - fixed) / plan.batch)
