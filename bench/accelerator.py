@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
 import os
 import signal
@@ -67,31 +68,27 @@ PARTS = (
 )
 
 
+# by part: the function of a module of on_device, which is imported in the part's own process alone, and what it is given
+FUNCTIONS: dict[str, tuple[str, str, tuple[object, ...]]] = {
+    "jax-fit": ("loops", "fit", ()),
+    "host": ("loops", "host", ()),
+    "replay": ("runs", "returned", ()),
+    "replay-deterministic": ("runs", "deterministic", ()),
+    "mixed": ("runs", "mixed", ()),
+    "large": ("runs", "large_model", ()),
+}
+for _name in page.NAMES:
+    FUNCTIONS |= {f"{_name}-pace": ("runs", "paced", (_name, 1)), f"{_name}-two": ("runs", "paced", (_name, 2))}
+    FUNCTIONS |= {f"{_name}-device": ("loops", "device", (_name,)), f"{_name}-plain": ("loops", "plain", (_name,))}
+
+
 def measure(name: str, plan: Plan) -> Iterator[dict[str, Any]]:
     """Yield the results of a part, in the process that is made for it."""
     if name == "machine":
         yield from machine()
         return
-    framework = name.partition("-")[0]
-    from on_device import loops, runs
-
-    parts = {
-        "jax-fit": lambda: loops.fit(plan),
-        "host": lambda: loops.host(plan),
-        "replay": lambda: runs.returned(plan),
-        "replay-deterministic": lambda: runs.deterministic(plan),
-        "mixed": lambda: runs.mixed(plan),
-        "large": lambda: runs.large_model(plan),
-    }
-    parts |= {
-        f"{framework}-pace": lambda: runs.paced(plan, framework, 1),
-        f"{framework}-two": lambda: runs.paced(plan, framework, 2),
-    }
-    parts |= {
-        f"{framework}-device": lambda: loops.device(plan, framework),
-        f"{framework}-plain": lambda: loops.plain(plan, framework),
-    }
-    yield from parts[name]()
+    module, function, arguments = FUNCTIONS[name]
+    yield from getattr(importlib.import_module(f"on_device.{module}"), function)(plan, *arguments)
 
 
 def machine() -> Iterator[dict[str, Any]]:

@@ -30,7 +30,7 @@ Result = dict[str, Any]
 PATIENCE_S = 400.0  # only ends what hangs
 MANY = 10**12  # tokens: a budget that no run here reaches
 KILLED, OTHER = "learner-1", "learner-0"
-SLOWED = 8  # the killed learner's return takes as long as these steps, and all of them are taken again
+SLOWED = 30  # all steps that the other one takes during the killed learner's return are taken again by replay
 DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
 VERSIONS = 3  # of each fragment of the large model
 HOST_BYTES, DISK_BYTES, DEVICE_BYTES = 45, 50, 24  # of a parameter of the large model, with all services on one machine

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 import os
 import subprocess
@@ -209,6 +211,13 @@ def test_operations_of_the_model() -> None:
     assert page.utilisation(plan, 0.5 * 989e12 / a_token, "NVIDIA H100 80GB HBM3") == pytest.approx(0.5)
     assert page.utilisation(plan, 1e6, "a device of tomorrow") is None
     assert page.peak_flops("NVIDIA H100 PCIe") == 756e12
+
+
+def test_each_part_has_a_function() -> None:
+    for part in PARTS[1:]:
+        module, function, arguments = accelerator.FUNCTIONS[part.name]
+        wanted = inspect.signature(getattr(importlib.import_module(f"on_device.{module}"), function)).parameters
+        assert len(wanted) == 1 + len(arguments)
 
 
 @pytest.mark.tool
