@@ -26,7 +26,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -88,7 +88,8 @@ def measure(name: str, plan: Plan) -> Iterator[dict[str, Any]]:
         yield from machine()
         return
     module, function, arguments = FUNCTIONS[name]
-    yield from getattr(importlib.import_module(f"on_device.{module}"), function)(plan, *arguments)
+    work: Callable[..., Iterator[dict[str, Any]]] = getattr(importlib.import_module(f"on_device.{module}"), function)
+    yield from work(plan, *arguments)
 
 
 def machine() -> Iterator[dict[str, Any]]:

@@ -80,7 +80,8 @@ def step_with_fragments(
         host.submit(reading.to_host)
         if model.apart:
             output.wait()
-        return output.wait
+        wait: Callable[[], object] = output.wait
+        return wait
 
     return step
 

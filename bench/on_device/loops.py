@@ -14,6 +14,7 @@ import core
 import numpy as np
 import script
 from islands import BLOCK_STEPS, bare_step, block_s, step_with_fragments
+from parties import model as model_of
 
 from diloco.core import quantise
 from diloco.core.delta import Encoded, Offered, Reference
@@ -140,7 +141,7 @@ def _traced(framework: str, begin: Begin) -> list[trace.Work]:
 
 def host(plan: Plan) -> Iterator[Result]:
     """Yield seconds of processor time that encoding and folding take in a step, of the parameters by the steps of a round."""
-    pieces = build_map(core.model(core.FRAGMENTS * plan.values), core.FRAGMENTS).fragments
+    pieces = build_map(model_of(core.FRAGMENTS * plan.values), core.FRAGMENTS).fragments
     fragment = max((each for each in pieces if not each.embedding), key=lambda each: each.size)
     rows = {row.name: row for row in core.measure_bits(fragment, 4, 3 if plan.dry else 7)}
     a_step = plan.parameters / plan.interval
@@ -220,7 +221,8 @@ def _own_step(model: Any, batch: Any) -> Begin:
     def begin(number: int) -> Callable[[], object]:
         output = model.begin_step(batch, RATE)
         model.finish_step()
-        return output.wait
+        wait: Callable[[], object] = output.wait
+        return wait
 
     return begin
 

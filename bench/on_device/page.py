@@ -106,7 +106,10 @@ def _pace(results: Found) -> Iterator[str]:
     yield "|---|---|---|---|---|"
     names = [(name, f"{name}-{part}") for name in NAMES for part in ("pace", "two")]
 
-    def mfu(its: Found, name: str) -> str | None:
+    def mfu(name: str) -> Cell:
+        return lambda its: share_of(its, name)
+
+    def share_of(its: Found, name: str) -> str | None:
         share = (
             utilisation(results["plan"], its["tokens_per_s"], there.get(name, {}).get("kind", ""))
             if "plan" in results
@@ -126,7 +129,7 @@ def _pace(results: Found) -> Iterator[str]:
     ]
     for title, cell in rows:
         yield _row(title, [_cell(parts, part, cell) for _, part in names])
-    yield _row("model FLOP utilisation", [_cell(parts, part, lambda its, name=name: mfu(its, name)) for name, part in names])
+    yield _row("model FLOP utilisation", [_cell(parts, part, mfu(name)) for name, part in names])
     yield ""
 
 
@@ -205,7 +208,7 @@ def _stages(its: Found) -> str | None:
 
 WHOLE: Sequence[tuple[str, str, Cell]] = (
     ("a killed learner steps again", "replay", lambda its: f"after {its['return_s']:.1f} s"),
-    ("its checkpoint", "replay", lambda its: f"{its['checkpoint_bytes'] / MB:.1f} MB"),
+    ("its checkpoint", "replay", lambda its: f"{its['checkpoint_bytes'] / MB:.1f} MB in {its['checkpoint_s']:.2f} s"),
     ("`diloco verify`", "replay", lambda its: "holds" if its["verified"] else "**does not hold**"),
     ("`diloco replay --learners`", "replay", _replay),
     ("the same with `--xla_gpu_deterministic_ops=true`", "replay-deterministic", _replay),

@@ -22,6 +22,7 @@ import psutil
 import script
 from up import Up, up, watching
 
+from diloco.wire.control import Heartbeat
 from diloco_learner.process import LoopThread
 from on_device.plan import Plan, parameters
 from on_device.task import NOTES, noted
@@ -88,16 +89,16 @@ def _returned(plan: Plan, flag: str) -> Iterator[Result]:
     with _place() as folder:
         directory = folder / "run"
         with up(directory, options, sets, own, PATIENCE_S) as running, _watched(running) as watch:
-            beats = watch.heartbeats
+            beats: dict[str, list[tuple[float, Heartbeat]]] = watch.heartbeats
 
             def step_of(learner: str) -> int:
                 heard = beats.get(learner)
                 return heard[-1][1].step if heard and heard[-1][1].state == "stepping" else 0
 
             running.until(lambda: min(step_of(KILLED), step_of(OTHER)) >= plan.replayed_steps // 5, "steps of both learners")
-            saved = directory / "checkpoints" / f"{KILLED}.safetensors"
-            found["checkpoint_s"] = running.until(saved.exists, f"a checkpoint of {KILLED}")
-            found["checkpoint_bytes"] = saved.stat().st_size
+            running.until(lambda: running.events(KILLED, "checkpoint_saved"), f"a checkpoint of {KILLED}")
+            saved = running.events(KILLED, "checkpoint_saved")[-1]
+            found |= {"checkpoint_s": saved["took_s"], "checkpoint_bytes": saved["bytes"]}
             incarnation, begun = beats[KILLED][-1][1].incarnation, time.monotonic()
             os.kill(running.pid(KILLED), signal.SIGKILL)
 

@@ -417,8 +417,8 @@ def spare_bytes(device: torch.device) -> int:
     """
     if device.type != "cuda":
         return COPY_BYTES
-    free_bytes, _ = torch.cuda.mem_get_info(device)  # also of what other processes leave
-    unused_bytes = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
+    free_bytes: int = torch.cuda.mem_get_info(device)[0]  # other processes have taken theirs
+    unused_bytes: int = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
     return max(COPY_BYTES, free_bytes + unused_bytes)
 
 
