@@ -208,7 +208,7 @@ def _stages(its: Found) -> str | None:
 
 WHOLE: Sequence[tuple[str, str, Cell]] = (
     ("a killed learner steps again", "replay", lambda its: f"after {its['return_s']:.1f} s"),
-    ("its checkpoint", "replay", lambda its: f"{its['checkpoint_bytes'] / MB:.1f} MB in {its['checkpoint_s']:.2f} s"),
+    ("its checkpoint", "replay", lambda its: f"{its['checkpoint_bytes'] / MB:.1f} MB"),
     ("`diloco verify`", "replay", lambda its: "holds" if its["verified"] else "**does not hold**"),
     ("`diloco replay --learners`", "replay", _replay),
     ("the same with `--xla_gpu_deterministic_ops=true`", "replay-deterministic", _replay),
