@@ -20,9 +20,9 @@ import large
 import pace
 import psutil
 import script
+from restart import Watch
 from up import Up, up, watching
 
-from diloco.wire.control import Heartbeat
 from diloco_learner.process import LoopThread
 from on_device.plan import Plan, parameters
 from on_device.task import NOTES, noted
@@ -33,6 +33,7 @@ MANY = 10**12  # tokens: a budget that no run here reaches
 KILLED, OTHER = "learner-1", "learner-0"
 SLOWED = 30  # all steps that the other one takes during the killed learner's return are taken again by replay
 DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
+MIXED_ROUNDS = 3  # of each fragment, in which both learners take steps
 VERSIONS = 3  # of each fragment of the large model
 HOST_BYTES, DISK_BYTES, DEVICE_BYTES = 45, 50, 24  # of a parameter of the large model, with all services on one machine
 SPARE_GIB = 2.0
@@ -89,34 +90,26 @@ def _returned(plan: Plan, flag: str) -> Iterator[Result]:
     with _place() as folder:
         directory = folder / "run"
         with up(directory, options, sets, own, PATIENCE_S) as running, _watched(running) as watch:
-            beats: dict[str, list[tuple[float, Heartbeat]]] = watch.heartbeats
-
-            def step_of(learner: str) -> int:
-                heard = beats.get(learner)
-                return heard[-1][1].step if heard and heard[-1][1].state == "stepping" else 0
-
-            running.until(lambda: min(step_of(KILLED), step_of(OTHER)) >= plan.replayed_steps // 5, "steps of both learners")
+            running.until(
+                lambda: len(_steps(watch)) == 2 and min(_steps(watch).values()) >= plan.replayed_steps // 5,
+                "steps of both learners",
+            )
             saved = directory / "checkpoints" / f"{KILLED}.safetensors"
             running.until(saved.exists, f"a checkpoint of {KILLED}")
             found["checkpoint_bytes"] = saved.stat().st_size
-            incarnation, begun = beats[KILLED][-1][1].incarnation, time.monotonic()
+            beats, begun = watch.heartbeats[KILLED], time.monotonic()
+            incarnation, batch_tokens = beats[-1][1].incarnation, beats[-1][1].batch_tokens
             os.kill(running.pid(KILLED), signal.SIGKILL)
 
             def again() -> bool:
-                last = beats[KILLED][-1][1]
-                return last.incarnation > incarnation and last.state == "stepping" and last.step > first_step(last.incarnation)
-
-            def first_step(of: int) -> int:
-                return min(beat.step for _, beat in beats[KILLED] if beat.incarnation == of and beat.state == "stepping")
+                """Whether a step has ended since it steps again: before, its state is not loaded."""
+                steps = {beat.step for _, beat in beats if beat.incarnation > incarnation and beat.state == "stepping"}
+                return len(steps) > 1
 
             running.until(again, f"a step of {KILLED} after its death")
             found["return_s"] = time.monotonic() - begun
             yield found
-
-            def used() -> int:
-                return sum(beats[name][-1][1].tokens for name in (KILLED, OTHER))
-
-            running.finish(used, beats[OTHER][-1][1].batch_tokens * plan.replayed_steps // 5)
+            running.finish(lambda: _tokens(watch), batch_tokens * plan.replayed_steps // 5)
         found |= {"verified": _command("verify", directory)["holds"]}
         yield found
         replay = _command("replay", directory, "--learners")
@@ -130,7 +123,7 @@ def _returned(plan: Plan, flag: str) -> Iterator[Result]:
 
 
 @contextmanager
-def _watched(running: Up) -> Iterator[Any]:
+def _watched(running: Up) -> Iterator[Watch]:
     loop = LoopThread()
     try:
         yield loop.run(watching(running), lambda: False)
@@ -156,18 +149,36 @@ def _command(name: str, directory: Path, *options: str) -> Mapping[str, Any]:
 
 def mixed(plan: Plan) -> Iterator[Result]:
     """Yield the share of versions that a learner of JAX and one of PyTorch are in, in one run on one device."""
-    steps = 10 * plan.interval
-    options = ["--learners", "2", "--shards", "1", "--page", "none", "--tokens", str(2 * steps * plan.tokens)]
+    options = ["--learners", "2", "--shards", "1", "--page", "none", "--tokens", str(MANY)]
     options += ["--torch", f"{KILLED}=on_device.task:make_torch"]
     with _place() as folder:
         directory = folder / "run"
-        with up(directory, options, plan.sets("jax"), {}, PATIENCE_S) as running:
-            code = running.process.wait()
+        with up(directory, options, plan.sets("jax"), {}, PATIENCE_S) as running, _watched(running) as watch:
+            running.until(lambda: len(_steps(watch)) == 2, "steps of both learners")
+            begun, wanted = _steps(watch), MIXED_ROUNDS * plan.interval
+
+            def reached() -> bool:
+                steps = _steps(watch)
+                return all(steps.get(name, 0) >= first + wanted for name, first in begun.items())
+
+            running.until(reached, f"{wanted} steps of both learners")
+            code = running.finish(lambda: _tokens(watch), plan.tokens)
         if code:
             raise SystemExit(f"diloco up: code {code}: its last words are on stderr")
         report = json.loads((directory / "report.json").read_text())
         shares = {name: its["rounds_merged"] / report["versions"] for name, its in report["learners"].items()}
         yield {"jax": shares[OTHER], "torch": shares[KILLED], "peak_bytes": noted(folder / "notes").get("learner")}
+
+
+def _steps(watch: Watch) -> dict[str, int]:
+    """Return the steps of the learners that step."""
+    last = {name: heard[-1][1] for name, heard in list(watch.heartbeats.items())}
+    return {name: beat.step for name, beat in last.items() if beat.state == "stepping"}
+
+
+def _tokens(watch: Watch) -> int:
+    """Return the tokens that all learners have used."""
+    return sum(heard[-1][1].tokens for heard in list(watch.heartbeats.values()))
 
 
 def large_model(plan: Plan) -> Iterator[Result]:
