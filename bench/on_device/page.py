@@ -203,7 +203,7 @@ def _stages(its: Found) -> str | None:
         return None
     rows = ", ".join(f"{name} {row['s']:.1f} s" for name, row in its["stages"].items())
     smaller = f" ({its['smaller_because']})" if its["smaller_because"] else ""
-    return f"{its['parameters'] / 1e6:,.1f}M parameters{smaller}: {rows}; peak of device memory {_gib(its.get('peak_bytes'))}"
+    return f"{its['parameters']:,} parameters{smaller}: {rows}; peak of device memory {_gib(its.get('peak_bytes'))}"
 
 
 WHOLE: Sequence[tuple[str, str, Cell]] = (

@@ -90,6 +90,6 @@ FULL = Plan(
     values=5_000_000, replayed_steps=50, large=(20, 10, 5), large_width=2048, large_heads=16, large_batch=4, dry=False,
 )  # fmt: skip
 DRY = Plan(
-    layers=1, width=32, heads=2, context=32, batch=4, dtype="bfloat16", interval=4, turns=2, turn_s=2.0, blocks=2,
+    layers=1, width=32, heads=2, context=32, batch=4, dtype="bfloat16", interval=4, turns=1, turn_s=3.0, blocks=2,
     values=4096, replayed_steps=20, large=(2, 1), large_width=32, large_heads=2, large_batch=4, dry=True,
 )  # fmt: skip

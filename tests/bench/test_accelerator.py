@@ -21,6 +21,7 @@ SCRIPT = BENCH / "accelerator.py"
 sys.path.insert(0, str(BENCH))
 
 import accelerator  # noqa: E402
+import script  # noqa: E402
 from accelerator import PARTS, Session  # noqa: E402
 from on_device import child, page, trace  # noqa: E402
 from on_device.child import Outcome  # noqa: E402
@@ -201,6 +202,14 @@ def test_a_trace_of_pytorch_is_read(tmp_path: Path) -> None:
     assert found is not None
     assert found["to_host_s"] == pytest.approx(1e-4)
     assert found["to_host_beside_kernels"] == pytest.approx(1.0)
+
+
+def test_a_ratio_of_times_has_an_interval() -> None:
+    found = script.ratio([1.1, 0.9], [1.0, 1.0])
+    # logarithms 0.09531 and -0.10536: mean -0.00503, error 12.706 * 0.14190 / sqrt(2)
+    assert {name: round(value, 4) for name, value in found.items()} == {"ratio": 0.995, "low": 0.2781, "high": 3.5603}
+    assert page.interval(found) == "0.995 (0.278 to 3.560)"
+    assert page.interval(script.ratio([3.0], [2.0])) == "1.500"
 
 
 def test_operations_of_the_model() -> None:
