@@ -373,6 +373,23 @@ def checked_and_rehearsed(task: Slope) -> TorchIsland:
     return model
 
 
+def test_a_step_waits_for_its_device_no_more_once_its_optimizer_is_queued(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, asked, item, step = island(), list[str](), torch.Tensor.item, AdamW.step
+
+    def noted_item(tensor: Any) -> Any:
+        asked.append("device")
+        return item(tensor)
+
+    def noted_step(optimizer: Any) -> None:
+        step(optimizer)
+        asked.append("queued")
+
+    monkeypatch.setattr(torch.Tensor, "item", noted_item)
+    monkeypatch.setattr(AdamW, "step", noted_step)
+    model.begin_step(np.float32(1), 0.1).wait()
+    assert asked == ["device", "device", "queued"]  # loss and norm
+
+
 @pytest.mark.parametrize(("own", "copied"), [(False, 0), (True, 2)])
 def test_parameters_are_copied_for_a_check_and_a_rehearsal_only_where_a_step_may_move_them(
     monkeypatch: pytest.MonkeyPatch, own: bool, copied: int

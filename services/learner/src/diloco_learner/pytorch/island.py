@@ -210,13 +210,16 @@ class TorchIsland:
         loss, metrics = self._measure(batch, at)
         found = self._gradients()
         norm = torch.nn.utils.get_total_norm([gradient for gradient in found if gradient is not None])
-        if not (math.isfinite(loss.item()) and math.isfinite(norm.item())):
+        value = (
+            loss.item()
+        )  # nothing is asked of a device once the optimizer's work is queued: the next step is queued behind it
+        if not (math.isfinite(value) and math.isfinite(norm.item())):
             return math.nan, metrics
         if self._inner.clips:
             torch.nn.utils.clip_grads_with_norm_(list(self._inner.masters.values()), self._run.inner.clip_norm, norm)
         with members.users_errors(self._run.task, getattr(self.task, "optimizer", None)):
             self._inner.step(learning_rate)
-        return loss.item(), metrics
+        return value, metrics
 
     def _measure(self, batch: Any, at: tuple[int, int]) -> tuple[torch.Tensor, dict[str, float]]:
         """Return a batch's loss and metrics, and leave the gradients in the module."""
