@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from tests.pace import DEADLINE_S
 
@@ -291,8 +292,10 @@ def test_parts_are_measured_in_small_and_a_kill_in_the_middle_leaves_them(tmp_pa
     killed = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert killed.stdout is not None
     assert killed.stdout.readline().startswith("machine: measured in ")
+    begun = psutil.Process(killed.pid).children(recursive=True)
     killed.kill()
-    killed.wait()
+    killed.communicate()
+    assert not psutil.wait_procs(begun, DEADLINE_S)[1]  # none outlives the script
     written = json.loads((tmp_path / "accelerator.json").read_bytes())
     assert list(written["parts"]) == ["machine"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=10 * DEADLINE_S, check=False)
