@@ -224,13 +224,17 @@ def environment() -> dict[str, str]:
     return {**os.environ, **own}
 
 
-def known(file: Path) -> dict[str, Any]:
-    """Return the results in a folder's file, to which others are added; fresh ones where it has none."""
+def known(file: Path, plan: Plan) -> tuple[dict[str, Any], Plan]:
+    """Return the results in a folder's file, to which others are added, and their plan; fresh ones where it has none.
+
+    The plan stays as it is where theirs is small and it is not, or the other way round.
+    """
     try:
         found: dict[str, Any] = json.loads(file.read_bytes())
-        return {"parts": dict(found["parts"]), "plan": dict(found["plan"])}
+        theirs = Plan.load(json.dumps(found["plan"]))
+        return {"parts": dict(found["parts"])}, theirs if theirs.dry == plan.dry else plan
     except (OSError, ValueError, KeyError, TypeError):
-        return {"parts": {}}
+        return {"parts": {}}, plan
 
 
 def main() -> None:
@@ -256,8 +260,11 @@ def main() -> None:
 
 def measured(asked: argparse.Namespace) -> int:
     """Measure all parts that are asked for, and return the exit code."""
-    results = known(asked.out / "accelerator.json") if asked.only else {"parts": {}}
-    plan = Plan.load(json.dumps(results["plan"])) if "plan" in results else DRY if asked.dry else FULL
+    results: dict[str, Any] = {"parts": {}}
+    plan = DRY if asked.dry else FULL
+    if asked.only:
+        results, plan = known(asked.out / "accelerator.json", plan)
+    results |= {"dry": asked.dry, "minutes": asked.minutes}
     session = Session(asked.out, asked.minutes, plan, results)
     wanted = [part for part in PARTS if asked.only is None or part.name in (*asked.only, "machine")]
     for index, part in enumerate(wanted):
@@ -265,7 +272,8 @@ def measured(asked: argparse.Namespace) -> int:
             session.run(part)
         except KeyboardInterrupt:
             for other in wanted[index:]:
-                results["parts"][other.name] = {"state": "not measured", "why": "interrupted", "took_s": 0.0, "result": {}}
+                said = {"state": "not measured", "why": "interrupted", "took_s": 0.0, "result": {}}
+                results["parts"].setdefault(other.name, said)
             session.write()
             print(f"interrupted in {part.name}; what was measured is in {asked.out}", file=sys.stderr)
             return 130

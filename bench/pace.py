@@ -109,6 +109,11 @@ def _signal(processes: Sequence[psutil.Process], number: signal.Signals) -> None
             process.send_signal(number)
 
 
+def _guards(process: psutil.Process) -> bool:
+    """Whether it is the shell of the launcher that ends all services once that is killed, as only one that runs can."""
+    return process.cmdline()[:1] == ["/bin/sh"]
+
+
 async def _turn(go: Sequence[psutil.Process], halt: Sequence[psutil.Process], turn_s: float) -> tuple[float, float]:
     """Let the one side go on and stop the other; return from when to when it counts."""
     _signal(halt, signal.SIGSTOP)
@@ -159,7 +164,7 @@ async def measure(sets: list[str], turns: int, turn_s: float, *, evaluator: bool
             learners = [script.read_pid(services / f"{name}.pid") for name in watch.heartbeats]
             watching = script.read_pid(services / "evaluator.pid")
             everything = psutil.Process().children(recursive=True)
-            run = [process for process in everything if evaluator or process.pid != watching]
+            run = [process for process in everything if not _guards(process) and (evaluator or process.pid != watching)]
             loops = [Bare(sets) for _ in watch.heartbeats]
             others = [psutil.Process(loop.process.pid) for loop in loops]
             try:
