@@ -41,7 +41,6 @@ from diloco.log.stream import pass_over
 from diloco_ops import run_reader, verify
 from diloco_ops.chaos.verdict import describe
 
-DILOCO = str(Path(sys.executable).parent / "diloco")
 LEARNERS = 4
 PARTIES = ["--learners", str(LEARNERS), "--shards", "2", "--standbys", "2", "--coordinators", "2"]
 SMALL = {
@@ -69,7 +68,7 @@ SETTLED_CYCLES, WATCHED_CYCLES = 2, 4  # of the short run, after chaos: until ve
 @contextmanager
 def running(directory: Path, tokens: int, slow: float, settings: dict[str, int]) -> Iterator[subprocess.Popen[bytes]]:
     """Begin a run; end it in order if it does not end by itself."""
-    command = [DILOCO, "up", "--plain", "--run-dir", str(directory), "--tokens", str(tokens), *PARTIES]
+    command = [*script.DILOCO, "up", "--plain", "--run-dir", str(directory), "--tokens", str(tokens), *PARTIES]
     command += [f"--set={name}={value}" for name, value in settings.items()]
     command += [f"--slow=learner-{learner}={slow}" for learner in range(LEARNERS)]
     with directory.with_suffix(".out").open("wb") as out:
@@ -116,7 +115,7 @@ def probe(directory: Path) -> float:
 def disturb(directory: Path, run: subprocess.Popen[bytes], arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the verdict of chaos on a run that has just been begun."""
     until(lambda: (directory / "services" / "evaluator.pid").exists(), directory, run)
-    command = [DILOCO, "chaos", str(directory), "--seed", str(arguments.seed), "--for", str(arguments.for_)]
+    command = [*script.DILOCO, "chaos", str(directory), "--seed", str(arguments.seed), "--for", str(arguments.for_)]
     command += ["--rate", str(arguments.rate), "--json", "--record", str(directory.parent / "tape.jsonl")]
     if arguments.long:
         command += ["--lead-in", str(LEAD_IN_S)]

@@ -13,7 +13,7 @@ from tests.made.run_settings import ROUNDS, settings_of
 from diloco.core.chain import Chain
 from diloco.core.roster import Roster
 from diloco.core.round import Round
-from diloco.core.slots import first_slot
+from diloco.core.slots import choose, first_slot
 
 FOUR: dict[str, Any] = {"fragments.count": 4, "round.steps": 8}
 
@@ -149,15 +149,29 @@ def test_the_reference_steps_on_between_two_heartbeats_but_not_for_ever() -> Non
 
 
 def test_a_reference_that_stands_still_is_replaced_after_a_few_steps() -> None:
-    rounds = rounds_of(version=1)
-    for step in range(40, 48):
-        for learner in ("ann", "bob"):
-            if learner == "bob" or step < 43:
-                hear(rounds, learner, step, step * 1.0)
+    rounds = rounds_of(version=1, **{"liveness.dead_s": 60})
+    for step in range(40, 52):
+        hear(rounds, "ann", min(step, 42), step * 1.0)
+        hear(rounds, "bob", step, step * 1.0)
         reference = rounds[0].roster.clock(step * 1.0).reference
         assert reference is not None
-        # 42 was its last step; after 4.5 steps it counts as 1.5 times slower than bob
-        assert reference.heartbeat.learner == ("ann" if step <= 46 else "bob")
+        # 42 was its last step; after 6.75 steps it counts as 2.25 times slower than bob
+        assert reference.heartbeat.learner == ("ann" if step <= 48 else "bob")
+
+
+@pytest.mark.parametrize(
+    ("times_s", "quorum", "known", "expected"),
+    [
+        ([1.0, 1.0], 1, 1, 1),  # a newcomer whose name comes first is as fast
+        ([1.0, 2.2], 1, 1, 1),  # it became slower than any that would be chosen
+        ([1.0, 2.3], 1, 1, 0),
+        ([1.0, 1.0, 0.46], 2, 2, 2),  # or faster
+        ([1.0, 1.0, 0.43], 2, 2, 0),
+        ([1.0, 2.2], 1, None, 0),
+    ],
+)
+def test_the_reference_is_kept_within_wider_bounds(times_s: list[float], quorum: int, known: int | None, expected: int) -> None:
+    assert choose(times_s, quorum, known) == expected
 
 
 @pytest.mark.parametrize(

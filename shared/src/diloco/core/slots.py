@@ -18,6 +18,7 @@ from diloco.core.pace import Average, Recent
 from diloco.wire.control import Heartbeat
 
 LIKE = 1.5  # learners whose steps are at most so many times as long, or as short, as another's are as fast: times vary
+KEPT = LIKE**2  # so many times longer or shorter may the steps of the reference become before it is replaced
 STALLED = 3.0  # a step that already lasts so many times longer than usual counts as a third of its time
 LATE_STEPS = 2.0  # a round may open so many steps after its slot begins,
 LATE_S = 0.1  # or so many seconds, whichever is more: a syncer looks only so often
@@ -58,12 +59,16 @@ def first_slot(steps: int, fragment: int, fragments: int) -> int:
     return steps * fragment // fragments or steps
 
 
-def choose(times_s: Sequence[float], quorum: int) -> int:
+def choose(times_s: Sequence[float], quorum: int, known: int | None = None) -> int:
     """Return the place of the reference among one or more learners, sorted by name, whose steps take ``times_s``.
 
-    A far faster learner than the ``quorum``-th fastest is none, whatever its name: rounds need that many learners.
+    A learner that is far faster than the ``quorum``-th fastest is not chosen, whatever its name: rounds need that many learners.
+    ``known``, the place of the reference so far, is kept within wider bounds: on a busy machine step times vary, and each change
+    of the reference moves all slots.
     """
     slow_s = sorted(times_s)[min(quorum, len(times_s)) - 1]
+    if known is not None and slow_s / KEPT <= times_s[known] <= KEPT * slow_s:
+        return known
     return next(place for place, step_s in enumerate(times_s) if slow_s / LIKE <= step_s <= LIKE * slow_s)
 
 
@@ -99,19 +104,26 @@ class ReferenceClock:
     def look(self, stepping: Sequence[Seen], quorum: int, heartbeat_s: float, now_s: float) -> None:
         """Choose the reference among learners that step, sorted by name, and read its step.
 
-        It is the first one by name of those whose steps are about as short as those of the ``quorum``-th fastest: all syncers
-        choose the same one, and equally fast learners do not take turns.
+        It is the first one by name of those whose steps are about as short as those of the ``quorum``-th fastest, so all syncers
+        choose the same one. It is kept while its steps stay roughly so, and equally fast learners do not take turns.
         """
-        reference = _choose(stepping, quorum, now_s)
-        self.reference = reference
-        if reference is None:
+        self.reference = self._chosen(stepping, quorum, now_s)
+        if self.reference is None:
             return
+        reference = self.reference
         known = reference.heartbeat.learner, reference.heartbeat.incarnation
         position = _position(reference, heartbeat_s, now_s)
         if known == self._known:
             position = max(position, self.position)  # it was extrapolated too far
             self.elapsed += position - self.position
         self._known, self.position = known, position
+
+    def _chosen(self, stepping: Sequence[Seen], quorum: int, now_s: float) -> Seen | None:
+        if not stepping:
+            return None
+        names = [(seen.heartbeat.learner, seen.heartbeat.incarnation) for seen in stepping]
+        known = names.index(self._known) if self._known in names else None
+        return stepping[choose([_present_step_s(seen, now_s) for seen in stepping], quorum, known)]
 
     def cycle_s(self, steps: int) -> float:
         """Return the seconds of a cycle of ``steps`` steps; inf if no learner's step time is known."""
@@ -127,10 +139,6 @@ class ReferenceClock:
     def next_slot_s(self, steps: int, fragment: int, fragments: int) -> float:
         """Return the seconds until a fragment's next slot begins; inf if no learner's step time is known."""
         return self.cycle_s(steps) * (1 - (self.position - steps * fragment // fragments) % steps / steps)
-
-
-def _choose(stepping: Sequence[Seen], quorum: int, now_s: float) -> Seen | None:
-    return stepping[choose([_present_step_s(seen, now_s) for seen in stepping], quorum)] if stepping else None
 
 
 def _present_step_s(seen: Seen, now_s: float) -> float:
