@@ -62,9 +62,9 @@ def first_slot(steps: int, fragment: int, fragments: int) -> int:
 def choose(times_s: Sequence[float], quorum: int, known: int | None = None) -> int:
     """Return the place of the reference among one or more learners, sorted by name, whose steps take ``times_s``.
 
-    A learner that is far faster than the ``quorum``-th fastest is not chosen, whatever its name: rounds need that many learners.
-    ``known``, the place of the reference so far, is kept within wider bounds: on a busy machine step times vary, and each change
-    of the reference moves all slots.
+    A learner that is far faster than the ``quorum``-th fastest is not chosen, whatever its name: rounds need so many learners.
+    ``known``, the place of the reference so far, is kept within wider bounds: on a busy machine step times vary, and each
+    change of the reference moves all slots.
     """
     slow_s = sorted(times_s)[min(quorum, len(times_s)) - 1]
     if known is not None and slow_s / KEPT <= times_s[known] <= KEPT * slow_s:
@@ -104,8 +104,8 @@ class ReferenceClock:
     def look(self, stepping: Sequence[Seen], quorum: int, heartbeat_s: float, now_s: float) -> None:
         """Choose the reference among learners that step, sorted by name, and read its step.
 
-        It is the first one by name of those whose steps are about as short as those of the ``quorum``-th fastest, so all syncers
-        choose the same one. It is kept while its steps stay roughly so, and equally fast learners do not take turns.
+        It is the first one by name of those whose steps are about as short as those of the ``quorum``-th fastest, so all
+        syncers choose the same one. It is kept while its steps stay roughly so, and equally fast learners do not take turns.
         """
         self.reference = self._chosen(stepping, quorum, now_s)
         if self.reference is None:
