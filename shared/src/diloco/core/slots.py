@@ -18,8 +18,8 @@ from diloco.core.pace import Average, Recent
 from diloco.wire.control import Heartbeat
 
 LIKE = 1.5  # learners whose steps are at most so many times as long, or as short, as another's are as fast: times vary
-KEPT = LIKE**2  # so many times longer or shorter may the steps of the reference become before it is replaced
-STALLED = 3.0  # a step that already lasts so many times longer than usual counts as a third of its time
+KEPT = 1.8  # so many times longer or shorter may the steps of the reference become before it is replaced
+STALLED = 5.0  # a step that already lasts so many times longer than usual counts as a fifth of its time
 LATE_STEPS = 2.0  # a round may open so many steps after its slot begins,
 LATE_S = 0.1  # or so many seconds, whichever is more: a syncer looks only so often
 LONG_ROUNDS = 3  # in a row: a single one may have waited for a learner that was gone
