@@ -27,7 +27,7 @@ def test_3n_over_h_parameters_a_step_are_enough_beside_the_versions() -> None:
 
 
 def test_a_slower_link_by_hand() -> None:
-    # a copy in 8 steps is 2 bits a step; versions take 2/3 of one, so 48 bits take 36 steps, 12 more than H
+    # 16 bits in 8 steps are 2 bits a step. Versions take 2/3 of a bit a step, so 48 bits take 36 steps: 12 more than H
     assert PUBLISHED.took_steps(2.0) == pytest.approx(36)
     assert PUBLISHED.downtime_steps(2.0) == pytest.approx(12)
     # 16 bits in 24 steps are the versions alone

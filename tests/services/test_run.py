@@ -134,7 +134,7 @@ async def test_streaming_waits_for_every_learner_and_overlaps(launch: Launch) ->
         for record in regular:
             assert [member.learner for member in record.members] == NAMES
             assert {member.weight for member in record.members} == {1.0}
-    # nobody waited for a version: work went on while rounds were open, and was then overwritten
+    # no learner waited for a version: work went on while rounds were open, and was then overwritten
     assert all(heartbeat.state != "waiting" for heard in cluster.heartbeats.values() for heartbeat in heard)
     assert min(lost(heartbeats).values()) > 0
     assert {record.bits for log in folded for record in log.versions} == {32}

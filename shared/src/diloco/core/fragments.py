@@ -296,8 +296,8 @@ def build_map(
     ``layers`` of them. Cutting again, into as many as were made, makes the same fragments.
 
     Raises:
-        SettingsError: no tensors that are trained, two of one path, an empty tensor, more fragments than rows, one fragment
-            for parameters and state, or a model without layers that is to be cut by them.
+        SettingsError: no trained tensors, two tensors with the same path, an empty tensor, more fragments than rows, one
+            fragment for parameters and state, or a strategy by layers for a model without layers.
     """
     ordered = sorted(tensors, key=lambda tensor: tensor.path)
     if strategy not in BY_LAYERS:

@@ -197,8 +197,8 @@ class Member:
         """Borrow the state of a peer's optimizer, for a learner that joined without a checkpoint; None: it begins afresh.
 
         The state is to be of ``layout``. The chunks that are ``wanted`` of it are handed to ``put``, any dtype [their lengths],
-        in other threads, once at a time: of several peers if one fails half-way, and some of them if nobody lends in the end.
-        In a run without versions nobody is asked, nor by an optimizer without a state.
+        in other threads, once at a time: of several peers if one fails half-way, and some of them if no peer lends in the end.
+        No peer is asked in a run without versions, nor for an optimizer without a state.
         """
         peers = self.learner.peers()
         if peers is None or not layout.arrays:

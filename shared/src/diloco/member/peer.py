@@ -1,9 +1,9 @@
 """Loans of a learner's inner optimizer state to a peer that starts without a checkpoint; parameters come from the log.
 
-The lender saves its state as of a boundary, as it does for a checkpoint, and serves slices of its arrays from there: nobody
-waits, and an unused copy is dropped. A borrower asks for the slices that its own shards are made of, whatever mesh the lender
-has, and hands each chunk on when it is complete: neither side holds an array whole. Both sides hash names, shapes and types,
-so that a state of another model is never taken.
+The lender saves its state as of a boundary, as it does for a checkpoint, and serves slices of its arrays from there: no
+learner waits, and an unused copy is dropped. A borrower asks for the slices that its own shards are made of, whatever mesh the
+lender has, and hands each chunk on when it is complete: neither side holds an array whole. Both sides hash names, shapes and
+types, so that a state of another model is never taken.
 
 A state that took long to come is old: its lender trained on meanwhile. Decoupled DiLoCo (arXiv 2604.21428, E.3) bounds a
 recovery by H steps. So a loan that is older than that when it is complete (:class:`LoanAge`) is asked for once more.
@@ -160,7 +160,7 @@ class LoanAge:
 
     @property
     def is_old(self) -> bool:
-        """Whether the loan is to be asked for once more."""
+        """Whether the loan is older than its limit."""
         return self.age_s > self.limit_s
 
 
@@ -197,7 +197,7 @@ class Lender:
         return self._wanted
 
     def give(self, step: int, versions: list[int], state: Lendable) -> None:
-        """Lend ``state``, a copy as of a boundary, until nobody asks for it any more."""
+        """Lend ``state``, a copy as of a boundary, until no peer has asked for it for a while."""
         copy, layout = self.transport.random_bytes(ATTEMPT_BYTES), state.layout
         loan = StateLoan(self.name, copy, step, versions, layout.digest, layout.size_bytes, state.content_hash)
         self._loop.call_soon_threadsafe(self._keep, loan, state)
@@ -232,7 +232,7 @@ class Lender:
         await message.respond(await self._part(request) if request.copy else self._loan(request.array))
 
     def _loan(self, least_step: int) -> bytes:
-        """Return the newest loan, or nothing if there is to be none; one that is being made if none is of ``least_step``."""
+        """Return the newest loan. If a newer copy is due, return one without a copy; if none can be made, return nothing."""
         now_s, newest = self._loop.time(), self._copies[-1] if self._copies else None
         if newest is None:
             due = True
@@ -320,14 +320,11 @@ class Borrower:
         self._taken = 0  # chunks that were handed to ``put``
 
     async def borrow(self, peers: Sequence[str]) -> Loan | None:
-        """Borrow of the first of ``peers`` that lends; None if nobody does."""
+        """Borrow of the first of ``peers`` that lends; None if no peer does."""
         for peer in peers[:MAX_PEERS]:
-            try:
-                return await self._borrow_from(peer)
-            except _Unavailable as error:
-                self.log.info("state_not_lent", learner=peer, reason=str(error))
-            except MessageError as error:
-                self.log.warning("state_refused", learner=peer, reason=str(error))
+            loan = await self._try(peer)
+            if loan is not None:
+                return loan
         return None
 
     async def borrow_newer(self, loan: Loan, peers: Sequence[str]) -> Loan | None:
@@ -336,13 +333,20 @@ class Borrower:
         Where it fails half-way, chunks of two copies are mixed: then borrow from the beginning, as :meth:`borrow` does.
         """
         taken = self._taken
+        newer = await self._try(loan.peer, loan.step + 1)
+        if newer is None and self._taken != taken:
+            return await self.borrow(peers)
+        return newer or loan
+
+    async def _try(self, peer: str, least_step: int = 0) -> Loan | None:
+        """Borrow as :meth:`_borrow_from` does; log why if that fails, and return None."""
         try:
-            return await self._borrow_from(loan.peer, loan.step + 1)
+            return await self._borrow_from(peer, least_step)
         except _Unavailable as error:
-            self.log.info("state_not_lent", learner=loan.peer, reason=str(error))
+            self.log.info("state_not_lent", learner=peer, reason=str(error))
         except MessageError as error:
-            self.log.warning("state_refused", learner=loan.peer, reason=str(error))
-        return loan if self._taken == taken else await self.borrow(peers)
+            self.log.warning("state_refused", learner=peer, reason=str(error))
+        return None
 
     async def _borrow_from(self, peer: str, least_step: int = 0) -> Loan:
         """Borrow a peer's state as of ``least_step`` of its steps, or later.
@@ -432,7 +436,7 @@ class LoanWatch:
         self._frames: dict[str, bytes | None] = {}  # by peer; None: not heard yet
 
     def watch(self, peers: Sequence[str] | None) -> Sequence[str]:
-        """Return the peers to ask, of those that there are; hear them from now on, and no others."""
+        """Return the first ``MAX_PEERS`` of ``peers``. From now on, only their heartbeats are kept."""
         asked = (peers or [])[:MAX_PEERS]
         self._frames = {peer: self._frames.get(peer) for peer in asked}
         return asked
@@ -444,9 +448,9 @@ class LoanWatch:
             self._frames[name] = heard.data
 
     async def borrow(self, borrower: Borrower, peers: Sequence[str]) -> Loan | None:
-        """Borrow of the first of ``peers`` that lends, and once more if the loan is old when it is complete; None: nobody does.
+        """Borrow of the first of ``peers`` that lends; None if no peer does.
 
-        If the second one takes as long, the newer one of the two is used.
+        A loan that is old when it is complete is asked for once more. If the second one is old too, the newer one is used.
         """
         asked = self.watch(peers)
         loan = await borrower.borrow(asked)

@@ -39,7 +39,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
         "apply": {"alpha": 0.5},
         "codec": {"offer_bits": 4, "record_bits": 32, "error_feedback": False},
     },
-    # DiLoCo (arXiv 2311.08105): the whole model at once, and nobody goes on before the new version is there
+    # DiLoCo (arXiv 2311.08105): the whole model at once, and no learner goes on before the new version is there
     "diloco": {
         "inner": _ADAMW,
         "shards": 1,
