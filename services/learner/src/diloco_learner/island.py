@@ -76,7 +76,8 @@ class Reading:
         vector = np.empty(self.fragment.size, np.float32) if out is None else out
         for parts in self.pieces:
             for _, values in parts:
-                values.copy_to_host_async()  # all on their way before the first one is waited for
+                if isinstance(values, jax.Array):  # NumPy arrays are there already
+                    values.copy_to_host_async()  # all on their way before the first one is waited for
         for piece, parts in zip(self.fragment.pieces, self.pieces, strict=True):
             for where, values in parts:
                 at(vector, piece, where)[...] = np.asarray(values)
