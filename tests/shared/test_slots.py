@@ -194,6 +194,16 @@ def test_a_learner_that_takes_no_steps_is_no_reference(lie: dict[str, Any]) -> N
             assert reference.heartbeat.learner == "bob"
 
 
+def test_learners_that_have_not_ended_a_step_do_not_make_another_one_the_reference() -> None:
+    """With quorum ``all`` the slowest learner counts, and the time of its steps is not known yet."""
+    rounds = rounds_of(version=1, **{"round.quorum": "all"})
+    hear(rounds, "ann", 1, 1.0, step_s=1.0)
+    hear(rounds, "bob", 0, 1.0, step_s=0.0)
+    reference = rounds[0].roster.clock(1.0).reference
+    assert reference is not None
+    assert reference.heartbeat.learner == "ann"
+
+
 def test_a_few_long_steps_make_no_other_learner_the_reference() -> None:
     """Each third step of ann takes four seconds, the others one: her mean goes up and down to more than 1.5 times bob's."""
     rounds = rounds_of(version=1)

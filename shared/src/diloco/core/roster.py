@@ -114,13 +114,14 @@ class Roster:
         """Return the clock of the rounds, as it is now.
 
         It goes by learners that take steps. One that only states how long its steps take is not believed beside others of which
-        steps were heard: it may take none, and no slot would come.
+        steps were heard: it may take none, and no slot would come. One that has not ended its first step is not waited for.
         """
         live = self.live(now_s)
         if self._clock_of is not live:
             stepping = [seen for seen in live if seen.heartbeat.state in STEPPING]
             heard = [seen for seen in stepping if seen.step_times.value is not None]
-            counted = heard or stepping
+            stated = [seen for seen in stepping if seen.step_s is not None]
+            counted = heard or stated or stepping
             self._clock.look(counted, self.settings.quorum(len(counted)), self.settings.liveness.heartbeat_s, now_s)
             self._clock_of = live
         return self._clock
