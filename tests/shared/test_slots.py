@@ -204,6 +204,21 @@ def test_learners_that_have_not_ended_a_step_do_not_make_another_one_the_referen
     assert reference.heartbeat.learner == "ann"
 
 
+def test_heartbeats_that_were_held_up_do_not_make_a_learner_fast() -> None:
+    """A link to bob is cut for 60 s; then his heartbeats come at once. He goes on with steps of one second, as ann does."""
+    rounds = rounds_of(version=1)
+    for step in range(41):
+        hear(rounds, "ann", step, float(step), busy_s=float(step))
+        hear(rounds, "bob", step, float(step), busy_s=float(step))
+    for step in range(41, 101):
+        hear(rounds, "bob", step, 100.0 + step / 1e6, busy_s=float(step))
+    hear(rounds, "ann", 100, 100.5, busy_s=100.0)
+    clock = rounds[0].roster.clock(101.0)
+    assert clock.reference is not None
+    assert clock.cycle_s(8) == pytest.approx(8.0, rel=0.5)
+    assert clock.position <= 103
+
+
 def test_a_few_long_steps_make_no_other_learner_the_reference() -> None:
     """Each third step of ann takes four seconds, the others one: her mean goes up and down to more than 1.5 times bob's."""
     rounds = rounds_of(version=1)

@@ -27,6 +27,7 @@ BEGINNING = ("starting", "recovering")
 PATIENCE = 6.0  # a learner may be so many times slower than usual, and is waited for
 FIRST_STEP_S = 60.0  # for a learner whose step time is not known yet: frameworks compile their first step
 GROWTH = 2.0  # a step time counts as at most so many times the usual one: one long pause must not make the next one usual
+HELD_UP = 0.5  # a heartbeat was held up if it comes after so small a part of the time that its learner says it has worked since
 ANSWER_DEAD_S = 4.0  # a learner has at least so many times `liveness.dead_s` to answer: an offer may have to cross a thin link
 CLOSING_DEAD_S = 12.0  # and so many in a closing round: work that is not in it is in no version
 
@@ -65,20 +66,22 @@ class Roster:
             seen = self.learners[heartbeat.learner] = Seen(heartbeat, now_s, known.first_s, now_s)
         else:
             seen = known
-            self._note_step(seen, heartbeat.step, now_s)
+            self._note_step(seen, heartbeat, now_s)
         seen.heartbeat, seen.at_s, self._live = heartbeat, now_s, None
         for fragment, version in enumerate(heartbeat.versions):
             if seen.since.get(fragment, (-1, 0))[0] != version:
                 seen.since[fragment] = (version, heartbeat.step)
         return True
 
-    def _note_step(self, seen: Seen, step: int, now_s: float) -> None:
-        taken = step - seen.heartbeat.step
+    def _note_step(self, seen: Seen, heartbeat: Heartbeat, now_s: float) -> None:
+        taken = heartbeat.step - seen.heartbeat.step
         if not taken:
             return
         if self._began_s is None:
             self._began_s = now_s
-        if seen.steps:
+        # heartbeats that a link has held up come all at once, and say nothing of how long steps take
+        held_up = now_s - seen.stepped_s < HELD_UP * (heartbeat.busy_s - seen.heartbeat.busy_s)
+        if seen.steps and not held_up:
             step_s, usual_s = (now_s - seen.stepped_s) / taken, seen.step_times.value
             seen.step_times.add(step_s if usual_s is None else min(step_s, GROWTH * usual_s))
             seen.recent_steps.add(step_s)
