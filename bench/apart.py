@@ -15,10 +15,9 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from islands import RATE, block_s
+from islands import block_s, step_with_fragments
 
 
 def measure(devices: int, step_s: float, blocks: int) -> None:
@@ -42,22 +41,7 @@ def measure(devices: int, step_s: float, blocks: int) -> None:
     thetas = [whole.read(fragment).to_host() for fragment in fragments]
 
     with ThreadPoolExecutor(1) as host:
-
-        def step_of(island: Island) -> Callable[[int], Callable[[], object]]:
-            def step(number: int) -> Callable[[], object]:
-                island.finish_step()
-                at = number % len(fragments)
-                island.write(fragments[at], thetas[at], thetas[at])
-                reading = island.read(fragments[at - len(fragments) // 2])
-                output = island.begin_step(batch, RATE)
-                host.submit(reading.to_host)
-                if island.apart:
-                    output.wait()
-                return output.wait
-
-            return step
-
-        steps = step_of(whole), step_of(apart)
+        steps = [step_with_fragments(island, fragments, thetas, batch, host) for island in (whole, apart)]
         for step in steps:
             block_s(step)
         pairs = [(block_s(steps[0]), block_s(steps[1])) for _ in range(blocks)]

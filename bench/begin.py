@@ -29,14 +29,14 @@ import script
 from diloco.process.tape import load_all
 from diloco_ops.run_reader import opened
 
-DILOCO = [sys.executable, "-c", "from diloco_ops.cli import main; main()"]
-
 
 def train(home: Path, directories: list[Path], tokens: int, loops: int) -> None:
     """Do runs at once with the cache of this home, beside busy loops."""
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(loops)]
     environment = os.environ | {"HOME": str(home)}
-    commands = [[*DILOCO, "up", "--run-dir", str(directory), "--tokens", str(tokens), "--plain"] for directory in directories]
+    commands = [
+        [*script.DILOCO, "up", "--run-dir", str(directory), "--tokens", str(tokens), "--plain"] for directory in directories
+    ]
     try:
         ups = [subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) for command in commands]
         codes = [up.wait() for up in ups]
@@ -52,7 +52,7 @@ def train_template(home: Path, template: str) -> Path:
     """Make a project with the caches of this home, that of the kernels too, and train it; return its run's directory."""
     environment = os.environ | {"HOME": str(home), "NUMBA_CACHE_DIR": str(home / "kernels")}
     folder = home / f"project-{time.monotonic_ns()}"
-    init = [*DILOCO, "init", str(folder), "--template", template]
+    init = [*script.DILOCO, "init", str(folder), "--template", template]
     for command, place in ((init, home), ([sys.executable, "train.py"], folder)):
         subprocess.run(command, cwd=place, env=environment, stdout=subprocess.DEVNULL, check=True)
     [directory] = (folder / "runs").iterdir()

@@ -10,8 +10,11 @@ budget follows, and their final validation losses are compared: what chaos keeps
 of the disturbed run are slowed by sleeping, as if their accelerators were not this machine's cores: what is measured is what
 failures cost, and not how so many processes share them. The undisturbed run is not slowed, so that it ends sooner.
 
+The short run goes on for some cycles after chaos. From two cycles after it on, versions are counted in each step of the learner
+whose steps the cycle is counted in: the most of them in a step, and the most steps without one.
+
 ``result.json`` in the folder of the runs has all that is printed. Exit code 1 if an invariant is broken, if the run ended
-before chaos did, or if its loss is more than 3 % above the undisturbed one's.
+before chaos did, if its loss is more than 3 % above the undisturbed one's, or if all fragments have a version in one step.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,10 +36,11 @@ from typing import Any
 
 import script
 
-from diloco_ops import verify
+from diloco.core.slots import choose
+from diloco.log.stream import pass_over
+from diloco_ops import run_reader, verify
 from diloco_ops.chaos.verdict import describe
 
-DILOCO = str(Path(sys.executable).parent / "diloco")
 LEARNERS = 4
 PARTIES = ["--learners", str(LEARNERS), "--shards", "2", "--standbys", "2", "--coordinators", "2"]
 SMALL = {
@@ -44,11 +49,11 @@ SMALL = {
     "task.heads": 2,
     "task.context": 32,
     "task.batch": 4,
-    "fragments.count": 6,
+    "fragments.count": 12,
     "round.steps": 12,
 }
 SMALL_TOKENS = 6_000_000
-SLOW_SMALL, SLOW_LONG = 40.0, 3.0  # a step takes so many times as long, so that all else has room
+SLOW_SMALL, SLOW_LONG = 80.0, 3.0  # a step takes so many times as long, so that all else has room
 ENDLESS_TOKENS = 10**12
 LOSS_MARGIN = 0.03
 STARTED_S = 180.0
@@ -57,12 +62,13 @@ LEAD_IN_S = 20.0  # that tell the undisturbed pace, where the run lasts long
 BEFORE_S = 60.0  # what a run does before chaos begins, and some more
 BUDGET_MARGIN = 1.1  # a machine may get faster after the probe; a run that ends before chaos does is a failed measurement
 POLL_S = 0.2
+SETTLED_CYCLES, WATCHED_CYCLES = 2, 4  # of the short run, after chaos: until versions are even again, and to be counted in
 
 
 @contextmanager
 def running(directory: Path, tokens: int, slow: float, settings: dict[str, int]) -> Iterator[subprocess.Popen[bytes]]:
     """Begin a run; end it in order if it does not end by itself."""
-    command = [DILOCO, "up", "--plain", "--run-dir", str(directory), "--tokens", str(tokens), *PARTIES]
+    command = [*script.DILOCO, "up", "--plain", "--run-dir", str(directory), "--tokens", str(tokens), *PARTIES]
     command += [f"--set={name}={value}" for name, value in settings.items()]
     command += [f"--slow=learner-{learner}={slow}" for learner in range(LEARNERS)]
     with directory.with_suffix(".out").open("wb") as out:
@@ -83,31 +89,33 @@ def until(predicate: Callable[[], bool], directory: Path, run: subprocess.Popen[
         time.sleep(POLL_S)
 
 
+def read_status(directory: Path) -> dict[str, Any]:
+    """Return the last status of a run."""
+    while True:
+        with contextlib.suppress(ValueError):  # it is being written
+            found: dict[str, Any] = json.loads((directory / "status.json").read_text())
+            return found
+
+
 def probe(directory: Path) -> float:
     """Return the undisturbed pace of a slowed run, in tokens a second."""
-    file = directory / "status.json"
-
-    def status() -> dict[str, Any]:
-        while True:
-            with contextlib.suppress(ValueError):  # it is being written
-                found: dict[str, Any] = json.loads(file.read_text())
-                return found
 
     def in_full_swing() -> bool:
-        return file.exists() and all(fragment["version"] >= 2 for fragment in status()["fragments"])
+        written = (directory / "status.json").exists()
+        return written and all(fragment["version"] >= 2 for fragment in read_status(directory)["fragments"])
 
     with running(directory, ENDLESS_TOKENS, SLOW_LONG, {}) as run:
         until(in_full_swing, directory, run)
-        before = status()
+        before = read_status(directory)
         time.sleep(PROBE_S)
-        after = status()
+        after = read_status(directory)
     return float((after["tokens_processed"] - before["tokens_processed"]) / (after["wall_s"] - before["wall_s"]))
 
 
 def disturb(directory: Path, run: subprocess.Popen[bytes], arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the verdict of chaos on a run that has just been begun."""
     until(lambda: (directory / "services" / "evaluator.pid").exists(), directory, run)
-    command = [DILOCO, "chaos", str(directory), "--seed", str(arguments.seed), "--for", str(arguments.for_)]
+    command = [*script.DILOCO, "chaos", str(directory), "--seed", str(arguments.seed), "--for", str(arguments.for_)]
     command += ["--rate", str(arguments.rate), "--json", "--record", str(directory.parent / "tape.jsonl")]
     if arguments.long:
         command += ["--lead-in", str(LEAD_IN_S)]
@@ -153,7 +161,46 @@ def measure_short(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]
     directory = folder / "disturbed"
     with running(directory, arguments.tokens or SMALL_TOKENS, SLOW_SMALL, SMALL) as run:
         verdict = disturb(directory, run, arguments)
-    return {"verdict": verdict, "passed": verdict["holds"]}
+        evenness = measure_evenness(directory)
+    passed = verdict["holds"] and evenness["most_in_a_step"] < SMALL["fragments.count"]
+    return {"verdict": verdict, "evenness": evenness, "passed": passed}
+
+
+def measure_evenness(directory: Path) -> dict[str, Any]:
+    """Return how evenly a run makes versions from two cycles from now on, in steps of its reference."""
+    cycle_s = SMALL["round.steps"] * max(learner["step_s"] for learner in read_status(directory)["learners"].values())
+    time.sleep(SETTLED_CYCLES * cycle_s)
+    before, began_s = steps_taken(directory), time.time()
+    time.sleep(WATCHED_CYCLES * cycle_s)
+    after, ended_s = steps_taken(directory), time.time()
+    times_s = [(ended_s - began_s) / (after[name] - step) for name, step in sorted(before.items()) if after[name] > step]
+    step_s = times_s[choose(times_s, 1)]
+    made_s = asyncio.run(versions_made_s(directory))
+    steps = int((ended_s - began_s) / step_s)
+    each = Counter(int((at_s - began_s) / step_s) for at_s in made_s if at_s >= began_s)
+    counts = [each[step] for step in range(steps)]
+    without = max(len(row) for row in "".join(" " if count else "0" for count in counts).split(" "))
+    return {
+        "step_s": step_s,
+        "step_times_s": times_s,
+        "steps": steps,
+        "versions": sum(counts),
+        "most_in_a_step": max(counts),
+        "steps_without": without,
+    }
+
+
+def steps_taken(directory: Path) -> dict[str, int]:
+    """Return by learner the steps that it has taken."""
+    return {name: learner["step"] for name, learner in read_status(directory)["learners"].items()}
+
+
+async def versions_made_s(directory: Path) -> list[float]:
+    """Return when the versions in a run's log were made, Unix time at the syncers."""
+    async with run_reader.opened(directory) as seen:
+        stop = max([await seen.log.reader.end_sequence(fragment.index) for fragment in seen.map.fragments])
+        heads = seen.log.entries.heads(pass_over, stop_sequence=stop)
+        return [head.record.committed_at_s async for head in heads if head.record.makes_version]
 
 
 def measure_long(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -194,6 +241,12 @@ def show(result: dict[str, Any]) -> None:
     print(f"{machine['cpu']}, {machine['cores']} cores")
     print(describe(result["verdict"]))
     if loss is None:
+        evenness, fragments = result["evenness"], SMALL["fragments.count"]
+        print(
+            f"evenness: {evenness['versions']} versions in {evenness['steps']} steps of {evenness['step_s']:.2f} s, at most "
+            f"{evenness['most_in_a_step']} of {fragments} in a step, at most {evenness['steps_without']} steps without one"
+        )
+        print("passed" if result["passed"] else "FAILED")
         return
     print(f"\n{'at the end':30} {'disturbed':>12} {'undisturbed':>12}")
     for name, value in loss["disturbed"].items():

@@ -37,7 +37,6 @@ TARGET, RATE = 0.98, 1e-3
 STEP_S, TURN_S = 0.05, 0.5
 LARGEST = 1 << 14  # batches that are put together: a loss that takes no time has to end somewhere
 KEPT = 4  # batches that a loop goes over
-T95 = {8: 2.365, 12: 2.201, 16: 2.131, 24: 2.069, 32: 2.040, 48: 2.012, 64: 1.998}  # Student's t, by pairs
 Take = Callable[[Any], float]
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
@@ -141,12 +140,10 @@ def measure(name: str, pairs: int) -> dict[str, Any]:
     for turn in range(pairs):
         for each in sorted(loops, reverse=turn % 2 == 1):
             took[each].append(seconds(loops[each], kept, steps))
-    logs = [math.log(one / other) for one, other in zip(took["bare"], took["island"], strict=True)]
-    mean, error = statistics.mean(logs), T95[pairs] * statistics.stdev(logs) / math.sqrt(pairs)
-    low, ratio, high = (math.exp(value) for value in (mean - error, mean, mean + error))
+    found = script.ratio(took["bare"], took["island"])
     about = {"example": name, "batches": count, "steps_a_turn": steps}
     times = {f"{each}_ms": 1000 * statistics.median(values) for each, values in took.items()}
-    return about | times | {"ratio": ratio, "low": low, "high": high, "reached": ratio >= TARGET}
+    return about | times | found | {"reached": found["ratio"] >= TARGET}
 
 
 def show(result: dict[str, Any]) -> None:
@@ -164,7 +161,7 @@ def main() -> None:
     """Console."""
     parser = script.parser(__doc__)
     parser.add_argument("names", nargs="*", default=EXAMPLES, metavar="NAME", help=f"of {', '.join(EXAMPLES)}")
-    parser.add_argument("--pairs", type=int, default=16, choices=sorted(T95))
+    parser.add_argument("--pairs", type=int, default=16, choices=sorted(script.T95))
     asked: argparse.Namespace = parser.parse_args()
     rows = []
     for name in asked.names:

@@ -14,8 +14,8 @@ import argparse
 import os
 import statistics
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
 BLOCK_STEPS = 20
@@ -52,15 +52,7 @@ def main() -> None:
     bare = bare_step(task, settings, island, batch)
 
     with ThreadPoolExecutor(1) as host:
-
-        def with_fragments(number: int) -> Callable[[], object]:
-            at = number % len(fragments)
-            island.write(fragments[at], thetas[at], thetas[at])
-            reading = island.read(fragments[at - len(fragments) // 2])
-            output = island.step(batch, RATE)
-            host.submit(reading.to_host)
-            return output.wait
-
+        with_fragments = step_with_fragments(island, fragments, thetas, batch, host)
         block_s(bare), block_s(with_fragments)
         pairs = [(block_s(bare), block_s(with_fragments)) for _ in range(asked.blocks)]
     paces = sorted(bare_s / island_s for bare_s, island_s in pairs)
@@ -69,6 +61,29 @@ def main() -> None:
     print(f"bare step {1e3 * statistics.median(bare_s for bare_s, _ in pairs):.1f} ms")
     print(f"pace {statistics.median(paces):.3f} of it ({paces[tenth]:.3f} to {paces[-1 - tenth]:.3f}, {len(paces)} pairs)")
     tell_memory(island, asked.devices)
+
+
+def step_with_fragments(
+    model: Any, fragments: Sequence[Any], thetas: Sequence[Any], batch: Any, host: Executor
+) -> Callable[[int], Callable[[], object]]:
+    """Return a step that writes a fragment and reads another one, which ``host`` copies to the host.
+
+    So does a learner's step where a round has as many steps as there are fragments.
+    """
+
+    def step(number: int) -> Callable[[], object]:
+        model.finish_step()
+        at = number % len(fragments)
+        model.write(fragments[at], thetas[at], thetas[at])
+        reading = model.read(fragments[at - len(fragments) // 2])
+        output = model.begin_step(batch, RATE)
+        host.submit(reading.to_host)
+        if model.apart:
+            output.wait()
+        wait: Callable[[], object] = output.wait
+        return wait
+
+    return step
 
 
 def block_s(step: Callable[[int], Callable[[], object]]) -> float:

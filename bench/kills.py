@@ -41,7 +41,7 @@ from typing import Any
 import script
 import tomli_w
 from restart import Watch
-from up import DILOCO, Up, events, up, watching
+from up import Up, events, up, watching
 
 from diloco.wire.control import Heartbeat
 from diloco_ops.environment import service_environment
@@ -125,13 +125,11 @@ class Drill:
 
     async def end(self) -> None:
         """Have the run end when both learners have taken some steps more, and wait until it has."""
-        code, more = 1, LAST_STEPS
-        while code:  # it begins later than so many steps take, where the machine is busy
-            more *= 2
-            used = sum(self._last(learner).tokens for learner in (ISLAND, PLAIN))
-            command = [DILOCO, "set", str(self.running.directory), f"tokens={used + more * TOKENS}"]
-            code = (await asyncio.to_thread(subprocess.run, command, capture_output=True, check=False)).returncode
-        await asyncio.to_thread(self.running.process.wait)
+
+        def used() -> int:
+            return sum(self._last(learner).tokens for learner in (ISLAND, PLAIN))
+
+        await asyncio.to_thread(self.running.finish, used, LAST_STEPS * TOKENS)
 
     def _last(self, learner: str) -> Heartbeat:
         return self.watch.heartbeats[learner][-1][1]
@@ -221,7 +219,9 @@ def checked(directory: Path, processes: int) -> dict[str, Any]:
     environment |= {"XLA_FLAGS": "--xla_backend_optimization_level=0"}  # as the learners were compiled
 
     def ran(*command: str) -> dict[str, Any]:
-        done = subprocess.run([DILOCO, *command, "--json"], capture_output=True, text=True, env=environment, check=False)
+        done = subprocess.run(
+            [*script.DILOCO, *command, "--json"], capture_output=True, text=True, env=environment, check=False
+        )
         try:
             found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         except (IndexError, ValueError):

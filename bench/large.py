@@ -35,7 +35,7 @@ import sys
 import threading
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ import psutil
 import script
 import tomli_w
 from restart import Watch
-from up import DILOCO, Up, events, up, watching
+from up import Up, events, up, watching
 
 from diloco_learner.process import LoopThread
 from diloco_ops.environment import service_environment
@@ -88,7 +88,7 @@ class Memory(threading.Thread):
         self.join()
 
     def _found(self) -> Iterator[tuple[str, int]]:
-        names = {read_pid(file): file.stem for file in (self.directory / "services").glob("*.pid")}
+        names = {script.read_pid(file): file.stem for file in (self.directory / "services").glob("*.pid")}
         total_bytes = 0
         try:
             processes = psutil.Process(self.root).children(recursive=True)
@@ -105,18 +105,18 @@ class Memory(threading.Thread):
         yield "sum", total_bytes
 
 
-def read_pid(file: Path) -> int:
-    try:
-        return int(file.read_text())
-    except (OSError, ValueError):  # it is being written
-        return 0
-
-
 class Stages:
     """The stages of a run, one after another, as they are measured."""
 
-    def __init__(self, running: Up, memory: Memory, watch: Watch, say: Callable[[str], None]) -> None:
-        self.running, self.memory, self.watch, self.say = running, memory, watch, say
+    def __init__(
+        self,
+        running: Up,
+        memory: Memory,
+        watch: Watch,
+        say: Callable[[str], None],
+        services: Sequence[str] = (LEADER, OTHER),
+    ) -> None:
+        self.running, self.memory, self.watch, self.say, self.services = running, memory, watch, say, services
         self.rows: dict[str, dict[str, Any]] = {}
 
     @contextmanager
@@ -136,11 +136,11 @@ class Stages:
         """Wait until the run is founded, and both processes have loaded it."""
         with self.stage("founding") as row:
             self._stop_evaluator()
-            for service in (LEADER, OTHER):
+            for service in self.services:
                 self._until(lambda service=service: self._events(service, "joined"), f"{service} joined")  # type: ignore[misc]
             times = {event["event"]: event["time"] for event in self._events(LEADER, "compiled", "founding", "joined")}
             row["founded_s"] = (times["joined"] - times["founding"]).total_seconds()
-            row["compiled_s"] = max(self._events(service, "compiled")[0]["compile_s"] for service in (LEADER, OTHER))
+            row["compiled_s"] = max(self._events(service, "compiled")[0]["compile_s"] for service in self.services)
 
     def rounds(self, versions: int, name: str) -> None:
         """Wait for so many versions of each fragment more than the least of them has."""
@@ -223,7 +223,10 @@ class Stages:
 
     def _parts(self) -> list[Path]:
         folder = self.running.directory / "checkpoints"
-        return [folder / f"{LEADER}.safetensors", folder / f"{LEADER}.part-1.safetensors"]
+        return [
+            folder / f"{LEADER}.safetensors",
+            *(folder / f"{LEADER}.part-{i}.safetensors" for i in range(1, len(self.services))),
+        ]
 
 
 def line_of(name: str, row: Mapping[str, Any]) -> str:
@@ -278,7 +281,9 @@ def measure(asked: argparse.Namespace, say: Callable[[str], None]) -> dict[str, 
                 loop.close()
             end_s = time.monotonic() - began_s
         began_s = time.monotonic()
-        verified = subprocess.run([DILOCO, "verify", str(directory), "--json"], capture_output=True, text=True, check=False)
+        verified = subprocess.run(
+            [*script.DILOCO, "verify", str(directory), "--json"], capture_output=True, text=True, check=False
+        )
         holds = verified.returncode == 0 and json.loads(verified.stdout)["holds"]
         verify_s = time.monotonic() - began_s
         say(f"end {end_s:.1f} s; verify {verify_s:.1f} s: {'holds' if holds else verified.stdout + verified.stderr}")

@@ -4,20 +4,23 @@
     python bench/pace.py --step-s 0.05                        # steps that sleep, as with an accelerator
     python bench/pace.py --set learners=1 --set round.steps=5 --turns 3 --json
 
-It begins a run with ``diloco up``, and beside it as many bare loops as learners: the learner's compiled step on a batch that is
-there, the next step dispatched before the one before has ended. In a turn all processes of the one side are stopped and those
-of the other go on for ``--turn-s``, then the other way round, so that other work on the machine meets both alike. The first
-``SETTLE_S`` of each turn do not count.
+It begins a run with ``diloco up``, and beside it as many bare loops as learners: the learner's own step, of JAX or PyTorch, on
+a batch that is there, the next step dispatched before the one before has ended. In a turn all processes of the one side are
+stopped and those of the other go on for ``--turn-s``, then the other way round, so that other work on the machine meets both
+alike. The first ``SETTLE_S`` of each turn do not count.
 
 A turn's pace is the bare loops' time of a step over the learners' time of a step. The run has syncers, a coordinator, an
 evaluator and a NATS server, too: where steps compute on the same cores, their processor time is in the pace, though no step
-waits for them. ``blocked`` is what the learners themselves say: it has neither.
+waits for them. ``blocked`` is what the learners themselves say: it has neither. ``cpu`` and ``bare_cpu`` are the processor
+time of a learner's process and of a bare loop's, of the turn's time. ``--no-evaluator`` keeps the evaluator stopped, which
+shares a learner's device where there is only one.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
 import signal
 import statistics
@@ -28,15 +31,20 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import script
+from processes import cpu_of
 from restart import Watch, training
 
+from diloco.settings import folders
 from diloco.settings.loading import parse_assignments
 from diloco.settings.presets import run_settings
-from diloco_ops.environment import service_environment
+from diloco_ops.environment import learner_environment
+
+if TYPE_CHECKING:
+    from diloco_learner.model import Output
 
 HERE = Path(__file__).parent
 SETTLE_S = 1.5
@@ -51,7 +59,8 @@ class Bare:
 
     def __init__(self, sets: Sequence[str]) -> None:
         command = [sys.executable, __file__, "--bare", *(f"--set={item}" for item in sets)]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | service_environment())
+        environment = os.environ | learner_environment(0, 1, None)
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
         self.ends_s: list[float] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -67,16 +76,25 @@ class Bare:
 
 def bare(sets: Sequence[str]) -> None:
     """Take steps without end."""
-    from diloco_learner.island import Island
-    from diloco_learner.task import load_task
+    from diloco_learner.frameworks import load, make_model
     from diloco_learner.task_api import first_batch
 
-    settings = run_settings("decoupled", parse_assignments(list(sets)))
-    task = load_task(settings.task, None)
-    island, batch = Island(task, settings), first_batch(task, settings)
-    flight = island.step(batch, 0.0)
+    settings, cache_dir = run_settings("decoupled", parse_assignments(list(sets))), folders.cache_dir()
+    loaded = load(settings.task, None, cache_dir)
+    if not loaded.torch:
+        from diloco_learner import programs
+
+        programs.keep_if_possible(cache_dir)  # it is the learners' program
+    model, batch = make_model(loaded, settings, None), first_batch(loaded.task, settings)
+
+    def step() -> Output:
+        output = model.begin_step(batch, 0.0)
+        model.finish_step()
+        return output
+
+    flight = step()
     while True:
-        landing, flight = flight, island.step(batch, 0.0)
+        landing, flight = flight, step()
         landing.wait()
         print(time.time(), flush=True)
 
@@ -87,7 +105,13 @@ def _step_s(ends_s: Sequence[float]) -> float:
 
 def _signal(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
     for process in processes:
-        process.send_signal(number)
+        with contextlib.suppress(psutil.NoSuchProcess):  # a learner that has died is said by its turn
+            process.send_signal(number)
+
+
+def _guards(process: psutil.Process) -> bool:
+    """Whether it is the shell of the launcher that ends all services once that is killed, as only one that runs can."""
+    return process.cmdline()[:1] == ["/bin/sh"]
 
 
 async def _turn(go: Sequence[psutil.Process], halt: Sequence[psutil.Process], turn_s: float) -> tuple[float, float]:
@@ -101,10 +125,19 @@ async def _turn(go: Sequence[psutil.Process], halt: Sequence[psutil.Process], tu
 
 
 def _learners(watch: Watch, began_s: float, ended_s: float) -> dict[str, Any]:
-    """Return time of a step and blocked share of the learners in a turn, means of both."""
+    """Return time of a step and blocked share of the learners in a turn, means of both.
+
+    Raises:
+        SystemExit: a learner took no two steps in it.
+    """
     steps_s, blocked = [], []
-    for heartbeats in watch.heartbeats.values():
+    for name, heartbeats in watch.heartbeats.items():
         firsts = {beat.step: (at_s, beat) for at_s, beat in reversed(heartbeats) if began_s <= at_s <= ended_s}
+        if len(firsts) < 2:
+            raise SystemExit(
+                f"{name} ended {len(firsts)} steps in a turn of {ended_s - began_s:.1f} s: take longer turns (--turn-s), or "
+                "look whether it has died"
+            )
         (first_s, first), (last_s, last) = firsts[min(firsts)], firsts[max(firsts)]
         steps_s.append((last_s - first_s) / (last.step - first.step))
         blocked_s = last.blocked_s - first.blocked_s
@@ -112,24 +145,46 @@ def _learners(watch: Watch, began_s: float, ended_s: float) -> dict[str, Any]:
     return {"step_s": statistics.mean(steps_s), "blocked": statistics.mean(blocked)}
 
 
-async def measure(sets: list[str], turns: int, turn_s: float) -> dict[str, Any]:
+class _Cpu:
+    """Processor time of some processes from its construction on."""
+
+    def __init__(self, pids: Sequence[int]) -> None:
+        self._began_s = {pid: cpu_of(pid) or 0.0 for pid in pids}
+
+    def used_s(self) -> float:
+        """Return the mean of the processes."""
+        return statistics.mean((cpu_of(pid) or began_s) - began_s for pid, began_s in self._began_s.items())
+
+
+async def measure(sets: list[str], turns: int, turn_s: float, *, evaluator: bool = True) -> dict[str, Any]:
     results = []
     with tempfile.TemporaryDirectory(prefix="diloco-bench-") as folder:
         async with training(Path(folder), sets) as watch:
-            run = psutil.Process().children(recursive=True)
+            services = watch.run.path / "services"
+            learners = [script.read_pid(services / f"{name}.pid") for name in watch.heartbeats]
+            watching = script.read_pid(services / "evaluator.pid")
+            everything = psutil.Process().children(recursive=True)
+            run = [process for process in everything if not _guards(process) and (evaluator or process.pid != watching)]
             loops = [Bare(sets) for _ in watch.heartbeats]
             others = [psutil.Process(loop.process.pid) for loop in loops]
             try:
+                if not evaluator:
+                    os.kill(watching, signal.SIGSTOP)
                 while not all(loop.ends_s for loop in loops):
+                    if any(loop.process.poll() is not None for loop in loops):
+                        raise SystemExit("a bare loop ended before its first step: its last words are on stderr")
                     await asyncio.sleep(0.1)
                 for _ in range(turns):
                     watch.forget()
-                    learners = _learners(watch, *await _turn(run, others, turn_s))
+                    cpu = _Cpu(learners)
+                    turn = _learners(watch, *await _turn(run, others, turn_s))
+                    turn["cpu"], cpu = cpu.used_s() / (SETTLE_S + turn_s), _Cpu([process.pid for process in others])
                     span = await _turn(others, run, turn_s)
                     alone_s = statistics.mean(loop.step_s(*span) for loop in loops)
-                    results.append(learners | {"bare_step_s": alone_s, "pace": alone_s / learners["step_s"]})
+                    bare_cpu = cpu.used_s() / (SETTLE_S + turn_s)
+                    results.append(turn | {"bare_step_s": alone_s, "pace": alone_s / turn["step_s"], "bare_cpu": bare_cpu})
             finally:
-                _signal(run, signal.SIGCONT)
+                _signal(everything, signal.SIGCONT)
                 for loop in loops:
                     loop.process.kill()
     return {"machine": script.machine(), "load": os.getloadavg(), "turns": results, "settings": sets}
@@ -138,7 +193,8 @@ async def measure(sets: list[str], turns: int, turn_s: float) -> dict[str, Any]:
 def show(result: dict[str, Any]) -> None:
     turns = result["turns"]
     print(f"{len(turns)} turns, median (least to most); load {result['load'][0]:.0f}")
-    for name, scale, unit in (("bare_step_s", 1e3, "ms"), ("step_s", 1e3, "ms"), ("pace", 100, "%"), ("blocked", 100, "%")):
+    times = [("bare_step_s", 1e3, "ms"), ("step_s", 1e3, "ms")]
+    for name, scale, unit in (*times, *((name, 100, "%") for name in ("pace", "blocked", "cpu", "bare_cpu"))):
         values = [scale * turn[name] for turn in turns]
         print(f"  {name:12} {statistics.median(values):7.2f} {unit} ({min(values):.2f} to {max(values):.2f})")
 
@@ -149,6 +205,7 @@ def main() -> None:
     parser.add_argument("--step-s", type=float, help="steps sleep so long, instead of computing")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--turn-s", type=float, default=6.0)
+    parser.add_argument("--no-evaluator", action="store_true", help="keep the evaluator stopped")
     parser.add_argument("--bare", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.bare:
@@ -156,7 +213,7 @@ def main() -> None:
     if arguments.step_s is not None:
         os.environ |= {"BENCH_STEP_S": str(arguments.step_s), "PYTHONPATH": str(HERE)}
     sets = USUAL + (REAL if arguments.step_s is None else SLEEPING) + PATIENT + arguments.set
-    result = asyncio.run(measure(sets, arguments.turns, arguments.turn_s))
+    result = asyncio.run(measure(sets, arguments.turns, arguments.turn_s, evaluator=not arguments.no_evaluator))
     script.print_result(result, arguments, show)
 
 

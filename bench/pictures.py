@@ -8,7 +8,7 @@
 * ``compare``: three short runs, of which one is stopped. ``compare.png``.
 
 Takes a quarter of an hour on two cores. All other pictures there are drawn from results: those of docs/quality by `diloco lab
-page`, those of the simulator by `diloco simulate report --svg`.
+page`, those of the simulator by `diloco simulate report --svg` and ``bench/even_rounds.py``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import json
 import re
 import shutil
 import signal
-import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -39,7 +38,6 @@ from diloco_ops.top.feed import reached
 from diloco_ops.wan import control
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-DILOCO = (sys.executable, "-c", "from diloco_ops.cli import main; main()")
 PARTS = ("default", "regions", "compare")
 CUT = "eu"
 DEADLINE_S = 1200.0
@@ -86,7 +84,7 @@ async def running(directory: Path, *options: str) -> AsyncIterator[Running]:
     [port] = free_ports(1)
     given = ("up", "--plain", "--run-dir", str(directory), "--page", f"127.0.0.1:{port}", *options)
     with directory.with_suffix(".out").open("wb") as out:
-        process = await asyncio.create_subprocess_exec(*DILOCO, *given, stdout=out, stderr=out)
+        process = await asyncio.create_subprocess_exec(*script.DILOCO, *given, stdout=out, stderr=out)
     run = Running(directory, process, f"http://127.0.0.1:{port}/")
     try:
         await run.until(lambda: bool(run.status()))
@@ -149,7 +147,7 @@ async def terminal(run: Running, out: Path) -> None:
 
 async def rollback(run: Running, camera: Camera) -> None:
     """Ask on the operator's page to roll back, and take a picture of the question."""
-    given = (*DILOCO, "page", str(run.directory))
+    given = (*script.DILOCO, "page", str(run.directory))
     server = await asyncio.create_subprocess_exec(*given, stdout=asyncio.subprocess.PIPE)
     assert server.stdout is not None
     try:
@@ -195,7 +193,7 @@ async def compare(camera: Camera, runs: Path) -> None:
             else:
                 await run.process.wait()
     file = runs / "compare.html"
-    given = (*DILOCO, "compare", *(str(runs / name) for name in RUNS), "--out", str(file))
+    given = (*script.DILOCO, "compare", *(str(runs / name) for name in RUNS), "--out", str(file))
     compared = await asyncio.create_subprocess_exec(*given)
     await compared.wait()
     async with camera.opened(file.as_uri(), 1100, 1020) as shown:

@@ -18,6 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import script
 from up import events, up
 
 TICK = os.sysconf("SC_CLK_TCK")
@@ -68,7 +69,7 @@ def measure(count: int, asked: argparse.Namespace, interval: int) -> list[list[f
         with up(directory, options, sets, own) as running:
             while running.process.poll() is None:
                 for name in names:
-                    used_s = cpu_of(directory, name)
+                    used_s = cpu_of(script.read_pid(directory / "services" / f"{name}.pid"))
                     if used_s is not None:
                         cpu_s[name] = used_s
                         if name not in joined_s and running.events(name, "joined"):
@@ -83,10 +84,9 @@ def measure(count: int, asked: argparse.Namespace, interval: int) -> list[list[f
         return lines
 
 
-def cpu_of(directory: Path, name: str) -> float | None:
-    """Return the processor seconds of a service so far; None if it is not there."""
+def cpu_of(pid: int) -> float | None:
+    """Return the processor seconds of a process so far; None if it is not there."""
     try:
-        pid = (directory / "services" / f"{name}.pid").read_text().strip()
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None

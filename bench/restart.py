@@ -22,7 +22,6 @@ import json
 import os
 import signal
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
@@ -52,7 +51,7 @@ FIRST_STEP_TARGET_S, LOST_TARGET, KEYFRAMES_TARGET = 2.0, 0.01, 2.0
 KILLED = "learner-1"
 LOWEST_PRIORITY = 19
 PAUSE_S = 12.0  # between two kills, so that there is a checkpoint
-DEADLINE_S = 180.0
+DEADLINE_S = 400.0  # only ends what hangs
 
 
 class Watch:
@@ -119,25 +118,40 @@ async def until(predicate: Callable[[], bool], what: str) -> None:
 
 @contextlib.asynccontextmanager
 async def training(folder: Path, sets: list[str]) -> AsyncIterator[Watch]:
-    """Begin a run, and wait until all learners step."""
+    """Begin a run, and wait until all learners step.
+
+    Raises:
+        SystemExit: it ended before, and its last line is in the message; or they do not within :data:`DEADLINE_S`.
+    """
     directory = folder / "run"
     command = ["up", "--run-dir", str(directory), "--tokens", str(10**9), "--plain", *(f"--set={item}" for item in sets)]
     with (folder / "up.txt").open("wb") as output:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", "from diloco_ops.cli import main; main()", *command, stdout=output, stderr=output
-        )
+        process = await asyncio.create_subprocess_exec(*script.DILOCO, *command, stdout=output, stderr=output)
+
+    def said() -> str:
+        return (folder / "up.txt").read_text().strip()
+
+    def goes_on(reached: Callable[[], bool]) -> bool:
+        if process.returncode is not None:
+            raise SystemExit(f"`diloco up` ended with code {process.returncode}: {said().rpartition(chr(10))[2]}")
+        return reached()
+
+    def served() -> bool:
+        return (directory / "run.json").exists() and bool(rundir.load(directory).nats_url)
+
     try:
-        await until(lambda: (directory / "run.json").exists() and bool(rundir.load(directory).nats_url), "the server is up")
+        await until(lambda: goes_on(served), "the server is up")
         run = rundir.load(directory)
         link = await NatsTransport.open(run.nats_url, run.nats_url, "bench", get_logger(), give_up_after_s=60)
         watch = Watch(run, link)
         await watch.open()
-        await until(watch.all_step, f"all learners step; `diloco up` said: {(folder / 'up.txt').read_text()}")
+        await until(lambda: goes_on(watch.all_step), f"all learners step; `diloco up` said: {said()}")
         yield watch
         await link.close()
     finally:
-        process.send_signal(signal.SIGINT)
-        await process.wait()
+        if process.returncode is None:
+            process.send_signal(signal.SIGINT)
+            await process.wait()
 
 
 def compiled_at_s(directory: Path, after_s: float) -> float | None:
@@ -146,11 +160,6 @@ def compiled_at_s(directory: Path, after_s: float) -> float | None:
     events = [json.loads(line) for line in lines if '"compiled"' in line]
     times = [datetime.fromisoformat(event["time"]).timestamp() for event in events]
     return times[-1] if times and times[-1] > after_s else None
-
-
-def pid_in(pid_file: Path) -> int:
-    """Return the pid in a file; 0 while the file is being written."""
-    return int(pid_file.read_text().strip() or 0)
 
 
 async def kill(watch: Watch, *, checkpoint: bool, nice: bool) -> dict[str, Any]:
@@ -162,13 +171,13 @@ async def kill(watch: Watch, *, checkpoint: bool, nice: bool) -> dict[str, Any]:
         for path in state.generations(directory, KILLED):
             path.unlink(missing_ok=True)
     pid_file = directory / "services" / f"{KILLED}.pid"
-    killed = pid_in(pid_file)
+    killed = script.read_pid(pid_file)
     os.kill(killed, signal.SIGKILL)
     killed_s, before = time.time(), watch.heartbeats[KILLED][-1][1]
     watch.forget()
     if nice:
-        await until(lambda: pid_in(pid_file) not in (0, killed), "it is started again")
-        os.setpriority(os.PRIO_PROCESS, pid_in(pid_file), LOWEST_PRIORITY)
+        await until(lambda: script.read_pid(pid_file) not in (0, killed), "it is started again")
+        os.setpriority(os.PRIO_PROCESS, script.read_pid(pid_file), LOWEST_PRIORITY)
 
     def mine() -> list[tuple[float, Heartbeat]]:
         return [(at_s, p) for at_s, p in watch.heartbeats.get(KILLED, ()) if p.incarnation > before.incarnation]

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
+import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from diloco.nats.connection import malloc_environment
 from diloco.process import observe
+
+DILOCO = (sys.executable, "-c", "from diloco_ops.cli import main; main()")  # also where no script lies beside the interpreter
+T95 = {  # Student's t of an interval of 95 %, by the number of pairs
+    2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 8: 2.365, 12: 2.201, 16: 2.131, 24: 2.069, 32: 2.040, 48: 2.012,
+    64: 1.998,
+}  # fmt: skip
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -36,6 +44,19 @@ def print_result(result: dict[str, Any], arguments: argparse.Namespace, show: Ca
         show(result)
 
 
+def ratio(ones: Sequence[float], others: Sequence[float]) -> dict[str, float]:
+    """Return the mean ``ratio`` of pairs of times, and its interval of 95 % from ``low`` to ``high``, by their logarithms.
+
+    There are as many pairs as :data:`T95` knows, or one, whose interval nobody knows: it is not returned.
+    """
+    logs = [math.log(one / other) for one, other in zip(ones, others, strict=True)]
+    mean = statistics.mean(logs)
+    if len(logs) == 1:
+        return {"ratio": math.exp(mean)}
+    error = T95[len(logs)] * statistics.stdev(logs) / math.sqrt(len(logs))
+    return {name: math.exp(value) for name, value in (("ratio", mean), ("low", mean - error), ("high", mean + error))}
+
+
 @contextmanager
 def folder(given: Path | None) -> Iterator[Path]:
     """Give a folder for what a bench writes: the one that was given, which stays, or one that is removed at the end."""
@@ -45,6 +66,14 @@ def folder(given: Path | None) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="diloco-bench-") as name:
         yield Path(name)
+
+
+def read_pid(file: Path) -> int:
+    """Return the process id in a service's file; 0 where there is none, or while it is being written."""
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):
+        return 0
 
 
 def held_bytes(pid: int) -> int:

@@ -41,7 +41,6 @@ from diloco_ops import failures, run_reader
 from diloco_ops.failures import Failure, Tape
 from diloco_ops.run_reader import RunReader
 
-DILOCO = (sys.executable, "-c", "from diloco_ops.cli import main; main()")
 LEARNERS = 3
 MODEL = {"task.layers": 10, "task.width": 128, "fragments.count": 10, "round.steps": 16}
 TAPE = Tape(
@@ -104,7 +103,7 @@ async def training(folder: Path, step_s: float) -> AsyncIterator[Path]:
     path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"BENCH_STEP_S": str(step_s), "PYTHONPATH": path}
     with (folder / "up.txt").open("wb") as output:
-        up = await asyncio.create_subprocess_exec(*DILOCO, *command, stdout=output, stderr=output, env=environment)
+        up = await asyncio.create_subprocess_exec(*script.DILOCO, *command, stdout=output, stderr=output, env=environment)
     try:
         yield directory
     finally:
@@ -142,7 +141,7 @@ async def play(folder: Path, tape: Path, lead_in_s: float) -> tuple[float, float
     command = ["chaos", str(folder / "run"), "--tape", str(tape), "--lead-in", str(lead_in_s)]
     marks: dict[str, float] = {}
     with (folder / "chaos.txt").open("wb") as output:
-        chaos = await asyncio.create_subprocess_exec(*DILOCO, *command, stdout=asyncio.subprocess.PIPE, stderr=output)
+        chaos = await asyncio.create_subprocess_exec(*script.DILOCO, *command, stdout=asyncio.subprocess.PIPE, stderr=output)
         assert chaos.stdout is not None
         async for line in chaos.stdout:
             output.write(line)

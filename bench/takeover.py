@@ -16,7 +16,6 @@ import contextlib
 import os
 import signal
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
@@ -97,9 +96,7 @@ async def training(folder: Path, standbys: int) -> AsyncIterator[Watch]:
     directory = folder / "run"
     command = ["up", "--run-dir", str(directory), "--standbys", str(standbys), "--tokens", str(10**9), "--plain"]
     with (folder / "up.txt").open("wb") as output:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", "from diloco_ops.cli import main; main()", *command, stdout=output, stderr=output
-        )
+        process = await asyncio.create_subprocess_exec(*script.DILOCO, *command, stdout=output, stderr=output)
     link = None
     try:
         watch = Watch(directory)

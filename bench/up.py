@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from restart import Watch
+from script import DILOCO
 
 from diloco.nats.transport import NatsTransport
 from diloco.process.observe import get_logger
 from diloco.service import rundir
 
-DILOCO = str(Path(sys.executable).parent / "diloco")
 LOOK_S = 0.05  # between two looks whether something has come about
 PATIENCE_S = 600.0  # only ends what hangs
 
@@ -55,6 +54,21 @@ class Up:
             time.sleep(LOOK_S)
         return time.monotonic() - began_s
 
+    def finish(self, used: Callable[[], int], more: int) -> int:
+        """Have the run's budget end by ``more`` tokens behind those ``used``, or later; wait for its end, and return its code.
+
+        Raises:
+            SystemExit: the run ended before.
+        """
+        code = 1
+        while code:  # it begins later than so many steps take, where the machine is busy
+            if self.process.poll() is not None:
+                raise SystemExit(f"{self.directory}: the run ended before its budget could be set")
+            more *= 2
+            command = [*DILOCO, "set", str(self.directory), f"tokens={used() + more}"]
+            code = subprocess.run(command, capture_output=True, check=False).returncode
+        return self.process.wait()
+
 
 def events(directory: Path, service: str, *names: str) -> list[dict[str, Any]]:
     """Return the events that a service of a run's directory has logged, of these names if any are given."""
@@ -77,7 +91,7 @@ def up(
     patience_s: float = PATIENCE_S,
 ) -> Iterator[Up]:
     """Run ``diloco up`` with options, settings of the run, and variables besides this process's; end it at the end."""
-    command = [DILOCO, "up", "--json", "--run-dir", str(directory), *options]
+    command = [*DILOCO, "up", "--json", "--run-dir", str(directory), *options]
     command += [part for name, value in sets.items() for part in ("--set", f"{name}={value}")]
     process = subprocess.Popen(command, env=os.environ | dict(environment), stdout=subprocess.DEVNULL)
     try:

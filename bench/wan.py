@@ -31,7 +31,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -67,7 +66,6 @@ FASTER_TARGET, RING_TARGET, STEPS_TARGET, LOST_TARGET, BACK_TARGET_S, MOVED_TARG
 DEADLINE_S = 240.0
 SETTLE_S = 10.0
 PARALLEL_STEPS = 320  # so many steps' time: data-parallel takes a dozen on thin links
-DILOCO = (sys.executable, "-c", "from diloco_ops.cli import main; main()")
 
 
 class Watch:
@@ -195,7 +193,7 @@ async def training(
     path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"BENCH_STEP_S": str(arguments.step), "PYTHONPATH": path}
     with (folder / "up.txt").open("wb") as output:
-        up = await asyncio.create_subprocess_exec(*DILOCO, *command, stdout=output, stderr=output, env=environment)
+        up = await asyncio.create_subprocess_exec(*script.DILOCO, *command, stdout=output, stderr=output, env=environment)
     async with contextlib.AsyncExitStack() as stack:
 
         async def stop() -> None:
@@ -295,7 +293,9 @@ def lose(path: Path, *names: str) -> None:
 
 async def verified(path: Path) -> str:
     """Return the last line of ``diloco verify``."""
-    done = await asyncio.to_thread(subprocess.run, [*DILOCO, "verify", str(path)], capture_output=True, text=True, check=False)
+    done = await asyncio.to_thread(
+        subprocess.run, [*script.DILOCO, "verify", str(path)], capture_output=True, text=True, check=False
+    )
     lines = (done.stdout + done.stderr).strip().splitlines()
     return f"exit {done.returncode}: {lines[-1] if lines else 'nothing said'}"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.metadata import entry_points
@@ -228,6 +229,26 @@ def test_commands_and_settings_that_the_docs_name_exist(page: str) -> None:
     for target in re.findall(r"\]\((?!http)([^)#]+)", text):
         base = ROOT if page == "README.md" else ROOT / "docs"
         assert (base / target).exists(), f"{page} links to {target}"
+
+
+def headings(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them; a repeated heading has a number behind it."""
+    seen: Counter[str] = Counter()
+    found = set()
+    for heading in re.findall(
+        r"^#+ (.*)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE), re.MULTILINE
+    ):
+        anchor = re.sub(r"[^\w\- ]", "", re.sub(r"\[(.*?)\]\(.*?\)", r"\1", heading).lower()).replace(" ", "-")
+        found.add(f"{anchor}-{seen[anchor]}" if seen[anchor] else anchor)
+        seen[anchor] += 1
+    return found
+
+
+@pytest.mark.parametrize("page", sorted(p.name for p in [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]))
+def test_links_to_a_heading_find_it(page: str) -> None:
+    path = ROOT / page if page == "README.md" else ROOT / "docs" / page
+    for target, anchor in re.findall(r"\]\((?!http)([^)#\s]*\.md|)#([^)\s]+)\)", path.read_text()):
+        assert anchor in headings(path.parent / target if target else path), f"{page} links to {target}#{anchor}"
 
 
 def test_every_picture_is_made_by_a_command_that_is_named() -> None:

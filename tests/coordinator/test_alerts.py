@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from msgspec.structs import replace
-from tests.made.heartbeats import learner_heartbeat
+from tests.made.heartbeats import learner_heartbeat, shard_heartbeat
 from tests.made.monitors import entry_record, monitor
 
 from diloco.transport import Room
@@ -106,3 +106,23 @@ def test_a_stream_that_is_nearly_full() -> None:
     made = monitor()
     made.rooms = [Room("OFFERS", 899_999_999, 10**9), Room("ARCHIVE", 900_000_000, 10**9)]
     assert list(conditions(made, 1.0)) == ["ARCHIVE: nearly as full as it may be; at its bound of 1.00 GB versions wait"]
+
+
+def test_rounds_that_last_longer_than_the_steps_between_them() -> None:
+    made = monitor()
+    steps = made.settings.round.steps
+    made.hear(learner_heartbeat("ann", 3, step_s=0.1), 1.0)
+
+    def play(round_s: float, rounds: int) -> list[str]:
+        """Rounds of fragment 1, each seen when it has just begun, when it is about to end, and when it is over."""
+        for _ in range(rounds):
+            for opened in ([(1, 0, 1, 0.01)], [(1, 0, 1, round_s)], []):
+                made.hear_shard(shard_heartbeat("syncer-0", fragments=[1], open=opened), 1.0)
+        return list(conditions(made, 1.0))
+
+    assert play(0.1 * steps, 5) == []
+    assert play(0.15 * steps, 2) == [], "a learner may have been gone for so long"
+    [found] = play(0.15 * steps, 1)
+    assert found.startswith(f"rounds last {0.15 * steps:.3g} s, and {steps} steps between two of them {0.1 * steps:.3g} s")
+    assert play(0.2 * steps, 3) == [found], "in the same words while it lasts"
+    assert play(0.1 * steps, 1) == []

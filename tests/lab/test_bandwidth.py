@@ -106,9 +106,9 @@ def test_the_same_cells_by_hand() -> None:
 
 def test_schedules_of_training_are_the_presets() -> None:
     assert schedules("decoupled")["training"] == Schedule(bits=4, steps=24, fragments=24, overlap_steps=2.0)
-    assert schedules("streaming")["training"] == Schedule(bits=18, steps=24, fragments=24, overlap_steps=5.0)  # 4 and 32
+    assert schedules("streaming")["training"] == Schedule(bits=18, steps=100, fragments=37, overlap_steps=1.0)  # 4 and 32
     # learners that wait have nothing to compute meanwhile, whatever the overlap is set to
-    assert schedules("diloco")["training"] == Schedule(bits=32, steps=24, fragments=1, overlap_steps=0)
+    assert schedules("diloco")["training"] == Schedule(bits=32, steps=500, fragments=1, overlap_steps=0)
     assert schedules("data-parallel")["training"] == Schedule(bits=16, steps=1, fragments=12, overlap_steps=0)
 
 
@@ -197,7 +197,7 @@ def shortest_cycle(released: list[float], needed: list[float], took: float, step
 def test_unevenly_spread_fragments_agree_with_a_linear_programme(steps: int, count: int, halves: int, load: float) -> None:
     tau = min(halves / 2, float(steps))
     took = load * steps / count
-    released = [float(max(1, math.ceil(steps * (n + 1) / count))) for n in range(count)]
+    released = sorted(float(steps * n // count or steps) for n in range(count))
     expected = shortest_cycle(released, [r + tau for r in released], took, steps)
     rate = 10_000 / count / took / UNIT.step_s
     assert utilisation(UNIT, fragments(steps, count, tau), rate) == pytest.approx(steps / expected, rel=1e-6)
@@ -266,8 +266,8 @@ def test_least_settings_are_the_first_that_do(rate: float, count: int, tau: floa
 
 def test_a_curve_gives_the_utilisation_at_each_rate() -> None:
     training = schedules("diloco", {"bits": 4})["training"]
-    # 35 Gbit in 24 steps of 1 s, and nothing meanwhile
-    assert np.array(curve(Job(), training, [1.0, 35.0])) == pytest.approx(np.array([(1, 24 / 59), (35, 24 / 25)]))
+    # 35 Gbit after 500 steps of 1 s, and nothing meanwhile
+    assert np.array(curve(Job(), training, [1.0, 35.0])) == pytest.approx(np.array([(1, 500 / 535), (35, 500 / 501)]))
     assert [rate for rate, _ in curve(Job(), training)][::120] == pytest.approx([0.01, 10, 10_000])
 
 

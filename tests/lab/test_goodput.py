@@ -65,7 +65,7 @@ class TestPublishedTables:
     def test_learners_that_wait_for_all_lose_what_others_lose(self) -> None:
         wanted = [Point("diloco", 8, 1_200_000), Point("decoupled", 8, 1_200_000)]
         waiting, free = sweep(wanted, goodput.Conditions(), (1,), 0.25 * DAY_S, jobs=1)
-        assert waiting.goodput < free.goodput - 0.05
+        assert waiting.goodput < free.goodput - 0.01  # once in 500 steps they wait for the last one
 
 
 class TestFit:

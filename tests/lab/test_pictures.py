@@ -119,7 +119,7 @@ def test_labels_keep_their_order_and_their_distance(wanted: list[float]) -> None
 
 
 def test_a_page_needs_nothing_from_elsewhere() -> None:
-    contents = page.Contents(ROWS, Conditions(), 2, 1.0, storm.simulate(Conditions(), 1), Job())
+    contents = page.Contents(ROWS, Conditions(), 2, 1.0, [], storm.simulate(Conditions(), 1), Job())
     text = page.render(contents)
     assert "http:" not in text
     assert "https:" not in text

@@ -28,7 +28,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed: make torc
 
 from diloco_learner.pytorch import Aux  # noqa: E402
 from diloco_learner.pytorch.inner import AdamW  # noqa: E402
-from diloco_learner.pytorch.island import TorchIsland  # noqa: E402
+from diloco_learner.pytorch.island import TorchIsland, spare_bytes  # noqa: E402
 from diloco_learner.pytorch.task import checked, load_task  # noqa: E402
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -371,6 +371,56 @@ def checked_and_rehearsed(task: Slope) -> TorchIsland:
     model.rehearse(np.float32(1))
     model.check_evaluation()
     return model
+
+
+def test_a_step_waits_for_its_device_no_more_once_its_optimizer_is_queued(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, asked, item, step = island(), list[str](), torch.Tensor.item, AdamW.step
+
+    def noted_item(tensor: Any) -> Any:
+        asked.append("device")
+        return item(tensor)
+
+    def noted_step(optimizer: Any) -> None:
+        step(optimizer)
+        asked.append("queued")
+
+    monkeypatch.setattr(torch.Tensor, "item", noted_item)
+    monkeypatch.setattr(AdamW, "step", noted_step)
+    model.begin_step(np.float32(1), 0.1).wait()
+    assert asked == ["device", "device", "queued"]  # loss and norm
+
+
+@pytest.mark.parametrize(("own", "copied"), [(False, 0), (True, 2)])
+def test_parameters_are_copied_for_a_check_and_a_rehearsal_only_where_a_step_may_move_them(
+    monkeypatch: pytest.MonkeyPatch, own: bool, copied: int
+) -> None:
+    class Own(Slope):
+        def optimizer(self, parameters: Any, rate: float) -> Any:
+            return torch.optim.SGD(parameters, 0.5)
+
+    model, clones, clone = TorchIsland(Own() if own else Slope(), PLAIN), [0], torch.Tensor.clone
+
+    def counted(tensor: Any, *arguments: Any, **named: Any) -> Any:
+        clones[0] += tensor.shape == (4,)
+        return clone(tensor, *arguments, **named)
+
+    monkeypatch.setattr(torch.Tensor, "clone", counted)
+    model.check(np.float32(1))
+    model.rehearse(np.float32(1))
+    model.measured(np.float32(1))
+    assert clones[0] == copied
+    np.testing.assert_array_equal(values(model), np.zeros(4, np.float32))
+
+
+@pytest.mark.parametrize(("free_bytes", "spare"), [(40 << 30, 41 << 30), (0, 1 << 30), (-(1 << 30), 1 << 28)])
+def test_a_gpu_has_to_spare_what_is_free_and_what_steps_leave_of_what_pytorch_holds(
+    monkeypatch: pytest.MonkeyPatch, free_bytes: int, spare: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free_bytes, 80 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5 << 30)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 4 << 30)
+    assert spare_bytes(torch.device("cuda", 0)) == spare
+    assert spare_bytes(torch.device("cpu")) == 1 << 28
 
 
 def test_two_steps_show_that_a_task_is_fit_and_leave_nothing() -> None:

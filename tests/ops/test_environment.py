@@ -28,6 +28,7 @@ def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.delenv("XLA_PYTHON_CLIENT_PREALLOCATE", raising=False)
     monkeypatch.setattr(environment, "NVIDIA_GPUS", tmp_path)
+    monkeypatch.setattr(environment, "DEVICES", tmp_path / "dev")
 
 
 def test_users_values_stay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,6 +105,16 @@ def test_each_learner_sees_its_gpus_of_those_that_the_user_gives(monkeypatch: py
     assert learner_environment(0, 2, 1)["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"  # the evaluator shares one
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     assert learner_environment(0, 2, 1)["CUDA_VISIBLE_DEVICES"] == "5, 7"
+
+
+def test_a_container_that_does_not_see_the_drivers_folder_has_its_gpus(tmp_path: Path) -> None:
+    (tmp_path / "dev").mkdir()
+    for name in ("nvidia0", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / "dev" / name).touch()
+    environments = [learner_environment(index, 2, None) for index in range(3)]
+    assert [values["CUDA_VISIBLE_DEVICES"] for values in environments] == ["0", "0", "0"]
+    # or the first of them would take three quarters of the memory, and the others find none
+    assert {values["XLA_PYTHON_CLIENT_PREALLOCATE"] for values in environments} == {"false"}
 
 
 def test_the_mesh_is_the_users_or_as_many_as_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,30 @@
-"""Sentences at the end of a run."""
+"""Sentences at the beginning and the end of a run."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from diloco.service.rundir import RunDirectory
+from diloco.settings.presets import run_settings
+from diloco_ops import task_check
 from diloco_ops.up import on_missed
+
+
+@pytest.mark.parametrize(
+    ("preset", "said"), [("diloco", "note: the run has 1 full round of each fragment: "), ("decoupled", "")]
+)
+def test_a_run_that_is_too_short_is_told_so_before_it_begins(
+    preset: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    facts = {"step_tokens": 2048, "units": None, "torch": False, "mix": None, "map": None}  # 915 steps of each learner
+    monkeypatch.setattr(task_check, "ask", lambda *_: facts)
+    task_check.check_task(RunDirectory(tmp_path, "run", "", None, run_settings(preset)))
+    told = capsys.readouterr().err
+    assert told.startswith(said)
+    assert bool(told) == bool(said)
 
 
 @pytest.mark.parametrize(

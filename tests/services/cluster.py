@@ -56,6 +56,7 @@ from diloco_ops.chaos import refusals
 Vector = NDArray[np.float32]
 ANSWER_S = 10.0  # then a service is asked again
 NEVER_S = 3600.0  # the most that `liveness` takes: no member is taken for dead, however slow it is
+STANDING_S = 1.0  # then learners at the gate take more steps: no round is due by those that were taken
 READY = ("stepping", "waiting", "closing")  # to step; one that goes on from a checkpoint may have no step to take
 
 # A run of some two seconds: three learners of about 60 steps of 16 tokens, a round every 6. All that a test relies on is here.
@@ -312,16 +313,34 @@ class Cluster:
         """Have learners in threads step until each has applied this version of every fragment; then hold them.
 
         They take two sync intervals of steps at a time, so that few are taken however late versions come, and go on to answer
-        while they are held (:attr:`answers_held`).
+        while they are held (:attr:`answers_held`). They take two more where a fragment had no version in these: it was busy in
+        its slot, and the next slot comes with steps alone.
         """
 
         def applied() -> int:
             return min(min(self.heartbeats[toy.name][-1].versions) for toy in self.toys)
 
+        def opened() -> int:
+            until_step = 2 * self.settings.round.steps + max(toy.member.step for toy in self.toys if toy.member is not None)
+            self.gate.open(until_step)
+            return until_step
+
         while (reached := applied()) < version:
-            taken = max(toy.member.step for toy in self.toys if toy.member is not None)
-            self.gate.open(taken + 2 * self.settings.round.steps)
-            await self.until(lambda reached=reached: applied() > reached, f"version {reached + 1} of every fragment")  # type: ignore[misc]
+            until_step, stood_s = opened(), 0.0
+
+            def has_come(reached: int = reached) -> bool:
+                nonlocal until_step, stood_s
+                if applied() > reached:
+                    return True
+                if any(self.heartbeats[toy.name][-1].step < until_step for toy in self.toys):
+                    stood_s = 0.0
+                elif not stood_s:
+                    stood_s = time.monotonic()
+                elif time.monotonic() - stood_s >= scaled_s(STANDING_S):
+                    until_step, stood_s = opened(), 0.0
+                return False
+
+            await self.until(has_come, f"version {reached + 1} of every fragment")
         self.gate.close()
 
     def hurry(self) -> None:

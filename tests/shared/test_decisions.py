@@ -18,12 +18,12 @@ from diloco.wire.control import MarkerAnswer, SnapshotMarker
 from diloco.wire.island import Decided, PartSaved
 
 
-@given(st.lists(ISLAND_ACTS, max_size=80))
-def test_all_processes_apply_the_same_in_the_same_order(schedule: list[Any]) -> None:
-    island = DecidedIsland(settings_of(WORLD), PROCESSES)
+@given(st.lists(ISLAND_ACTS, max_size=80), st.sampled_from(["arrival", "overlap"]))
+def test_all_processes_apply_the_same_in_the_same_order(schedule: list[Any], at: str) -> None:
+    island = DecidedIsland(settings_of(WORLD, apply__at=at), PROCESSES)
     for name, *values in schedule:
         act(island, name, *values)
-    go_on(island, 8)
+    go_on(island, 8 if at == "arrival" else 16)  # it may wait for a version for five boundaries, and hold another one back
     rewound = any(name == "rewind" for name, *_ in schedule)
     for process in island.processes:
         assert process.applied == island.applied
@@ -35,6 +35,43 @@ def test_all_processes_apply_the_same_in_the_same_order(schedule: list[Any]) -> 
         if not rewound:
             assert versions == sorted(set(versions)), "none twice, and none after a newer one"
     island.check_accounts()
+
+
+def overlapping_island() -> DecidedIsland:
+    """An island that has answered a round with the value as of step 4, and has the version that the round made; tau is 3."""
+    changes: dict[str, Any] = {"round.steps": 20, "round.overlap_steps": 3, "apply.at": "overlap"}
+    island = DecidedIsland(settings_of(WORLD, **changes), PROCESSES)
+    go_on(island, 4)
+    island.announce(0)
+    go_on(island, 1)
+    assert island.learner.fragments[0].answer_step == 4
+    island.merge(0, own=True)
+    return island
+
+
+def test_all_processes_apply_a_version_at_the_end_of_the_overlap() -> None:
+    island = overlapping_island()
+    steps = []
+    for _ in range(6):
+        before = len(island.applied)
+        go_on(island, 1)
+        steps += [island.learner.accounts.step] * (len(island.applied) - before)
+    assert steps == [7]
+    assert all(process.applied[-1] == (0, 1) for process in island.processes)
+
+
+def test_an_island_waits_at_the_end_of_the_overlap_for_a_version_that_is_not_at_all_processes() -> None:
+    island = overlapping_island()
+    all_processes, island.decisions.needed = island.decisions.needed, [frozenset([*range(PROCESSES), 99])] * FRAGMENTS
+    flying = []
+    for _ in range(4):
+        go_on(island, 1)
+        flying.append(island.flying)
+    assert flying == [True, True, False, False]
+    assert (0, 1) not in island.applied
+    island.decisions.needed = all_processes
+    go_on(island, 1)
+    assert (island.applied[-1], island.flying, island.learner.accounts.step) == ((0, 1), True, 7)
 
 
 @given(st.lists(ISLAND_ACTS, max_size=80))

@@ -23,9 +23,9 @@ def test_an_average_is_its_first_value_and_then_moves_by_a_fifth() -> None:
 @pytest.mark.parametrize(
     ("factor", "tau", "step_s", "quorum_s", "sync_s", "expected"),
     [
-        (0.9, 2, 1, 0.5, 0.25, 1.125),  # 0.9 * (2 - 0.75)
-        (0.9, 2, 1, 0, 0, 1.8),
-        (0.5, 5, 0.2, 0.1, 0.3, 0.3),  # 0.5 * (1 - 0.4)
+        (0.9, 2, 1, 0.75, 0.5, 0.675),  # 0.9 * (2 - 1.25)
+        (0.9, 2, 1, 0, 0, 1),  # at most one step
+        (0.5, 5, 0.2, 0.5, 0.3, 0.1),  # 0.5 * (1 - 0.8)
         (0.9, 2, 1, 1.5, 0.5, 0),  # the budget is spent exactly
         (0.9, 2, 1, 5, 1, 0),  # and more than spent: never negative
         (0, 2, 1, 0, 0, 0),  # switched off

@@ -15,9 +15,13 @@ from diloco.core.roster import Roster
 from diloco.core.round import Round
 from diloco.wire.control import Heartbeat
 
+COUNTED: dict[str, Any] = {
+    "round.learners_wait": True
+}  # rounds are due after H steps, and not in slots: tests/shared/test_slots.py
+
 
 def test_a_round_is_due_when_the_quorum_took_h_steps() -> None:
-    round_ = round_of("ann", "bob", "cat", step=STEPS - 1, **{"round.quorum": 2})
+    round_ = round_of("ann", "bob", "cat", step=STEPS - 1, **COUNTED, **{"round.quorum": 2})
     assert not round_.due(0, STEPS)
     round_.roster.hear(learner_heartbeat("ann", STEPS), 0)
     assert not round_.due(0, STEPS)
@@ -29,7 +33,7 @@ def test_a_round_is_due_when_the_quorum_took_h_steps() -> None:
 
 def test_a_round_is_due_too_when_nobody_takes_a_step_any_more() -> None:
     """Learners that wait for versions, ann for this fragment's and bob for another one's: neither would come."""
-    round_ = round_of("ann", "bob", step=STEPS - 1, **{"round.quorum": "all", "liveness.heartbeat_s": 0.5})
+    round_ = round_of("ann", "bob", step=STEPS - 1, **COUNTED, **{"round.quorum": "all", "liveness.heartbeat_s": 0.5})
     round_.roster.hear(learner_heartbeat("ann", STEPS, state="waiting"), 1.0)
     assert not round_.due(3.5, STEPS), "bob steps on"
     for learner, step in (("ann", STEPS), ("bob", STEPS - 1)):
@@ -45,7 +49,7 @@ def test_a_round_is_due_too_when_nobody_takes_a_step_any_more() -> None:
 
 
 def test_all_means_all_that_are_alive() -> None:
-    round_ = round_of("ann", "bob", "cat", step=STEPS - 1, **{"round.quorum": "all"})
+    round_ = round_of("ann", "bob", "cat", step=STEPS - 1, **COUNTED, **{"round.quorum": "all"})
     round_.roster.hear(learner_heartbeat("ann", STEPS), 4)
     round_.roster.hear(learner_heartbeat("bob", STEPS), 4)
     assert not round_.due(4, STEPS)
@@ -110,7 +114,7 @@ def test_a_leaving_learner_is_waited_for_while_it_holds_something_and_counts_for
 
 
 def test_h_counts_from_the_step_at_which_the_version_was_applied() -> None:
-    round_ = round_of("ann")
+    round_ = round_of("ann", **COUNTED)
     open_at(round_, 0)
     assert hold(round_, offer("ann")) is None
     merge = round_.poll(0)
@@ -130,7 +134,7 @@ def test_h_counts_from_the_step_at_which_the_version_was_applied() -> None:
 
 @pytest.mark.parametrize(("fragment", "due_at"), [(0, 1), (1, 2), (2, 3), (3, 4)])
 def test_first_rounds_are_staggered(fragment: int, due_at: int) -> None:
-    roster = Roster(settings_of(ROUNDS, **{"fragments.count": 4}))
+    roster = Roster(settings_of(ROUNDS, **COUNTED, **{"fragments.count": 4}))
     round_ = Round(roster, Chain(fragment, 0, 0, bytes(32), 0, hash_of(0)), 4)
     roster.hear(learner_heartbeat("ann", due_at - 1, versions=[0] * 4), 0)
     assert not round_.due(0, STEPS)
@@ -149,9 +153,9 @@ def test_a_newcomer_alone_cannot_make_a_version_before_it_has_applied() -> None:
     now_s = 100.0
     round_.roster.hear(learner_heartbeat("zoe", 50, 0), now_s)
     assert not round_.due(now_s, STEPS)
-    round_.roster.hear(learner_heartbeat("zoe", 60, 1), now_s)  # applied: its H steps begin now
+    round_.roster.hear(learner_heartbeat("zoe", 60, 1, steps=[0]), now_s)  # applied: it holds nothing yet
     assert not round_.due(now_s, STEPS)
-    round_.roster.hear(learner_heartbeat("zoe", 60 + STEPS, 1), now_s)
+    round_.roster.hear(learner_heartbeat("zoe", 60 + STEPS, 1, steps=[STEPS]), now_s)
     assert round_.due(now_s, STEPS)
 
 
@@ -166,7 +170,7 @@ def test_heartbeats_out_of_order_are_ignored() -> None:
 
 
 def test_a_restart_counts_its_steps_from_zero() -> None:
-    round_ = round_of()
+    round_ = round_of(**COUNTED)
     round_.chain.version = 1
     round_.roster.hear(learner_heartbeat("ann", 10, 1), 0)
     round_.roster.hear(learner_heartbeat("ann", 14, 1, incarnation=2), 0)
@@ -223,7 +227,7 @@ def test_a_quorum_of_all_waits_at_first_for_learners_that_may_be_about_to_take_p
 
 def test_a_round_is_due_for_learners_that_wait_whatever_an_owner_has_heard_of_their_steps() -> None:
     # an owner that begins after they took their steps sees none of them
-    settings = settings_of(ROUNDS, **{"round.quorum": 2})
+    settings = settings_of(ROUNDS, **COUNTED, **{"round.quorum": 2})
     round_ = Round(Roster(settings), Chain(0, 3, 0, bytes(32), 9, hash_of(3)), 1)
     for learner in ("ann", "bob"):
         round_.roster.hear(learner_heartbeat(learner, 20, 3, steps=[STEPS], state="stepping"), 0)
@@ -283,31 +287,32 @@ def test_without_a_grace_window_a_round_closes_at_its_quorum(quorum: object, clo
 
 
 def test_the_grace_window_by_hand() -> None:
-    # gamma 0.9, tau 2, xi_step 1. First round: xi_quorum 0.5, xi_sync 0: 0.9 * (2 - 0.5) = 1.35 after the quorum
+    # gamma 0.9, tau 2, xi_step 1. First round: xi_quorum 0.5, xi_sync 0.25 (half of the quickest answer's time):
+    # 0.9 * (2 - 0.5 - 0.25) = 1.125 after the quorum, but at most a step
     round_ = round_of("ann", "bob", "cat", now_s=100)
     open_at(round_, 100)
-    assert round_.remaining_s(100.2) == pytest.approx(1.6)  # 0.9 * 2 - 0.2
+    assert round_.remaining_s(100.2) == pytest.approx(0.8)
     hold(round_, offer("ann"))
     assert round_.poll(100.5) is None
-    assert round_.remaining_s(101) == pytest.approx(0.85)
-    assert round_.poll(101.84) is None
+    assert round_.remaining_s(101) == pytest.approx(0.5)
+    assert round_.poll(101.49) is None
     hold(round_, offer("cat"))  # within the window
-    merge = round_.poll(101.86)
+    merge = round_.poll(101.51)
     assert names(merge) == [("ann", 1), ("cat", 1)]
     assert merge is not None
     assert merge.quorum_s == pytest.approx(0.5)
-    assert merge.round_s == pytest.approx(1.86)
-    commit(round_, merge, 102.11)  # xi_sync 0.25
-    assert round_.remaining_s(102.11) == 0
-    # second round, quorum after 0.5 again: 0.9 * (2 - 0.5 - 0.25) = 1.125
+    assert merge.round_s == pytest.approx(1.51)
+    commit(round_, merge, 101.76)  # 0.25 s until it is stored
+    assert round_.remaining_s(101.76) == 0
+    # second round, quorum after 0.5 again: 0.9 * (2 - 0.5 - 0.25 - 0.25) = 0.9
     for learner in ("ann", "bob", "cat"):
-        round_.roster.hear(learner_heartbeat(learner, 10, 1), 110)
-        round_.roster.hear(learner_heartbeat(learner, 14, 1), 110)
+        round_.roster.hear(learner_heartbeat(learner, 12, 1), 110)
+        round_.roster.hear(learner_heartbeat(learner, 16, 1), 110)
     open_at(round_, 110)
     hold(round_, offer("ann", 2, 2, after=(1, 1)))
     assert round_.poll(110.5) is None
-    assert round_.poll(111.62) is None
-    assert round_.poll(111.63) is not None
+    assert round_.poll(111.39) is None
+    assert round_.poll(111.41) is not None
 
 
 def test_a_round_closes_early_when_all_that_live_have_answered() -> None:

@@ -15,6 +15,8 @@ from tests.made.run_settings import ROUNDS, settings_of
 from diloco.core.roster import Roster
 from diloco.core.round import Round
 
+COUNTED: dict[str, Any] = {"round.learners_wait": True}  # rounds are due after H steps, and not in slots
+
 
 def step_on(round_: Round, learner: str, step: int, now_s: float, **changes: Any) -> None:
     round_.roster.hear(learner_heartbeat(learner, step, round_.chain.version, **changes), now_s)
@@ -32,7 +34,7 @@ def in_full_swing(*learners: str, step_s: float = 1.0, **changes: Any) -> tuple[
 @pytest.mark.parametrize(("step_s", "patience_s"), [(0.1, 5.0), (1.0, 6.0), (20.0, 120.0)])
 def test_a_learner_that_says_that_it_steps_and_does_not_leaves_the_quorum(step_s: float, patience_s: float) -> None:
     """It has five seconds, or six of its own steps where these take longer."""
-    round_, now_s = in_full_swing("ann", "eve", step_s=step_s)
+    round_, now_s = in_full_swing("ann", "eve", step_s=step_s, **COUNTED)
 
     def at(late_s: float) -> bool:
         step_on(round_, "ann", 4 + int(late_s), now_s + late_s)
@@ -108,7 +110,7 @@ def test_a_learner_that_took_its_steps_and_does_not_answer_leaves_the_quorum_unt
 
 def test_a_learner_that_comes_back_when_its_time_was_over_makes_up_a_quorum_that_nobody_else_can() -> None:
     """Two must answer, and there are two: bob is away for a minute, and ann is ready all the while."""
-    round_, now_s = in_full_swing("ann", "bob", **{"round.quorum": 2})
+    round_, now_s = in_full_swing("ann", "bob", **COUNTED, **{"round.quorum": 2})
     for step in range(STEPS, STEPS + 60):
         now_s += 1
         step_on(round_, "ann", step, now_s)
@@ -128,7 +130,7 @@ def test_a_learner_that_comes_back_when_its_time_was_over_makes_up_a_quorum_that
 
 def test_a_learner_whose_time_is_over_opens_no_round_that_others_can() -> None:
     """Two of three must answer: eve was given up, and is ready before bob."""
-    round_, now_s = in_full_swing("ann", "bob", "eve", **{"round.quorum": 2})
+    round_, now_s = in_full_swing("ann", "bob", "eve", **COUNTED, **{"round.quorum": 2})
     round_.in_vain.add("eve")
     for learner in ("ann", "eve"):
         step_on(round_, learner, STEPS, now_s)
@@ -151,7 +153,7 @@ def test_nobody_is_to_blame_where_nobody_answers() -> None:
 
 
 def test_a_learner_that_never_applies_the_newest_version_holds_up_no_round() -> None:
-    round_, now_s = in_full_swing("ann", "eve")
+    round_, now_s = in_full_swing("ann", "eve", **COUNTED)
     for step in range(4, 28):
         now_s = float(step)
         step_on(round_, "ann", step, now_s)
@@ -165,10 +167,13 @@ def test_a_learner_that_never_applies_the_newest_version_holds_up_no_round() -> 
 def test_a_learner_that_says_it_waits_or_has_stopped_in_the_midst_of_a_run_holds_up_no_round() -> None:
     for state in ("waiting", "closing"):
         round_, now_s = in_full_swing("ann", "eve")
+        round_.chain.version = 1  # eve never applies it
+        step_on(round_, "ann", 4, now_s + 1)
         step_on(round_, "ann", 8, now_s + 5.9)
-        step_on(round_, "eve", 3, now_s + 5.9, state=state)
+        eve = learner_heartbeat("eve", 3, 0, state=state)
+        round_.roster.hear(eve, now_s + 5.9)
         assert not round_.due(now_s + 5.9, STEPS)
-        step_on(round_, "eve", 3, now_s + 6, state=state)
+        round_.roster.hear(eve, now_s + 6)
         assert round_.due(now_s + 6, STEPS), state
 
 

@@ -43,7 +43,10 @@ def test_presets_are_the_published_methods() -> None:
     assert (published.outer.learning_rate, published.outer.momentum) == (0.4, 0.9)
     streaming = run_settings("streaming")
     assert (streaming.round.quorum, streaming.merge.method, streaming.apply.alpha) == ("all", "average", 0.5)
+    assert (streaming.round.steps, streaming.round.overlap_steps, streaming.apply.at) == (100, 1, "overlap")
+    assert (streaming.fragments.strategy, streaming.fragments.layers, streaming.fragments.count) == ("layers", 3, 1 + 108 // 3)
     diloco = run_settings("diloco")
+    assert diloco.round.steps == 500
     assert (diloco.fragments.count, diloco.round.learners_wait, diloco.codec.offer_bits) == (1, True, 32)
 
 
@@ -107,8 +110,7 @@ def test_a_wrong_setting_is_refused_by_name(overrides: dict[str, Any], expected:
         ({"shards": 25}, "shards = 25 is more than fragments.count = 24"),
         (
             {"fragments.layers": 3},
-            "fragments.layers = 3 is for fragments.strategy = layers, which is balanced: set both, "
-            "or leave fragments.layers out",
+            "fragments.layers = 3 is for fragments.strategy = layers, which is balanced: set both, or fragments.layers = 1",
         ),
         ({"task.width": 97}, "width 97 must be an even multiple of heads 4"),
         ({"regions.merge": True}, r"regions.merge: there are no regions \(regions.names\); name them, or leave it out"),

@@ -63,14 +63,15 @@ def main() -> int:
     parser.add_argument("--hostile", action="store_true", help="of clusters whose heads a stranger stores nonsense on")
     parser.add_argument("--state", action="store_true", help="of clusters that merge state beside parameters")
     parser.add_argument("--islands", action="store_true", help="of clusters whose learners are islands of several processes")
+    parser.add_argument("--even", action="store_true", help="of clusters of eight fragments, whose versions are made evenly")
     parser.add_argument("--replay", type=int, metavar="SEED", help="play one schedule, and print what happened")
     arguments = parser.parse_args()
-    kind = {
-        name: getattr(arguments, name) for name in ("regions", "merged", "rollbacks", "faulty", "hostile", "state", "islands")
-    }
+    kinds = ("regions", "merged", "rollbacks", "faulty", "hostile", "state", "islands", "even")
+    kind = {name: getattr(arguments, name) for name in kinds}
     kind["regions"] |= kind["merged"]
-    if kind["islands"] and sum(kind.values()) > 1:
-        parser.error("--islands goes with no other kind")
+    for alone in ("islands", "even"):
+        if kind[alone] and sum(kind.values()) > 1:
+            parser.error(f"--{alone} goes with no other kind")
     if arguments.replay is not None:
         return replay(arguments.replay, kind)
     return play(arguments.seed, arguments.schedules, arguments.jobs, arguments.report, kind)

@@ -10,15 +10,21 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
+from tests.simulation.even import EvenWorld
 from tests.simulation.islands import IslandWorld
 from tests.simulation.world import Outcome, World
 
 COLLECT_EVERY = 50  # schedules: each leaves cycles behind, and looking for them all the time takes a tenth of it
 
 
-def world(seed: int, *, islands: bool = False, verbose: bool = False, **kind: bool) -> World:
-    """The world of a schedule: with ``islands`` one whose learners are islands; the rest as :class:`World` has it."""
-    return IslandWorld(seed, verbose=verbose) if islands else World(seed, verbose=verbose, **kind)
+def world(seed: int, *, islands: bool = False, even: bool = False, verbose: bool = False, **kind: bool) -> World:
+    """The world of a schedule: with ``islands`` one whose learners are islands, with ``even`` one of many fragments.
+
+    The rest is as :class:`World` has it.
+    """
+    if islands:
+        return IslandWorld(seed, verbose=verbose)
+    return EvenWorld(seed, verbose=verbose) if even else World(seed, verbose=verbose, **kind)
 
 
 def play(seed: int, **kind: bool) -> Outcome:

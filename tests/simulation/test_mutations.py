@@ -19,6 +19,7 @@ from diloco.core.claims import StepBounds
 from diloco.core.delta import Apply, Carried, DeltaState, DeltaValues
 from diloco.core.learner import Learner
 from diloco.core.markers import Markers
+from diloco.core.pace import first_due_steps
 from diloco.core.round import Round
 from diloco.log.follower import Copy
 from diloco.log.writer import Writer
@@ -282,6 +283,19 @@ def outer_step_on_state(patch: Patch) -> None:
     patch.setattr(outer.Average, "rates", (0.7, 0.9))
 
 
+def phase_from_first_hearing(patch: Patch) -> None:
+    """An owner counts the steps to a fragment's next round from when it first heard the version, and keeps no slots."""
+
+    def due(self: Round, now_s: float, steps: int) -> bool:
+        if self.opened_at_s is not None or self.chain.closed:
+            return False
+        needed = steps if self.chain.version else first_due_steps(self.settings.round, self.chain.fragment, self.fragments)
+        at_once = self._used_up(now_s) or bool(self._leavers(now_s))
+        return at_once or self._are_enough(self._ready(now_s, needed), now_s)
+
+    patch.setattr(Round, "due", due)
+
+
 ROLLBACK_MUTATIONS: list[tuple[Callable[[Patch], None], str]] = [
     (made_before_a_rollback, "made on .* before the rollback"),
     (kept_over_a_rollback, "holds steps from before the rollback"),
@@ -293,6 +307,9 @@ STATE_MUTATIONS: list[tuple[Callable[[Patch], None], str]] = [
     (state_rounded, "has 4 bits"),
     (outer_step_on_state, "learning rate 0.7 and momentum 0.9"),
 ]
+EVEN_MUTATIONS: list[tuple[Callable[[Patch], None], str]] = [
+    (phase_from_first_hearing, "versions in one step, long after the last fault"),
+]
 MUTATIONS: list[tuple[Callable[[Patch], None], str]] = [
     (no_fence, "does not follow|never taken the fragment over|is closed|is not over|no version of the log"),
     (cursors_unchecked, "merged before|made without knowing|merged twice|nobody could read"),
@@ -302,7 +319,7 @@ MUTATIONS: list[tuple[Callable[[Patch], None], str]] = [
     (identifiers_begin_again, "names two messages"),
     (takeover_without_record, "never taken the fragment over"),
     (own_parameters_trusted, "holds"),
-    (lost_tokens_forgotten, "tokens processed|for the marker"),
+    (lost_tokens_forgotten, "tokens processed|for the marker|nobody could read"),
     (keyframe_without_cursors, "cursors"),
     (late_founders, "after genesis"),
     (restored_over_another_incarnation, "merged twice|states .* holds|tokens processed|for the marker"),
@@ -330,14 +347,16 @@ FOUND_BY: dict[Callable[[Patch], None], int] = {
 }
 
 
-ALL = MUTATIONS + ROLLBACK_MUTATIONS + STATE_MUTATIONS
+ALL = MUTATIONS + ROLLBACK_MUTATIONS + STATE_MUTATIONS + EVEN_MUTATIONS
 
 
 @pytest.mark.parametrize(("mutate", "found"), ALL, ids=lambda value: getattr(value, "__name__", ""))
 def test_the_defect_is_found(mutate: Callable[[Patch], None], found: str, monkeypatch: Patch) -> None:
     mutate(monkeypatch)
+    kinds = {"rollbacks": ROLLBACK_MUTATIONS, "state": STATE_MUTATIONS, "even": EVEN_MUTATIONS}
+    kind = {name: True for name, mutations in kinds.items() if mutate in dict(mutations)}
     for seed in (FOUND_BY.get(mutate, 0), *range(SCHEDULES)):
-        error = play(seed, rollbacks=mutate in dict(ROLLBACK_MUTATIONS), state=mutate in dict(STATE_MUTATIONS)).error
+        error = play(seed, **kind).error
         if error is not None:
             with pytest.raises(Violation, match=found):
                 raise error

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.simulation.blocks import in_blocks
 from tests.simulation.play import happens, play, play_all, survived
-from tests.simulation.world import FAULTS, LOCKSTEP, World
+from tests.simulation.world import FAULTS, LOCKSTEP, OVERLAP, World
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,6 +46,21 @@ def test_gradients_of_learners_in_lockstep_are_averaged_whatever_goes_wrong(seed
     assert not failed
     assert sum(outcome.stats["version"] for outcome in outcomes) > 20 * len(seeds)
     assert not any(outcome.stats["state borrowed"] for outcome in outcomes)  # there is none
+
+
+@in_blocks(50, 10)
+def test_an_overlap_of_a_fixed_length_holds_no_run_up_whatever_goes_wrong(seeds: range) -> None:
+    outcomes = [World(seed, number=OVERLAP).run() for seed in seeds]
+    failed = {outcome.seed: repr(outcome.error) for outcome in outcomes if outcome.error is not None}
+    assert not failed
+    assert sum(outcome.stats["version"] for outcome in outcomes) > 3 * len(seeds)
+
+
+@in_blocks(100, 10)
+def test_versions_are_made_evenly_again_two_cycles_after_whatever_went_wrong(seeds: range) -> None:
+    total = survived(play_all(seeds, even=True).outcomes, "--even ")
+    assert total["evenness looked at"] > len(seeds) / 2
+    assert total["takeover"] > 8 * len(seeds)
 
 
 @in_blocks(300, 20)

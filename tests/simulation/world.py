@@ -31,7 +31,8 @@ from diloco.control import creation
 from diloco.core import bandwidth, changes, merging
 from diloco.core import grants as core_grants
 from diloco.core.changes import Changes, Rollback
-from diloco.errors import ClaimError
+from diloco.core.fragments import FragmentMap
+from diloco.errors import ClaimError, FormatError
 from diloco.member.member import Member
 from diloco.nats import grants
 from diloco.nats.nkey import NatsKey
@@ -125,7 +126,9 @@ VARIANTS.append(
         "regions.max_pace": 1.5,
     }
 )
-
+# versions are applied two steps after the answer, and waited for (Streaming DiLoCo)
+OVERLAP = len(VARIANTS)
+VARIANTS.append({"apply.at": "overlap", "round.quorum": "all", "round.grace_factor": 0.0, "carry.overlap": False})
 
 REGIONS = ("ap", "eu", "us")
 AWAY_S = 2.0
@@ -268,13 +271,13 @@ class Process(virtual.Process):
         self.world: World = world
         self.saved: list[bytes] = []  # on its disk, newest first
         self.clock_s = 1.7e9 + world.rng.uniform(-100, 100)
-        self.tokens = 4 * world.rng.randint(1, 4)  # of each of a learner's steps
+        self.tokens = world.draw_tokens()
         self.cut = False
         self.start()
 
     def at_start(self) -> None:
         self.stopping = False
-        self.step_s = self.rng.choice((0.05, 0.1, 0.2)) / self.world.haste
+        self.step_s = self.world.draw_step_s(self.rng)
         self.worker: Any = None  # a Learner
         self.world.note(self.name, f"starts as {self.generation}")
 
@@ -384,7 +387,7 @@ class World(virtual.World):
         state: bool = False,
     ) -> None:
         super().__init__(seed, REGIONS if regions else ())
-        self.seed, self.map = seed, STATEFUL if state else FRAGMENTS
+        self.seed, self.map = seed, self._make_map(state=state)
         self.run_name = RUN
         self.trace: list[tuple[float, str, str]] = []
         self.logger = cast(Logger, Listener(self.note if verbose else None, self.failed, faulty=faulty))
@@ -451,6 +454,17 @@ class World(virtual.World):
 
     def _variant(self, number: int, regions: bool, merged: bool) -> RunSettings:
         return variant(number, regions, merged)
+
+    def _make_map(self, *, state: bool) -> FragmentMap:
+        return STATEFUL if state else FRAGMENTS
+
+    def draw_tokens(self) -> int:
+        """Draw the tokens of each of a learner's steps."""
+        return 4 * self.rng.randint(1, 4)
+
+    def draw_step_s(self, rng: random.Random) -> float:
+        """Draw how long a learner's steps take on average, for a process that begins."""
+        return rng.choice((0.05, 0.1, 0.2)) / self.haste
 
     def _make_learners(self, make: Callable[..., list[Process]]) -> list[Process]:
         return make("learner", self.settings.learners, self._learn)
@@ -591,7 +605,8 @@ class World(virtual.World):
                 seen = self.reference.observe(subject, data, sequence, self.writer)
             else:
                 seen = f"{region}: {self.regional.observe(region, subject, data, sequence, self.writer)}"
-        except Violation as violation:
+        except (Violation, FormatError) as error:
+            violation = error if isinstance(error, Violation) else Violation(f"nobody could read what is stored: {error}")
             self.failed(violation)
             seen = f"VIOLATION: {violation}"
         self.note(self.writer.name, f"{sequence}: {seen}")

@@ -9,7 +9,7 @@ stands still until it is there. Strategies differ in when fragments are released
 * data-parallel: a cycle is a step; 64 gradient buckets are released evenly over the backward pass, the last two thirds of the
   step, and needed at its end. Or, as the preset does it: the gradients are released when the step is over.
 * DiLoCo: one fragment, the whole model, is needed at once.
-* Streaming and Decoupled DiLoCo: fragments are due as the product has them due, each needed ``tau`` steps after its release.
+* Streaming and Decoupled DiLoCo: fragments are released in the product's slots, each needed ``tau`` steps after its release.
 
 A Decoupled learner does not stand still for a version that is late, it applies it later: what is given for it is the rate at
 which versions come in time.
@@ -24,10 +24,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from diloco.core.pace import first_due_steps
+from diloco.core.slots import first_slot
 from diloco.errors import SettingsError
 from diloco.settings.presets import run_settings
-from diloco.settings.run import RoundSettings
 from diloco.settings.validation import nearest
 from diloco_lab import published
 from diloco_lab.published import UTILISATIONS
@@ -324,9 +323,8 @@ def _moments(schedule: Schedule) -> list[tuple[float, float]]:
     """Return when each fragment of a cycle is released and needed, in a learner's own steps since the cycle began."""
     if schedule.in_backward:
         return [(1 / 3 + 2 / 3 * (n + 1) / schedule.fragments, 1.0) for n in range(schedule.fragments)]
-    settings = RoundSettings(steps=schedule.steps)
-    due = (first_due_steps(settings, n, schedule.fragments) for n in range(schedule.fragments))
-    return [(steps, steps + schedule.overlap_steps) for steps in due]
+    slots = (first_slot(schedule.steps, n, schedule.fragments) for n in range(schedule.fragments))
+    return [(step, step + schedule.overlap_steps) for step in slots]
 
 
 def _stretch(schedule: Schedule, took: float) -> float:

@@ -106,9 +106,11 @@ class Learner:
     slowdowns: Slowdowns | None = None
     link: Link = field(default_factory=Link)
     present: tuple[tuple[float, float], ...] = ()
+    step_spread: float = 0.0  # standard deviation of a step's time, relative: each step is drawn
 
     def __post_init__(self) -> None:
         where = f"learner {self.name}: "
+        _check(where, "step_spread", self.step_spread, 0.0, 1.0, "a share from 0 to 1")
         for name, most in (("slices", MAX_SLICES), ("chips", MAX_SLICES), ("tokens", 1 << 50)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
@@ -136,6 +138,7 @@ class Cluster:
     tokens_per_chip: int = 1  # of a step
     speed_spread: float = 0.0  # standard deviation of a chip's step time, relative; the slowest chip sets a learner's pace
     speeds: tuple[float, ...] = ()  # by learner, its speed relative to step_s; empty: all 1
+    step_spread: float = 0.0  # of a learner's steps, as Learner has it
 
     def __post_init__(self) -> None:
         for name in ("chips", "learners", "chips_per_slice", "tokens_per_chip"):
@@ -178,6 +181,7 @@ class Cluster:
             self.costs,
             self.slowdowns,
             self.link,
+            step_spread=self.step_spread,
         )
         speeds = self.speeds or (1.0,) * self.learners
         paces = [self._slowest(chance) / speed for speed in speeds]
@@ -195,9 +199,9 @@ class Cluster:
 class Rounds:
     """The run's settings, and how many parameters each fragment has.
 
-    ``settings`` None: nothing. ``answer_s`` passes between an announcement's arrival and an offer that is ready to be sent,
-    ``commit_s`` between the end of a round and a version that is ready to be sent. ``compression``
-    is a body's size on the wire relative to what its bits say.
+    ``answer_s`` passes between an announcement's arrival and an offer that is ready to be sent, ``commit_s`` between the end of
+    a round and a version that is ready to be sent. ``compression`` is a body's size on the wire relative to what its bits say.
+    ``by_reports``: rounds are counted as Algorithm 2 of the paper counts them (:mod:`diloco_lab.reports`).
     """
 
     settings: RunSettings
@@ -205,8 +209,19 @@ class Rounds:
     answer_s: float = 0.0
     commit_s: float = 0.0
     compression: float = 1.0
+    by_reports: bool = False
+
+    @property
+    def learners_may_wait(self) -> bool:
+        """Whether a learner may have to wait for a version."""
+        return self.settings.round.learners_wait or self.settings.apply.at == "overlap"
 
     def __post_init__(self) -> None:
+        if self.by_reports and self.learners_may_wait:
+            raise SettingsError(
+                "rounds by reports, with round.learners_wait or apply.at = overlap: in Algorithm 2 no learner waits; set "
+                "round.learners_wait = false and apply.at = arrival, or by_reports = False"
+            )
         _check("", "answer_s", self.answer_s, 0.0, 3600.0, "seconds, 0 or more")
         _check("", "commit_s", self.commit_s, 0.0, 3600.0, "seconds, 0 or more")
         _check("", "compression", self.compression, 0.0, 100.0, "a factor above 0", above=True)

@@ -6,17 +6,21 @@ import re
 from collections.abc import Mapping, Sequence
 
 from diloco.errors import FormatError
-from diloco_lab import bandwidth, comparison, goodput, published, recovery
+from diloco_lab import bandwidth, comparison, goodput, mixed, published, recovery
 from diloco_lab.bandwidth import Job
 from diloco_lab.comparison import Errors
 
 _BLOCK = re.compile(r"(<!-- simulate: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
-def blocks(rows: Sequence[goodput.Row]) -> dict[str, str]:
-    """Return all blocks by name: Table 1 from ``rows``, the others by themselves."""
+def blocks(rows: Sequence[goodput.Row], of_mixed: Sequence[mixed.Found]) -> dict[str, str]:
+    """Return all blocks by name: Table 1 from ``rows``, Table 5 from ``of_mixed``, the others by themselves."""
     shown = [f"{quantity}, %:\n\n{markdown(*goodput.table(rows, quantity))}" for quantity in goodput.QUANTITIES]
-    return {"goodput": "\n".join([*shown, _errors(comparison.of_goodput(rows))])} | links()
+    return {
+        "goodput": "\n".join([*shown, _errors(comparison.of_goodput(rows))]),
+        "mixed": markdown(*mixed.table(of_mixed)),
+        **links(),
+    }
 
 
 def links() -> dict[str, str]:

@@ -123,7 +123,7 @@ class Point:
     cuts: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
 
     def scenario(self, conditions: Conditions, seed: int, duration_s: float) -> Scenario:
-        """Return the scenario of one seed: with rounds only where learners wait; goodput depends on no others."""
+        """Return the scenario of one seed: with rounds only where learners may wait; goodput depends on no others."""
         strategy = strategy_of(self.strategy)
         cluster = conditions.of(strategy, self.chips, self.learners)
         if self.faults is not None:
@@ -131,8 +131,8 @@ class Point:
         rounds = None
         if strategy.preset is not None:
             settings = run_settings(strategy.preset, {"learners": self.learners})
-            if settings.round.learners_wait:
-                rounds = Rounds(settings, [1] * settings.fragments.count)
+            of_preset = Rounds(settings, [1] * settings.fragments.count)
+            rounds = of_preset if of_preset.learners_may_wait else None
         return Scenario(cluster.split(seed), duration_s, seed, rounds, self.faults or {}, self.cuts)
 
 

@@ -138,6 +138,11 @@ class Steps(History):
         done = step - stretch.steps_before
         return stretch.end_us if done == stretch.steps else stretch.start_us + done * stretch.step_us
 
+    def done(self, at_us: int) -> int:
+        """Return how many steps are done by a time that is not forgotten."""
+        index = max(0, bisect_right(self._starts, at_us) - 1)
+        return self._stretches[index].steps_before + self._stretches[index].done(at_us) if self._stretches else 0
+
     def average_s(self, at_us: int) -> float:
         """Return the moving average of step times as of the last boundary by then; 0 before the first step."""
         index = bisect_right(self._starts, at_us) - 1

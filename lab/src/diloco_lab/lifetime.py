@@ -21,6 +21,8 @@ from typing import Literal
 
 from diloco_lab.cluster import MICROS, NEVER_US, Learner, micros
 
+SHORTEST = 0.1  # of its usual time, that a step may take where each one is drawn
+
 Kind = Literal["stepping", "waiting", "reconfiguring", "absent"]
 FaultKind = Literal["chip_loss", "slow", "freeze", "kill"]
 
@@ -340,7 +342,8 @@ class _Paces:
     """How long a learner's steps take at a time."""
 
     def __init__(self, learner: Learner, seed: int, faults: Sequence[Fault]) -> None:
-        self._step_us = micros(learner.step_s)
+        self._step_us, self._spread = micros(learner.step_s), learner.step_spread
+        self._drawn = random.Random(f"{seed}/{learner.name}/steps")
         self._slowdowns = learner.slowdowns
         self._chance = random.Random(f"{seed}/{learner.name}/slowdowns")
         self._windows = [(fault.at_us, fault.at_us + fault.duration_us, fault.factor) for fault in faults]
@@ -355,6 +358,12 @@ class _Paces:
 
     def at(self, now_us: int) -> tuple[int, int]:
         """Return the time of a step that begins now, and until when steps begin that take as long."""
+        step_us, edge_us = self._usual(now_us)
+        if not self._spread:
+            return step_us, edge_us
+        return round(step_us * max(SHORTEST, self._drawn.gauss(1.0, self._spread))), now_us + 1
+
+    def _usual(self, now_us: int) -> tuple[int, int]:
         if not self._windows:
             return self._step_us, NEVER_US
         if self._slowdowns:

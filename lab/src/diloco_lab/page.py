@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from html import escape
 
-from diloco_lab import bandwidth, comparison, goodput, pictures, published, recovery
+from diloco_lab import bandwidth, comparison, goodput, mixed, pictures, published, recovery
 from diloco_lab.bandwidth import Job
 from diloco_lab.cluster import MICROS
 from diloco_lab.comparison import Errors
@@ -37,6 +37,7 @@ class Contents:
     conditions: Conditions
     seeds: int
     days: float
+    by_quorum: Sequence[mixed.Found]
     storm: Storm
     job: Job
 
@@ -55,7 +56,7 @@ class Contents:
 
 def render(contents: Contents) -> str:
     """Return the page as text."""
-    parts = (_headline, _goodput, _uptime, _constants, _storm, _links, _recovery)
+    parts = (_headline, _goodput, _uptime, _mixed, _constants, _storm, _links, _recovery)
     header = f'<span class="preset">beside {SOURCE}</span>'
     return html.document("Simulated", header, "\n".join(part(contents) for part in parts), html.inlined())
 
@@ -87,6 +88,15 @@ def _uptime(contents: Contents) -> str:
     notes_ = "".join(html.note(text) for text in notes(contents.rows, contents.conditions, contents.seeds, contents.days))
     cells = _cells(contents.rows, "uptime") + _errors(comparison.of_goodput(contents.rows))
     return html.section("Uptime", said, html.wide(contents.pictures["uptime"]) + cells + notes_)
+
+
+def _mixed(contents: Contents) -> str:
+    said = (
+        f"{mixed.LEARNERS} learners that do not fail: the steps of half of them take {100 * mixed.SLOWER - 100:.0f} % longer, "
+        f"and each step varies by {100 * mixed.STEP_SPREAD:.0f} %. In slots, a round asks all learners at once; by reports, as "
+        "Algorithm 2 counts, it asks those that have ended a step. In brackets what is published (Table 5)."
+    )
+    return html.section("Mixed hardware", said, _table(*mixed.table(contents.by_quorum)))
 
 
 def _cells(rows: Sequence[Row], quantity: str) -> str:

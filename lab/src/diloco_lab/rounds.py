@@ -14,6 +14,7 @@ At one moment learners first end their steps, then messages arrive, and then the
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import replace
 
@@ -34,6 +35,7 @@ from diloco_lab.events import BOUNDARY, MESSAGE, Events
 from diloco_lab.history import AHEAD_US, Steps
 from diloco_lab.network import Direction, Sizes
 from diloco_lab.outcome import LearnerOutcome, Outcome, Scenario, Uptime
+from diloco_lab.reports import ReportSyncer
 from diloco_lab.syncer import NO_BODY, Syncer
 
 NO_VALUES = np.zeros(0, np.uint8)
@@ -63,7 +65,7 @@ def simulate(scenario: Scenario, rounds: Rounds) -> Outcome:
                 f"{learner.slices * learner.tokens} a step, expected at most {most}"
             )
     events, uptime = Events(scenario.duration_us), Uptime(len(scenario.learners), scenario.duration_us)
-    syncer = Syncer(events, rounds, scenario.on_version)
+    syncer = (ReportSyncer if rounds.by_reports else Syncer)(events, rounds, scenario.on_version)
     members = [_Member(events, syncer, scenario, rounds, index, uptime) for index in range(len(scenario.learners))]
     syncer.listeners.extend(members)
     for member in members:
@@ -87,7 +89,10 @@ class _Member:
         self.process = 0  # number of the process; what an earlier one has begun comes to nothing
         self._batch = 0
         self._next_us = NEVER_US  # of the boundary that is looked at next
-        self._decides = self.settings.round.learners_wait  # whether a boundary decides more than which versions to apply
+        overlaps = self.settings.apply.at == "overlap"
+        self._decides = rounds.learners_may_wait  # whether a boundary decides more than what has come
+        # a round that is announced after a boundary makes the learner wait so many steps after it at the earliest
+        self._free_steps = math.ceil(self.settings.round.overlap_steps) if overlaps else NEVER_US
         if self._decides:
             self.steps.limit = 1  # nobody waits before the first step
         self._silences: deque[tuple[int, int, bool]] = deque()  # from, until, whether absent: those that are known and not over
@@ -96,7 +101,7 @@ class _Member:
         self._asked: set[int] = set()  # fragments whose open round is to be answered at a boundary
         self._sending: dict[int, int] = {}  # by fragment: when the learner knows that its offer is stored
         self._offered_us: dict[int, int] = {}  # by fragment: when the newest offer was made
-        self._due_steps: dict[int, int] = {}  # by fragment: the step that makes a round due, of which the syncer is to be told
+        self._due_steps: dict[int, int] = {}  # by fragment: the step of which the syncer is to be told
         self.protocol = self._joined()
 
     def _joined(self) -> Protocol:
@@ -116,6 +121,8 @@ class _Member:
         present_us = micros(self.learner.present[0][0]) if self.learner.present else 0
         self._play_regularly(0)
         self._look_at(present_us)
+        if isinstance(self.syncer, ReportSyncer):
+            self._tell_step(1)
 
     def outcome(self) -> LearnerOutcome:
         self._book(self.events.until_us)
@@ -148,7 +155,7 @@ class _Member:
             self._note_absence(now_us, last_us, min(stretch.end_us, -(-end_us // heartbeat_us) * heartbeat_us))
             self._silences.append((begin_us, end_us, stretch.kind == "absent"))
         self.steps.silences.clear()
-        self.syncer.watch_pace(self)
+        self.syncer.watch_pace(self, now_us)
 
     def _play_regularly(self, now_us: int) -> None:
         self._play_on(now_us)
@@ -168,7 +175,7 @@ class _Member:
             self.events.at(max(now_us, gone_us), MESSAGE, self.syncer.lose, self)
             self.events.at(max(now_us, back_us), MESSAGE, self.syncer.find, self)
 
-    def _heard_us(self, at_us: int) -> int:
+    def heard_us(self, at_us: int) -> int:
         """Return when the syncer hears of a boundary: by the first heartbeat from then on that passes the link."""
         heartbeat_us = micros(self.settings.liveness.heartbeat_s)
         while (arrives_us := self.up.tell(at_us)) is None:
@@ -207,7 +214,7 @@ class _Member:
         if self._decides:
             self._play_on(now_us)
         if joins:
-            self.events.at(self._heard_us(now_us), MESSAGE, self.syncer.hear, self, self._heartbeat())
+            self.events.at(self.heard_us(now_us), MESSAGE, self.syncer.hear, self, self._heartbeat())
         for fragment in applied:
             self._expect_round(fragment)
         for fragment in list(self._due_steps):
@@ -220,7 +227,7 @@ class _Member:
             self._look_at(self.steps.loads[0][0])
 
     def _apply(self, now_us: int, *, joins: bool) -> list[int]:
-        """Apply the versions that wait; return their fragments."""
+        """Apply the versions that are due; return their fragments."""
         protocol, pending = self.protocol, sorted(self._pending)
         self._pending.clear()
         if not self._decides and not joins:
@@ -234,8 +241,16 @@ class _Member:
         if self._decides:
             wake = boundary.next_decision(protocol, self.learner.tokens)
             assert wake.steps is not None
-            self.steps.limit = protocol.accounts.step + wake.steps
-        return pending
+            steps = 0 if decision.wait else min(wake.steps, self._free_steps)
+            self.steps.limit = protocol.accounts.step + steps
+            if decision.wait and wake.at_s is not None:
+                self.events.at(max(now_us, micros(wake.at_s)) + 1, BOUNDARY, self._give_up, protocol.accounts.step)
+        return sorted({application.fragment for application in decision.applies})
+
+    def _give_up(self, now_us: int, step: int) -> None:
+        """Look again at a boundary that waits, once it has waited as long as it may."""
+        if self._waits and self.protocol.accounts.step == step:
+            self._end_wait(now_us)
 
     def _restart(self) -> None:
         """Begin again with the log, after the process was killed, or the learner was away."""
@@ -247,22 +262,35 @@ class _Member:
             of_process.clear()
 
     def _expect_round(self, fragment: int) -> None:
-        """Note the step that makes a round due again (:meth:`diloco.core.round.Round.due`)."""
+        """Note the step from which on the learner counts for the next round (:meth:`diloco.core.round.Round.due`)."""
         state, round_ = self.protocol.fragments[fragment], self.settings.round
-        if state.delta.base_version:
+        if not round_.learners_wait:
+            self._due_steps[fragment] = state.version_step + 1
+        elif state.delta.base_version:
             self._due_steps[fragment] = state.version_step + round_.steps
         else:
             self._due_steps[fragment] = first_due_steps(round_, fragment, len(self.protocol.fragments))
 
     def _tell_due(self, fragment: int, now_us: int) -> None:
-        """Have the syncer told of the step that makes a round due, once it is known when that step ends."""
+        """Have the syncer told of that step, once it is known when it ends."""
         step = self._due_steps[fragment]
         done_us = max(now_us, self.steps.step_us(step))
         if done_us < NEVER_US:
             del self._due_steps[fragment]
             state = self.protocol.fragments[fragment]
             due = (self, self.process, fragment, state.delta.base_version, state.version_step, step)
-            self.events.at(self._heard_us(done_us), MESSAGE, self.syncer.hear_due, *due)
+            self.events.at(self.heard_us(done_us), MESSAGE, self.syncer.hear_due, *due)
+
+    def _tell_step(self, step: int) -> None:
+        """Have the syncer told when a step is done."""
+        done_us = self.steps.step_us(step)
+        if done_us < NEVER_US:
+            self.events.at(self.heard_us(done_us), MESSAGE, self._told, step)
+
+    def _told(self, now_us: int, step: int) -> None:
+        assert isinstance(self.syncer, ReportSyncer)
+        self.syncer.hear_report(now_us, self)
+        self._tell_step(step + 1)
 
     def _heartbeat(self) -> Heartbeat:
         return self.protocol.heartbeat([], 1, Traffic(self.up.bytes, self.down.bytes, 0))
@@ -272,6 +300,8 @@ class _Member:
     def hear_round(self, now_us: int, announced: Announcement) -> None:
         """Take in an announcement; a learner that is silent answers once it is back."""
         self.protocol.hear(announced, now_us / MICROS)
+        if self._free_steps < NEVER_US:
+            self._look_after(now_us)  # it sets when the learner waits for the version
         if self.is_silent(now_us):
             self._ask_again(announced.fragment, now_us)
         else:
@@ -339,9 +369,12 @@ class _Member:
         """Apply what has come at the next boundary, which ends the wait of a learner that waits."""
         self._pending.add(fragment)
         if self._waits:
-            self._waits = False
-            self.steps.wait(now_us)
-            self._play_on(now_us)
-            self._look_after(now_us - 1)
+            self._end_wait(now_us)
         else:
             self._look_after(now_us)
+
+    def _end_wait(self, now_us: int) -> None:
+        self._waits = False
+        self.steps.wait(now_us)
+        self._play_on(now_us)
+        self._look_after(now_us - 1)

@@ -21,7 +21,7 @@ from diloco.core.roster import Roster
 from diloco.core.round import Held, Merge, Round
 from diloco.wire.body import Body
 from diloco.wire.control import Announcement, Heartbeat
-from diloco_lab.cluster import MICROS, Learner, Rounds, micros
+from diloco_lab.cluster import MICROS, NEVER_US, Learner, Rounds, micros
 from diloco_lab.events import LOOK, MESSAGE, Events
 from diloco_lab.history import Steps
 from diloco_lab.network import Direction, Sizes
@@ -49,6 +49,9 @@ class Listener(Protocol):
     def is_silent(self, now_us: int, *, absent: bool = False) -> bool:
         """Return whether nothing is heard of the learner now; ``absent``: since it takes no part."""
 
+    def heard_us(self, at_us: int) -> int:
+        """Return when the syncer hears of a boundary of the learner's."""
+
 
 class Syncer:
     """The rounds of all fragments."""
@@ -60,13 +63,19 @@ class Syncer:
         self._sizes, self._commit_s = Sizes(rounds), rounds.commit_s
         count = len(rounds.sizes)
         chains = [Chain(fragment, 0, 0, NO_HASH, 0, NO_HASH) for fragment in range(count)]
-        self.rounds = [Round(self.roster, chain, count) for chain in chains]
+        self.rounds = [self._round(chain, count) for chain in chains]
         self.versions = self.members = 0
         self._opened_us = [0] * count
         self._looks: set[tuple[int, int]] = set()  # (time, fragment) of those that are to come
         self._due: set[int] = set()  # fragments of whose next round too few learners have said that it is due
         self._gone: dict[str, int] = defaultdict(int)  # by learner: reasons to take it for dead
         self._unsteady: dict[str, Listener] = {}  # learners whose step times change
+        self._slots = not rounds.settings.round.learners_wait  # whether rounds are due in slots
+        self._noted_us = -1  # when learners' steps were last noted
+        self._unplanned: set[int] = set()  # fragments of which it is not known when their next slot comes
+
+    def _round(self, chain: Chain, fragments: int) -> Round:
+        return Round(self.roster, chain, fragments)
 
     # ---- learners
 
@@ -77,13 +86,14 @@ class Syncer:
         self._look_around(now_us)
 
     def hear_due(self, now_us: int, member: Listener, process: int, fragment: int, version: int, since: int, step: int) -> None:
-        """Hear that a learner, which applied ``version`` after ``since`` steps, has taken enough since for a round."""
+        """Hear that a learner, which applied ``version`` after ``since`` steps, has taken enough since to answer a round."""
         round_, seen = self.rounds[fragment], self.roster.learners.get(member.learner.name)
-        if process == member.process and round_.chain.version == version and seen is not None and round_.opened_at_s is None:
+        if process == member.process and round_.chain.version == version and seen is not None:
             seen.since[fragment] = (version, since)
             seen.heartbeat = structs.replace(seen.heartbeat, step=max(step, seen.heartbeat.step))
-            self._due.add(fragment)
-            self._look_at(now_us, fragment)
+            if round_.opened_at_s is None:
+                self._due.add(fragment)
+                self._look_at(now_us, fragment)
 
     def lose(self, now_us: int, member: Listener) -> None:
         """Take a learner for dead: it has been silent for long."""
@@ -105,9 +115,11 @@ class Syncer:
             seen.first_s = seen.stepped_s = math.inf  # its steps are not told one by one
             self.roster.change(self.settings, self.roster.excluded)
 
-    def watch_pace(self, member: Listener) -> None:
-        """Follow a learner's step time for as long as it changes."""
+    def watch_pace(self, member: Listener, now_us: int) -> None:
+        """Follow a learner's step time for as long as it changes; its lifetime has been played on."""
         self._unsteady[member.learner.name] = member
+        for fragment in self._unplanned:
+            self._look_at(now_us, fragment)
 
     def _note_paces(self, now_us: int) -> None:
         for name, member in list(self._unsteady.items()):
@@ -120,12 +132,37 @@ class Syncer:
                 if heard_us >= member.steps.unsteady_until_us:
                     del self._unsteady[name]
 
+    def _note_steps(self, now_us: int) -> None:
+        if self._noted_us == now_us:
+            return  # several fragments are looked at, after all that happens at this moment
+        self._noted_us = now_us
+        for member in self.listeners:
+            seen, heard_us = self.roster.learners.get(member.learner.name), now_us - member.up.delay_us
+            if seen is not None and member.up.tell(heard_us) is not None:
+                step = member.steps.done(heard_us)
+                if step > seen.heartbeat.step:
+                    seen.heartbeat = structs.replace(seen.heartbeat, step=step)
+
     # ---- rounds
 
     def _look_around(self, now_us: int) -> None:
         for fragment, round_ in enumerate(self.rounds):
-            if round_.opened_at_s is not None or fragment in self._due:
+            if round_.opened_at_s is not None or fragment in self._due or self._slots:
                 self._look_at(now_us, fragment)
+
+    def _plan(self, now_us: int, fragment: int) -> None:
+        """Look at a fragment again when the syncer hears that its next slot has begun."""
+        reference, steps = self.roster.clock(now_us / MICROS).reference, self.settings.round.steps
+        self._unplanned.discard(fragment)
+        if reference is None:
+            return
+        [member] = [member for member in self.listeners if member.learner.name == reference.heartbeat.learner]
+        begun = reference.heartbeat.step - steps * fragment // len(self.rounds)
+        done_us = member.steps.step_us(reference.heartbeat.step + steps - begun % steps)
+        if done_us < NEVER_US:
+            self._look_at(member.heard_us(done_us), fragment)
+        else:
+            self._unplanned.add(fragment)
 
     def _look_at(self, at_us: int, fragment: int) -> None:
         """Look at a round at a time, after all that arrives then."""
@@ -137,6 +174,8 @@ class Syncer:
         self._looks.discard((now_us, fragment))
         round_, now_s = self.rounds[fragment], now_us / MICROS
         self._note_paces(now_us)
+        if self._slots:
+            self._note_steps(now_us)
         if round_.opened_at_s is None and round_.due(now_s, self.settings.round.steps):
             round_.open(now_s)
             self._due.discard(fragment)
@@ -147,6 +186,8 @@ class Syncer:
             self.events.at(now_us + micros(self._commit_s), MESSAGE, self._commit, fragment, merge)
         elif round_.opened_at_s is not None and round_.merge_at_s is None and round_.quorum_at_s is not None:
             self._look_at(now_us + micros(round_.remaining_s(now_s)) + 1, fragment)
+        if round_.opened_at_s is None and self._slots:
+            self._plan(now_us, fragment)
 
     def _announce(self, now_us: int, fragment: int) -> None:
         round_ = self.rounds[fragment]
@@ -162,11 +203,15 @@ class Syncer:
             offer_bits=[],
         )
         arrives: dict[int, list[Listener]] = defaultdict(list)
-        for member in self.listeners:
+        for member in self._asked(fragment):
             down = member.down
             arrives[down.open_us(down.open_us(now_us) + down.delay_us)].append(member)  # it is repeated
         for at_us, listeners in arrives.items():
             self.events.at(at_us, MESSAGE, self._announced, listeners, announced)
+
+    def _asked(self, fragment: int) -> Sequence[Listener]:
+        """Return the learners that a fragment's open round asks."""
+        return self.listeners
 
     def _announced(self, now_us: int, listeners: Sequence[Listener], announced: Announcement) -> None:
         for listener in listeners:
@@ -195,6 +240,8 @@ class Syncer:
         chain.check(record)
         chain.advance(record, record.version.to_bytes(32, "big"), chain.sequence + 1)
         round_.committed(now_us / MICROS)
+        if self._slots:
+            self._look_at(now_us, fragment)
         self.versions += 1
         self.members += len(record.members)
         folded = Folded(record, replace(chain, cursors=dict(chain.cursors)))

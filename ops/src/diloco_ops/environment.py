@@ -32,6 +32,7 @@ MOST_PORT = 65535
 OF_LEARNERS = ("DILOCO_CACHE_DIR", "DILOCO_CHECKPOINT_S", "DILOCO_LEAVE_S", "DILOCO_SAMPLE_EVERY_S")
 CPU_DEVICES = "JAX_NUM_CPU_DEVICES"
 NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
+DEVICES = Path("/dev")  # its nvidia0, nvidia1, ... are there in containers that do not see the driver's folder
 
 
 def service_environment() -> dict[str, str]:
@@ -148,7 +149,8 @@ def gpus(values: Mapping[str, str]) -> list[str]:
     visible = values.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [name.strip() for name in visible.split(",") if name.strip()]
-    return [str(number) for number, _ in enumerate(NVIDIA_GPUS.glob("*"))]
+    found = list(NVIDIA_GPUS.glob("*")) or list(DEVICES.glob("nvidia[0-9]*"))
+    return [str(number) for number, _ in enumerate(found)]
 
 
 def dealt(found: Sequence[str], index: int, learners: int, devices: int | None) -> list[str]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from diloco.core.fragments import FragmentMap, check_same_map, unpack_map
+from diloco.core.run_length import too_short
 from diloco.errors import AdmissionError, SettingsError
 from diloco.service.rundir import RunDirectory
 from diloco.settings.run import MixSettings, RunSettings
@@ -16,7 +18,7 @@ from diloco_ops.environment import learner_environment, mesh_of
 
 
 def check_task(directory: RunDirectory, fragment_map: FragmentMap | None = None) -> RunDirectory:
-    """Find out that a run's tasks and data are fit to train, as its learners would find out too late.
+    """Find out that a run's tasks and data are fit to train, as its learners would find out too late; print if it is short.
 
     ``fragment_map``: of the run that this one continues, whose model it must be. Return the directory, which has the units of
     the loss then, where the task says them, the learners that compute with PyTorch, and its mix of data, if that is one.
@@ -44,6 +46,9 @@ def check_task(directory: RunDirectory, fragment_map: FragmentMap | None = None)
         raise SettingsError(
             "--devices-per-learner, --processes-per-learner: a torch learner is one process, and the device is its module's"
         )
+    short = too_short(directory.settings, found["step_tokens"])
+    if short is not None:
+        print(f"note: {short}", file=sys.stderr)
     mix = None if found["mix"] is None else parse(MixSettings, found["mix"], "task.mix")
     return replace(directory, units=found["units"], torch=torch or None, settings=directory.settings.with_mix(mix))
 

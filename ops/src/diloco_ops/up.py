@@ -470,8 +470,9 @@ def on_missed(report: Mapping[str, Any]) -> str | None:
         return None
     steps = report["settings"]["round"]["overlap_steps"]
     return (
-        f"each learner missed {share(least)} of the versions or more: an offer takes longer than the grace window of "
-        f"round.overlap_steps ({steps:g}) steps; with more of them versions wait for offers, and less work is dropped"
+        f"each learner missed {share(least)} of the versions or more: its offers came after the grace window, which is a part "
+        f"of round.overlap_steps ({steps:g}) steps and at most one step; with a larger round.quorum versions wait for more "
+        "offers, and less work is dropped"
     )
 
 

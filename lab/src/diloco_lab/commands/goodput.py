@@ -17,7 +17,7 @@ from rich.progress import Progress
 
 from diloco.errors import SettingsError
 from diloco.settings.loading import parse_assignments
-from diloco_lab import comparison, fit, pictures, published
+from diloco_lab import comparison, fit, mixed, pictures, published
 from diloco_lab.commands import show
 from diloco_lab.commands.files import Svg, open_tape, ready, write_picture
 from diloco_lab.goodput import (
@@ -49,10 +49,13 @@ Set = Annotated[
 ]
 
 
+_ALL_LEARNERS, _ALL_CHIPS = ",".join(map(str, published.LEARNERS)), ",".join(map(count, published.CHIPS))
+
+
 def goodput(
     strategy: Annotated[list[str] | None, typer.Option(help=f"{', '.join(STRATEGIES)}; may be repeated.")] = None,
-    learners: Annotated[str, typer.Option(help="M, of those that have learners.")] = ",".join(map(str, published.LEARNERS)),
-    chips: Annotated[str, typer.Option(help="Of all learners together.")] = ",".join(map(count, published.CHIPS)),
+    learners: Annotated[str, typer.Option(help="M, of those that have learners.")] = _ALL_LEARNERS,
+    chips: Annotated[str, typer.Option(help="Of all learners together.")] = _ALL_CHIPS,
     days: Annotated[float, typer.Option(help="Simulated time.")] = 3.0,
     seeds: Annotated[int, typer.Option(help="Simulations of each cell.")] = 8,
     seed: Annotated[int, typer.Option(min=0, help="The first seed.")] = 1,
@@ -89,6 +92,8 @@ def goodput(
         print(json.dumps([asdict(each) for each in rows]))
     else:
         _show(rows, chosen, len(all_seeds), duration_s / DAY_S)
+        if strategy is None and tape is None and (learners, chips) == (_ALL_LEARNERS, _ALL_CHIPS):
+            _show_mixed(mixed.sweep(all_seeds, processes))
     if sensitivity and not json_:
         _show_sensitivity(wanted, chosen, all_seeds, duration_s, processes)
 
@@ -142,6 +147,12 @@ def _show(rows: Sequence[Row], chosen: Conditions, seeds: int, days: float) -> N
         out.print()
     for note in (*notes(rows, chosen, seeds, days), *(each.sentence() for each in comparison.of_goodput(rows))):
         out.print(note, highlight=False)
+
+
+def _show_mixed(found: Sequence[mixed.Found]) -> None:
+    out = show.console()
+    out.print()
+    out.print(show.table(*mixed.table(found), words=1, title=mixed.TITLE), highlight=False)
 
 
 def _show_sensitivity(wanted: Sequence[Point], chosen: Conditions, seeds: Sequence[int], duration_s: float, jobs: int) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from diloco.settings.loading import parse_assignments
-from diloco_lab import docs_page, page, pictures, published, storm
+from diloco_lab import docs_page, mixed, page, pictures, published, storm
 from diloco_lab.bandwidth import Job
 from diloco_lab.commands.files import read, ready, write
 from diloco_lab.commands.goodput import DAY_S, Jobs, Set, progress
@@ -34,15 +34,17 @@ def report(
     ready(file)
     if page_ is not None:
         text = read(page_)
-        docs_page.fill(text, docs_page.blocks([]))  # blocks that there are not are named before anything is simulated
+        docs_page.fill(text, docs_page.blocks([], []))  # blocks that there are not are named before anything is simulated
     chosen = conditions(parse_assignments(set_ or []), "--set")
     wanted = points(PUBLISHED, published.LEARNERS, published.CHIPS)
+    processes = jobs or os.cpu_count() or 1
     with progress("simulating", False) as bar:
-        rows = sweep(wanted, chosen, range(1, seeds + 1), days * DAY_S, jobs or os.cpu_count() or 1, bar)
-    contents = page.Contents(rows, chosen, seeds, days, storm.simulate(chosen, seed=1), Job())
+        rows = sweep(wanted, chosen, range(1, seeds + 1), days * DAY_S, processes, bar)
+    of_mixed = mixed.sweep(range(1, seeds + 1), processes)
+    contents = page.Contents(rows, chosen, seeds, days, of_mixed, storm.simulate(chosen, seed=1), Job())
     write(file, page.render(contents))
     if page_ is not None:
-        write(page_, docs_page.fill(text, docs_page.blocks(rows)))
+        write(page_, docs_page.fill(text, docs_page.blocks(rows, of_mixed)))
     if svg is not None:
         for name, picture in contents.pictures.items():
             write(svg / f"simulator-{name}.svg", pictures.standalone(picture))

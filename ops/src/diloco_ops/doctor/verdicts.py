@@ -455,7 +455,8 @@ def _times(place: str, speed: Speed, settings: RunSettings, model: Model, step_s
     name, found = f"{place} round", f"takes at least {takes_s:.2g} s over this link"
     needed = f"{window_s:.2g} s (round.overlap_steps of {step_s:.3g} s)"
     if takes_s > window_s:
-        return [Check(name, "warning", found, needed, "its offers come late: raise round.overlap_steps, and round.steps")]
+        remedy = "its offers come late: raise round.overlap_steps and round.steps; if that is not enough, raise round.quorum"
+        return [Check(name, "warning", found, needed, remedy)]
     return [Check(name, "ok", found, needed)]
 
 

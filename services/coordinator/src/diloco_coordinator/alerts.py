@@ -72,6 +72,8 @@ def conditions(monitor: Monitor, now_s: float) -> Iterator[str]:
             yield f"{room.name}: nearly as full as it may be; at its bound of {size(room.max_bytes)} versions wait"
     if monitor.state != "training":
         return
+    if monitor.slow_fragments.found is not None:
+        yield monitor.slow_fragments.found
     for fragment in sorted(_stalled(monitor, now_s)):
         yield f"fragment {fragment}: stalled, {monitor.owners[fragment]} makes no version"
 

@@ -22,6 +22,7 @@ from diloco.wire.control import Heartbeat, Sample, ShardHeartbeat
 from diloco.wire.entries import Record
 from diloco.wire.fields import MAX_SYNCERS
 from diloco_coordinator.crossing import Crossing
+from diloco_coordinator.long_rounds import SlowFragments
 from diloco_coordinator.merges import Merges
 from diloco_coordinator.presence import Absence, Presence
 from diloco_coordinator.samples import Samples
@@ -58,6 +59,7 @@ class Monitor:
         self.past: dict[str, dict[str, Any]] = {}  # by learner: its series of an earlier process of this run
         self.merged: dict[str, dict[int, tuple[int, int]]] = {}  # by learner and fragment: versions and tokens
         self.shards: dict[str, tuple[ShardHeartbeat, float]] = {}
+        self.slow_fragments = SlowFragments()
         self.presence = Presence(settings.regions.names, settings.regions.away_s)
         self.crossing = Crossing(settings.regions.names, len(fragment_map.fragments))
         self.traffic = Traffic()
@@ -161,6 +163,7 @@ class Monitor:
         self.crossing.place(heartbeat.syncer, heartbeat.region)
         self.crossing.hear(heartbeat)
         self.crossing.mark(now_s)
+        self.slow_fragments.hear(heartbeat, self.settings, self.live(now_s))
 
     def _note_failure(self, heartbeat: Heartbeat) -> None:
         if heartbeat.failure is None:

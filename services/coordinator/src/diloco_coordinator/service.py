@@ -22,6 +22,7 @@ from diloco.control.hearing import hear
 from diloco.control.history import Past
 from diloco.core import tape as events
 from diloco.core.leadership import Leadership
+from diloco.core.run_length import rounds_each, too_short
 from diloco.errors import AppendUncertainError, BrokerError, FenceError, FormatError, RewoundError
 from diloco.log.log import Log
 from diloco.log.stream import Refusal
@@ -94,6 +95,7 @@ class Coordinator:
         self._alerts = Alerts()
         self.monitor: Monitor | None = None  # while this process leads
         self._gate: HeartbeatGate | None = None  # and of its heartbeats
+        self._measured = False  # a learner has said how many tokens its steps have
         self.ticked_s = self._clock()  # time of the last tick of the leadership
         self._heard: frozenset[str] = frozenset()  # members that the tape has as present
         self._away: dict[str, float] = {}  # by region that the logs have as away: since when
@@ -232,6 +234,7 @@ class Coordinator:
     async def _hear_learner(self, heartbeat: Heartbeat) -> None:
         if self.monitor is not None:
             self._note_version(heartbeat.learner, heartbeat.software)
+            self._note_length(heartbeat.batch_tokens)
             self.monitor.hear(heartbeat, self.now_s())
 
     async def _hear_evaluator(self, heartbeat: Heartbeat) -> None:
@@ -247,6 +250,15 @@ class Coordinator:
     async def _hear_sample(self, sample: Sample, _: Heard) -> None:
         if self.monitor is not None:
             self.monitor.hear_sample(sample, self.now_s())
+
+    def _note_length(self, step_tokens: int) -> None:
+        """Warn once if a run that begins is short: the first steps say how many tokens a step has, in any task."""
+        if self._measured or not step_tokens or self.monitor is None:
+            return
+        self._measured, settings = True, self.run.in_force
+        reason = too_short(settings, step_tokens)
+        if reason is not None and not any(self.monitor.versions):
+            self.log.warning("run_is_short", rounds=rounds_each(settings, step_tokens), reason=reason)
 
     def _note_version(self, member: str, software: str) -> None:
         """Log once that a member runs another version, as during an upgrade of one service after another."""

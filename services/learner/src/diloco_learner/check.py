@@ -56,10 +56,11 @@ class Plan:
 class Found:
     """Facts of a task that is fit.
 
-    ``units``: of the loss; None: it does not say. ``torch``: it is one of PyTorch. ``mix``: its mix of data as the run's
-    settings are to have it, if that is one.
+    ``step_tokens``: of one step of a learner. ``units``: of the loss; None: it does not say. ``torch``: it is one of PyTorch.
+    ``mix``: its mix of data as the run's settings are to have it, if that is one.
     """
 
+    step_tokens: int
     units: str | None
     torch: bool
     mix: MixSettings | None
@@ -95,7 +96,7 @@ def check(plan: Plan) -> Found:
         # its model follows from the settings, and from a mix
         if plan.mesh is None and plan.init is None and not (isinstance(own, Mix) and plan.fragment_map):
             folders.made(cache_dir)
-            return _found(settings, own.units, own, torch=False)
+            return _found(settings, settings.task.batch * settings.task.context, own.units, own, torch=False)
     found = checked(plan).found
     if not found.torch:
         folders.made(cache_dir)
@@ -125,7 +126,8 @@ def checked(plan: Plan) -> Checked:
             weights.put(plan.init, model, fragments, plan.names)
         _check_step(loaded, settings, model, batches[0])
         model.check_evaluation()
-        found = _found(settings, units_of(loaded.task)["loss"], getattr(loaded.task, "mix", None), torch=loaded.torch)
+        task = loaded.task
+        found = _found(settings, task.tokens_per_batch, units_of(task)["loss"], getattr(task, "mix", None), torch=loaded.torch)
         return Checked(found, loaded, model, batches)
 
 
@@ -195,12 +197,12 @@ def _rehearsed(loaded: Loaded, model: Model, batch: Any) -> float:
         return model.rehearse(batch)
 
 
-def _found(settings: RunSettings, units: str | None, data: object, *, torch: bool) -> Found:
+def _found(settings: RunSettings, step_tokens: int, units: str | None, data: object, *, torch: bool) -> Found:
     """Return the facts of a task, after those of a mix: the run must not go over a source too often."""
     if not isinstance(data, Mix):
-        return Found(units, torch, None)
+        return Found(step_tokens, units, torch, None)
     data.check_epochs(settings)
-    return Found(units, torch, data.settings)
+    return Found(step_tokens, units, torch, data.settings)
 
 
 def _plan(request: dict[str, Any]) -> Plan:
@@ -221,7 +223,8 @@ def _main() -> None:
     found = check(plan) if made is None else made.found
     mix = None if found.mix is None else found.mix.model_dump()
     packed = None if made is None else made.model.fragments().pack().hex()
-    print(json.dumps({"units": found.units, "torch": found.torch, "mix": mix, "map": packed}))
+    facts = {"step_tokens": found.step_tokens, "units": found.units, "torch": found.torch, "mix": mix, "map": packed}
+    print(json.dumps(facts))
 
 
 if __name__ == "__main__":

@@ -53,7 +53,8 @@ class StepOutput:
 
     def wait(self) -> float:
         """Wait for the step to end; its loss, or NaN where loss or gradients were not finite and no step was taken."""
-        return float(self.loss) if bool(self.finite) else math.nan
+        loss, finite = jax.device_get((self.loss, self.finite))  # on their way at once, and not one after the other
+        return float(loss) if finite else math.nan
 
     def metric_values(self) -> dict[str, float]:
         """Wait for the step to end; the task's own metrics."""
@@ -73,6 +74,10 @@ class Reading:
         They are written into ``out``, of that shape, if given. Callable from any thread.
         """
         vector = np.empty(self.fragment.size, np.float32) if out is None else out
+        for parts in self.pieces:
+            for _, values in parts:
+                if isinstance(values, jax.Array):  # NumPy arrays are there already
+                    values.copy_to_host_async()  # all on their way before the first one is waited for
         for piece, parts in zip(self.fragment.pieces, self.pieces, strict=True):
             for where, values in parts:
                 at(vector, piece, where)[...] = np.asarray(values)

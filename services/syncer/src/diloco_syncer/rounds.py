@@ -26,6 +26,7 @@ class RoundLoop:
     def __init__(self, context: Context, governor: Governor, links: LinkWatch, suspects: Suspects, news: asyncio.Event) -> None:
         """``news`` is set when a round may have to be looked at."""
         self.context, self.governor, self.links, self.suspects, self.news = context, governor, links, suspects, news
+        self._too_short: set[int] = set()  # steps between two rounds that were found to be less than a round takes
 
     async def run(self, group: asyncio.TaskGroup) -> None:
         """Hold rounds until everything is over."""
@@ -51,7 +52,7 @@ class RoundLoop:
             self.context.counts.rounds += 1
             owner.announced_at_s = -math.inf
         if round_.opened_at_s is None:
-            return math.inf
+            return round_.next_look_s(now_s, bandwidth.steps)
         merge = round_.poll(now_s)
         if merge is not None:
             owner.busy = True
@@ -73,6 +74,7 @@ class RoundLoop:
                 group.create_task(self.suspects.record(owner.index, outliers))
                 return
             await owner.commit(merge, self.links.bandwidth.record_bits)
+            self._tell_long_round(owner)
         except UnmergeableError as error:
             self._leave_out(owner, merge, error)
         except (NonFiniteError, FormatError) as error:
@@ -89,6 +91,21 @@ class RoundLoop:
         finally:
             owner.busy = False
             self.news.set()
+
+    def _tell_long_round(self, owner: FragmentOwner) -> None:
+        """Say once, for each interval, that rounds last longer than it."""
+        steps, found = self.links.bandwidth.steps, owner.round.long_rounds.found
+        if found is None or steps in self._too_short:
+            return
+        self._too_short.add(steps)
+        round_s, interval_s = found
+        reason = (
+            f"a round of fragment {owner.index} lasts {round_s:.3g} s, and {steps} steps last {interval_s:.3g} s; "
+            f"its next one comes a multiple of {steps} steps later: set round.steps to "
+            f"{math.ceil(steps * round_s / interval_s)} or more"
+        )
+        values = {"fragment": owner.index, "round_s": round(round_s, 3), "interval_s": round(interval_s, 3), "steps": steps}
+        self.context.log.warning("interval_below_round_trip", **values, reason=reason)
 
     def _leave_out(self, owner: FragmentOwner, merge: Merge, error: UnmergeableError) -> None:
         """Have the version made without the offers that cannot be in it.

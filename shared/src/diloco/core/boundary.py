@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import TypeAlias
 
-from diloco.core import lockstep
+from diloco.core import apply_step, lockstep
 from diloco.core.accounts import Accounts
 from diloco.core.budget import accounted
 from diloco.core.delta import Apply, Carried
@@ -18,6 +18,7 @@ from diloco.core.fragment_state import Application, FragmentState, Phase, Versio
 from diloco.core.learner import Activity, Learner
 from diloco.core.pace import first_due_steps
 from diloco.core.schedule import Moment
+from diloco.core.slots import first_slot
 
 # of a step: how early a fragment is kept readable for a round that is expected, so that it can be answered in mid-step
 PREDICTION_STEPS = 1.25
@@ -32,13 +33,14 @@ class Decision:
     budget: int  # tokens of the run, with these changes
     applies: tuple[Application, ...]  # in this order
     reads: tuple[int, ...]  # fragments to be kept readable as of this boundary
+    answers: tuple[int, ...]  # fragments whose open round counts as answered with this boundary's value, if it was not before
     activity: Activity
     stop: bool  # the token budget is used up, or the learner leaves: take no further step
-    wait: bool  # take no step yet: a version is on its way (``round.learners_wait``)
+    wait: bool  # take no step yet: a version is on its way (``round.learners_wait``, ``apply.at = overlap``)
     finished: bool  # every fragment's log is closed and applied
     moment: Moment  # gives the learning rate of the next step
     save: int | None  # number of the marker that the state answers from here on
-    missing_since_s: float | None  # in lockstep: since when versions are missing that are made without this learner
+    missing_since_s: float | None  # since when versions are missing that a step waits for, ``liveness.dead_s`` at most
 
 
 Applicable: TypeAlias = Callable[[Learner, FragmentState], list[Application]]
@@ -67,8 +69,11 @@ def decide(learner: Learner, now_s: float, applicable: Applicable | None = None)
     """
     accounts, fragments = learner.accounts, learner.fragments
     applies: list[Application] = []
+    late = False  # a version is not there at the end of its overlap
     for index, state in enumerate(learner.fragments):
-        found = (applicable or due)(learner, state)
+        left = _steps_left(learner, state)
+        found = [] if left else (applicable or due)(learner, state)
+        late |= left == 0 and not found and _is_awaited(learner, state)
         if found:
             if not applies:
                 accounts, fragments = replace(accounts), learner.fragments.copy()
@@ -76,13 +81,16 @@ def decide(learner: Learner, now_s: float, applicable: Applicable | None = None)
             fragments[index] = _after(learner, accounts, state, found)
     step, budget = accounts.step, learner.in_force.settings.tokens
     stop = learner.draining or learner.leaving or _used_up(learner, accounts, budget)
-    since_s, behind = learner.missing_since_s, False
+    since_s = learner.missing_since_s
     if learner.in_lockstep and not stop:
         holds = any(learner.work.unmerged(state) for state in fragments)
         ends = [state.ends for state in fragments]
         since_s = lockstep.missing_since_s(ends, since_s, now_s, holds=holds, moved=bool(applies))
-        behind = since_s is not None and now_s - since_s < learner.settings.liveness.dead_s
-    wait = not stop and (behind or _must_wait(learner, fragments, step))
+    elif not learner.in_lockstep:
+        since_s = (now_s if since_s is None else since_s) if late else None
+    missing = not stop and since_s is not None and now_s - since_s < learner.settings.liveness.dead_s
+    behind = missing and learner.in_lockstep
+    wait = not stop and (missing or _must_wait(learner, fragments, step))
     finished = all(state.newest.chain.closed and not state.pending for state in fragments)
     marker = learner.markers.reached(fragments)
     return Decision(
@@ -91,6 +99,7 @@ def decide(learner: Learner, now_s: float, applicable: Applicable | None = None)
         budget=budget,
         applies=tuple(applies),
         reads=tuple(state.index for state in fragments if _keep_readable(learner, state, step, now_s)),
+        answers=tuple(state.index for state in fragments if _is_unanswered(state)),
         activity=_activity(learner, finished=finished, stop=stop, wait=wait, behind=behind),
         stop=stop,
         wait=wait,
@@ -111,6 +120,8 @@ def apply(learner: Learner, decision: Decision) -> list[Applied]:
     applied = [apply_version(learner, application) for application in decision.applies]
     for state in learner.fragments:
         state.snapshot = None
+        if state.index in decision.answers and _is_unanswered(state):
+            state.answer_step = decision.step
     learner.missing_since_s = decision.missing_since_s
     learner.stopped, learner.activity = decision.stop, decision.activity
     return applied
@@ -148,14 +159,21 @@ def next_decision(learner: Learner, step_tokens: int) -> Wake:
     steps: list[int] = []
     at_s = None
     for state in learner.fragments:
-        if due(learner, state) or (state.wants_answer and state.snapshot is None):
+        left = _steps_left(learner, state)
+        if left is not None and _is_unanswered(state):
+            steps.append(1)
+        elif left:
+            steps.append(left)
+        elif due(learner, state):
+            steps.append(1)
+        if state.wants_answer and state.snapshot is None:
             steps.append(1)
         if learner.settings.round.learners_wait and learner.role == "learner":
             steps.append(state.version_step + _steps_due(learner, state) - learner.accounts.step)
     if learner.in_lockstep or learner.changes != learner.in_force.number:
         steps.append(1)
-        if learner.missing_since_s is not None:
-            at_s = learner.missing_since_s + learner.settings.liveness.dead_s
+    if learner.missing_since_s is not None:
+        at_s = learner.missing_since_s + learner.settings.liveness.dead_s
     if learner.role == "learner":
         left = learner.in_force.settings.tokens - learner.accounts.processed()
         steps.append(-(-left // step_tokens))
@@ -191,6 +209,24 @@ def due(learner: Learner, state: FragmentState) -> list[Application]:
     return [Application(state.index, version.chain.version, version.how) for version in versions]
 
 
+def _steps_left(learner: Learner, state: FragmentState) -> int | None:
+    """Return the own steps before the open round's version is applied; None: on arrival, as where no step is taken any more."""
+    steps_on = learner.role == "learner" and not (learner.draining or learner.leaving or learner.stopped)
+    if learner.settings.apply.at == "arrival" or not steps_on:
+        return None
+    return apply_step.steps_left(state, learner.in_force.settings.round.overlap_steps, learner.accounts.step)
+
+
+def _is_awaited(learner: Learner, state: FragmentState) -> bool:
+    """Return whether a step may wait for the open round's version: not for one that a marker holds back."""
+    return state.awaited and all(learner.markers.may_apply(version, learner.fragments) for version in state.pending)
+
+
+def _is_unanswered(state: FragmentState) -> bool:
+    """Return whether no boundary has come that the open round could have been answered with."""
+    return state.answer_step is None and state.open_version == state.delta.base_version + 1
+
+
 def _used_up(learner: Learner, accounts: Accounts, budget: int) -> bool:
     if learner.role == "evaluator":
         return False
@@ -200,11 +236,22 @@ def _used_up(learner: Learner, accounts: Accounts, budget: int) -> bool:
 
 
 def _steps_due(learner: Learner, state: FragmentState) -> int:
-    """Return how many steps after the last version of a fragment its next round is due."""
+    """Return how many steps after the last version of a fragment its next round is due, where learners wait for it."""
     settings = learner.in_force.settings.round
     if state.delta.base_version:
         return max(settings.steps, state.steps_between)
     return first_due_steps(settings, state.index, len(learner.fragments))
+
+
+def _expected_step(learner: Learner, state: FragmentState) -> int | None:
+    """Return the own step after which the next round of a fragment is expected; None: it is not known."""
+    if learner.settings.round.learners_wait:
+        return state.version_step + _steps_due(learner, state)
+    if state.opened_step is not None:
+        return state.opened_step + state.steps_between  # a cycle later (:mod:`diloco.core.slots`)
+    if state.delta.base_version:
+        return None
+    return first_slot(learner.in_force.settings.round.steps, state.index, len(learner.fragments))
 
 
 def _must_wait(learner: Learner, fragments: Sequence[FragmentState], step: int) -> bool:
@@ -223,7 +270,8 @@ def _keep_readable(learner: Learner, state: FragmentState, step: int, now_s: flo
         return True
     if state.open_version > state.delta.base_version:  # answered: the next round comes after the next version
         return False
-    if step - state.version_step >= _steps_due(learner, state) - 1:
+    expected_step = _expected_step(learner, state)
+    if expected_step is not None and step >= expected_step - 1:
         return True
     if state.opened_at_s is None or state.period.value is None:
         return False

@@ -76,10 +76,11 @@ def _deal_by_layers(ordered: Sequence[TensorSpec], count: int, strategy: Strateg
     if count == 1:
         return [[*outside, *itertools.chain.from_iterable(numbered)]]
     if not numbered:
+        whole = " and fragments.layers = 1" if layers > 1 else ""
         raise SettingsError(
             f"fragments.strategy = {strategy}: the model has no layers, which are numbers in the paths of tensors (blocks/0/w, "
             f"block_0/w) or tensors that a task says are stacked; the first one is {ordered[0].path!r}: take "
-            "fragments.strategy = balanced, or strided or layer with fewer fragments"
+            f"fragments.strategy = balanced{whole}, or strided or layer with fewer fragments"
         )
     units = numbered if strategy == "layers" else [[rows] for layer in numbered for rows in layer]
     first = [outside] if outside else []

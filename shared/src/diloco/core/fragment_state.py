@@ -104,6 +104,11 @@ class Version:
         return ranges.ends(held for member in self.record.members for held in member.data)
 
     @property
+    def merges(self) -> bool:
+        """Whether a round made it: the log was not loaded with it, nor rolled back."""
+        return self.record is not None and self.record.rolled_back is None
+
+    @property
     def how(self) -> How:
         """How it is applied by a learner whose value is valid."""
         return "reload" if self.record is None else "version"
@@ -161,7 +166,10 @@ class FragmentState:
     steps_between: int = 0  # two rounds, as its owner said last
     bits: Bits = 32  # of an answer to it
     answered: int = 0  # version of the newest round answered
-    opened_at_s: float | None = None
+    answer_step: int | None = None  # own step with whose value it was answered first, or could have been; None: none ended yet
+    awaited: bool = False  # a step may wait for its version: its owner is the one that announced it first
+    opened_at_s: float | None = None  # when it was first heard of
+    opened_step: int | None = None  # own steps taken by then
     period: Average = field(default_factory=Average)  # seconds from round to round
 
     def happen(self, event: Event) -> None:
@@ -219,7 +227,8 @@ class FragmentState:
         self.pending.clear()
         self.queue(version)
         self.open_version = self.answered = self.epoch = 0
-        self.closing, self.opened_at_s = False, None
+        self.closing, self.opened_at_s, self.opened_step = False, None, None
+        self.answer_step, self.awaited = None, False
 
     def apply(self, application: Application, step: int) -> tuple[Version, Carried]:
         """Take over the version that ``application`` names; return it, and how much of the displacement stays.
@@ -250,8 +259,8 @@ class FragmentState:
 
     # ---- rounds
 
-    def hear(self, announced: Announcement, bits: Bits, steps: int, now_s: float, *, closing: bool) -> None:
-        """Take in the announcement of a round, to which answers of ``bits`` are wanted here.
+    def hear(self, announced: Announcement, bits: Bits, steps: int, step: int, now_s: float, *, closing: bool) -> None:
+        """Take in the announcement of a round, to which answers of ``bits`` are wanted here, after own step ``step``.
 
         ``steps``, between two rounds, and ``closing`` are as believed.
         """
@@ -259,12 +268,14 @@ class FragmentState:
         # by the log alone: one that announced a greater epoch may have lost its takeover entry with a server's last writes
         if announced.epoch > self.epoch:
             # a new owner, or the same again after a fence, may have nothing of what its predecessor was sent
-            self.epoch, self.answered = announced.epoch, 0
+            self.epoch, self.answered, self.awaited = announced.epoch, 0, False
         next_version = self.newest.chain.version + 1  # its round is open whatever was announced: a log may go back
         if announced.version > self.open_version or announced.version == next_version != self.open_version:
             if self.opened_at_s is not None and 0 < self.open_version < announced.version:
                 self.period.add((now_s - self.opened_at_s) / (announced.version - self.open_version))
-            self.opened_at_s, self.open_version, self.closing = now_s, announced.version, False
+            self.opened_at_s, self.opened_step = now_s, step
+            self.open_version, self.closing = announced.version, False
+            self.answer_step, self.awaited = None, True
         # announcements may overtake one another: an earlier one does not make it a round like any other again
         if closing and announced.version == self.open_version and not self.closing:
             self.closing, self.answered = True, 0  # whatever was answered before is not all there is
@@ -284,6 +295,8 @@ class FragmentState:
     def answer(self) -> Answer | None:
         """Answer the open round with the snapshot; None if it holds no step."""
         self.answered = self.open_version
+        if self.answer_step is None and self.snapshot is not None:
+            self.answer_step = self.snapshot.step
         if self.snapshot is None or not self.snapshot.steps:
             self.happen(Event.DECLINED)
             return None

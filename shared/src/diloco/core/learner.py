@@ -156,7 +156,8 @@ class Learner:
         most = bandwidth.steps_between(self.in_force.settings, bandwidth.slowest(self.in_force.settings))
         steps = min(announced.steps, most)
         # one that has stopped answers the last rounds of fragments that are behind, too
-        state.hear(announced, bits, steps, now_s, closing=closing or (announced.closing and self.stopped))
+        closing_here = closing or (announced.closing and self.stopped)
+        state.hear(announced, bits, steps, self.accounts.step, now_s, closing=closing_here)
         self.accounts.note_announced(min(announced.tokens_processed, budget.believable(chain)))
         begins = closing and not self.draining
         self.draining |= closing

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 from diloco.core import budget, claims
 from diloco.core.chain import Chain
 from diloco.core.claims import OWN_TASK, StepBounds
-from diloco.core.pace import Average, Recent
+from diloco.core.slots import ReferenceClock, Seen
 from diloco.settings.run import RunSettings
 from diloco.wire.control import Heartbeat
 from diloco.wire.fields import MAX_COUNT, MAX_MEMBERS
@@ -22,27 +21,15 @@ from diloco.wire.grants import Grant
 from diloco.wire.offers import Answer, Offer
 
 DEFAULT_STEP_S = 1.0  # of an inner step, before any learner has said how long one takes
-ACTIVE = ("stepping", "waiting", "closing", "leaving")
+STEPPING = ("stepping", "waiting")
+ACTIVE = (*STEPPING, "closing", "leaving")
 BEGINNING = ("starting", "recovering")
 PATIENCE = 6.0  # a learner may be so many times slower than usual, and is waited for
 FIRST_STEP_S = 60.0  # for a learner whose step time is not known yet: frameworks compile their first step
 GROWTH = 2.0  # a step time counts as at most so many times the usual one: one long pause must not make the next one usual
+HELD_UP = 0.5  # a heartbeat was held up if it comes after so small a part of the time that its learner says it has worked since
 ANSWER_DEAD_S = 4.0  # a learner has at least so many times `liveness.dead_s` to answer: an offer may have to cross a thin link
 CLOSING_DEAD_S = 12.0  # and so many in a closing round: work that is not in it is in no version
-
-
-@dataclass
-class Seen:
-    """The newest heartbeat of a learner and when it came."""
-
-    heartbeat: Heartbeat
-    at_s: float
-    first_s: float  # when its name was first heard
-    stepped_s: float  # when it was first heard with its present step
-    since: dict[int, tuple[int, int]] = field(default_factory=dict)  # fragment: (version applied, step when first seen so)
-    steps: bool = False  # whether a step was heard to end: the time from then on is that of the next one
-    step_times: Average = field(default_factory=Average)  # seconds of a step, as heard
-    recent_steps: Recent = field(default_factory=Recent)  # the same, of the newest
 
 
 class Roster:
@@ -58,6 +45,8 @@ class Roster:
         self.excluded: frozenset[str] = frozenset()  # learners that are not listened to
         self.learners: dict[str, Seen] = {}
         self.ending = False
+        self._clock = ReferenceClock()
+        self._clock_of: list[Seen] | None = None  # the live learners that it was last read of: every fragment asks, as of these
         self._began_s: float | None = None  # when a step of any learner was first heard to end
         self._first_s: float | None = None  # when any learner was first heard
         self._live: tuple[float, list[Seen]] | None = None  # at one moment, about which every fragment asks several times
@@ -77,20 +66,22 @@ class Roster:
             seen = self.learners[heartbeat.learner] = Seen(heartbeat, now_s, known.first_s, now_s)
         else:
             seen = known
-            self._note_step(seen, heartbeat.step, now_s)
+            self._note_step(seen, heartbeat, now_s)
         seen.heartbeat, seen.at_s, self._live = heartbeat, now_s, None
         for fragment, version in enumerate(heartbeat.versions):
             if seen.since.get(fragment, (-1, 0))[0] != version:
                 seen.since[fragment] = (version, heartbeat.step)
         return True
 
-    def _note_step(self, seen: Seen, step: int, now_s: float) -> None:
-        taken = step - seen.heartbeat.step
+    def _note_step(self, seen: Seen, heartbeat: Heartbeat, now_s: float) -> None:
+        taken = heartbeat.step - seen.heartbeat.step
         if not taken:
             return
         if self._began_s is None:
             self._began_s = now_s
-        if seen.steps:
+        # heartbeats that a link has held up come all at once, and say nothing of how long steps take
+        held_up = now_s - seen.stepped_s < HELD_UP * (heartbeat.busy_s - seen.heartbeat.busy_s)
+        if seen.steps and not held_up:
             step_s, usual_s = (now_s - seen.stepped_s) / taken, seen.step_times.value
             seen.step_times.add(step_s if usual_s is None else min(step_s, GROWTH * usual_s))
             seen.recent_steps.add(step_s)
@@ -118,9 +109,25 @@ class Roster:
             dead_s, heard = self.settings.liveness.dead_s, sorted(self.learners.items())
             taking_part = [seen for name, seen in heard if name not in self.excluded and seen.heartbeat.state in ACTIVE]
             recent = [seen for seen in taking_part if now_s - seen.at_s < dead_s]
-            steps = ("stepping",) if self.settings.round.learners_wait else ("stepping", "waiting")
+            steps = ("stepping",) if self.settings.round.learners_wait else STEPPING
             self._live = now_s, [s for s in recent if s.heartbeat.state not in steps or not self.stands_still(s, now_s)]
         return self._live[1]
+
+    def clock(self, now_s: float) -> ReferenceClock:
+        """Return the clock of the rounds, as it is now.
+
+        It goes by learners that take steps. One that only states how long its steps take is not believed beside others of which
+        steps were heard: it may take none, and no slot would come. One that has not ended its first step is not waited for.
+        """
+        live = self.live(now_s)
+        if self._clock_of is not live:
+            stepping = [seen for seen in live if seen.heartbeat.state in STEPPING]
+            heard = [seen for seen in stepping if seen.step_times.value is not None]
+            stated = [seen for seen in stepping if seen.step_s is not None]
+            counted = heard or stated or stepping
+            self._clock.look(counted, self.settings.quorum(len(counted)), self.settings.liveness.heartbeat_s, now_s)
+            self._clock_of = live
+        return self._clock
 
     def expected(self, chain: Chain, now_s: float) -> int:
         """Return how many more learners may be about to take part: those of the log or, before any merge, of the settings.
@@ -170,9 +177,15 @@ class Roster:
         return statistics.median(times) if times else DEFAULT_STEP_S
 
     def long_step_s(self, now_s: float) -> float:
-        """Return the median of the live learners' long steps: xi_step of :func:`diloco.core.pace.grace_s`."""
-        known = [long_s for seen in self.live(now_s) if (long_s := seen.recent_steps.high()) is not None]
-        return max(statistics.median(known), self.step_s(now_s)) if known else self.step_s(now_s)
+        """Return xi_step of :func:`diloco.core.pace.grace_s`: the median of the live learners' long steps.
+
+        It is that of the reference where that is shorter: its steps are those of the cycle, in which the next round comes.
+        """
+        usual_s, reference = self.step_s(now_s), self.clock(now_s).reference
+        known_s = [long_s for seen in self.live(now_s) if (long_s := seen.long_step_s) is not None]
+        if reference is None or reference.long_step_s is None:
+            return usual_s
+        return min(max(statistics.median(known_s), usual_s), reference.long_step_s)
 
     def processed(self, chain: Chain, now_s: float) -> int:
         """Return the tokens that all learners have processed: those of a fragment's log, and those not merged yet.

@@ -4,7 +4,7 @@ A state machine that is *given* the time, the learners' heartbeats and their off
 and the simulators connect it to a network. One :class:`~diloco.core.roster.Roster` serves all fragments of a syncer, one
 :class:`Round` each of them.
 
-    idle --(K live learners took H steps since the version)--> open --(quorum, then grace or everybody)--> merging --> idle
+    idle --(its slot in the cycle; K learners hold steps)--> open --(quorum, then grace or everybody)--> merging --> idle
 
 A round is *closing* once the run's tokens are used up: it waits for all steps that live learners still hold. A learner that
 is waited for in vain, while others are ready or have answered, is waited for no more until it delivers an offer.
@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 
 from diloco.core.chain import Chain
 from diloco.core.pace import Average, first_due_steps, grace_s
-from diloco.core.roster import Roster, Seen
+from diloco.core.roster import Roster
+from diloco.core.slots import LongRounds, Seen, first_slot
 from diloco.settings.run import RunSettings
 from diloco.wire.fields import MAX_MEMBERS
 from diloco.wire.offers import MAX_MEMBERS_BYTES, Answer, Offer, RegionalOffer, members_bytes
@@ -130,12 +131,18 @@ class Round:
     wanted_at_s: float | None = None  # since when learners are waited for that others wait for
     in_vain: set[str] = field(default_factory=set)  # learners that were waited for in vain, and have delivered nothing since
     quorum_average: Average = field(default_factory=Average)
-    sync_average: Average = field(default_factory=Average)
+    sync_average: Average = field(default_factory=Average)  # from a round's end until its version is stored
+    answer_average: Average = field(default_factory=Average)  # from a round's announcement to its first answer
+    long_rounds: LongRounds = field(default_factory=LongRounds)  # those that were in slots
+    _steps: int = 0  # inner steps between two rounds, as they were when it was last asked whether one is due
+    _answered: bool = False  # whether the open round has an answer
+    _opened_at_step: float | None = None  # by the reference's clock: when its last round was opened here
     _seen: _Look | None = None  # asked for several times at one moment
     _near: tuple[tuple[int, int, int], bool] | None = None  # by budget, merged and lost tokens: whether the log is near its end
 
     def __post_init__(self) -> None:
         self.hashes[self.chain.version] = self.chain.state_hash
+        self._steps = self.settings.round.steps
 
     @property
     def settings(self) -> RunSettings:
@@ -202,14 +209,41 @@ class Round:
 
     def due(self, now_s: float, steps: int) -> bool:
         """Whether a round should open now, where ``steps`` inner steps are to lie between two of them."""
+        self._steps = steps
         if self.opened_at_s is not None or self.chain.closed:
             return False
         if self._used_up(now_s) or self._leavers(now_s):
             return True
         if self.settings.round.lockstep:  # no step is taken without it: a learner that ends one is to find the round open
             return bool(self._present(now_s))
-        fragment = self.chain.fragment
-        needed = steps if self.chain.version else first_due_steps(self.settings.round, fragment, self.fragments)
+        if not self.settings.round.learners_wait:
+            return self._in_slot(now_s, steps) and self._are_enough(self._ready(now_s, 1), now_s)
+        # learners stop where they expect a round: so many steps after its last version, and not in a slot
+        needed = steps if self.chain.version else first_due_steps(self.settings.round, self.chain.fragment, self.fragments)
+        ready = self._ready(now_s, needed)
+        if self._are_enough(ready, now_s):
+            return True
+        # after a rollback learners count from different steps: some may wait for this fragment, and the others for another one
+        expected = self.roster.expected(self.chain, now_s)
+        if not ready or expected or any(seen.heartbeat.state != "waiting" for seen in self._present(now_s)):
+            self.stuck_at_s = None
+            return False
+        self.stuck_at_s = now_s if self.stuck_at_s is None else self.stuck_at_s
+        return now_s - self.stuck_at_s >= STUCK_HEARTBEATS * self.settings.liveness.heartbeat_s
+
+    def _in_slot(self, now_s: float, steps: int) -> bool:
+        """Whether the fragment's slot in a cycle of ``steps`` steps has just begun, and its last round is half a cycle ago."""
+        clock, fragment = self.roster.clock(now_s), self.chain.fragment
+        if clock.reference is None or not clock.in_slot(steps, fragment, self.fragments):
+            return False
+        if self._opened_at_step is not None:
+            return clock.elapsed - self._opened_at_step >= steps / 2
+        if not self.chain.version:
+            return clock.position >= first_slot(steps, fragment, self.fragments)
+        return clock.reference.heartbeat.steps[fragment] >= steps / 2  # another owner opened the last one
+
+    def _ready(self, now_s: float, needed: int) -> int:
+        """Return how many learners have taken ``needed`` steps since they applied the newest version; blame the others."""
         present = self._present(now_s)
         missing = [seen for seen in present if not self._is_ready(seen, needed)]
         ready = len(present) - len(missing)
@@ -217,32 +251,35 @@ class Round:
             self._blame(missing, now_s)
         else:
             self.wanted_at_s = None
-        quorum = max(1, self.quorum(now_s))
-        if len(present) < quorum:  # those given up count once they are ready, or no round would open any more
+        if len(present) < max(1, self.quorum(now_s)):  # those given up count once they are ready, or no round would open
             ready += sum(self._is_ready(seen, needed) for seen in self._given_up(now_s))
-        if ready >= quorum:
-            return True
-        # after a rollback learners count from different steps: some may wait for this fragment, and the others for another one
-        expected = self.roster.expected(self.chain, now_s)
-        if not ready or expected or any(seen.heartbeat.state != "waiting" for seen in present):
-            self.stuck_at_s = None
-            return False
-        self.stuck_at_s = now_s if self.stuck_at_s is None else self.stuck_at_s
-        return now_s - self.stuck_at_s >= STUCK_HEARTBEATS * self.settings.liveness.heartbeat_s
+        return ready
+
+    def _are_enough(self, ready: int, now_s: float) -> bool:
+        return ready >= max(1, self.quorum(now_s))
 
     def _is_ready(self, seen: Seen, needed: int) -> bool:
-        """Whether a learner has taken ``needed`` steps since it applied the newest version."""
+        """Whether a learner knows the newest version and has ``needed`` steps for the next one."""
         fragment = self.chain.fragment
         version, first_step = seen.since.get(fragment, (-1, 0))
         taken = seen.heartbeat.step - (first_step if self.chain.version else 0)
-        if seen.heartbeat.state == "waiting":  # it takes no step until a version comes, whatever earlier heartbeats said
+        # it takes no step until a version comes, whatever earlier heartbeats said; or some are left of those before the version
+        if seen.heartbeat.state == "waiting" or not self.settings.round.learners_wait:
             taken = max(taken, seen.heartbeat.steps[fragment])
         return version == self.chain.version and taken >= needed
 
     def open(self, now_s: float) -> None:
         """Open the round; it is a closing one if the budget is used up."""
         self.opened_at_s, self.quorum_at_s, self.closing = now_s, None, self._used_up(now_s)
+        self._answered = False
         self.stuck_at_s = self.wanted_at_s = None
+        self._opened_at_step = self.roster.clock(now_s).elapsed
+
+    def next_look_s(self, now_s: float, steps: int) -> float:
+        """Return the seconds after which a round may be due though nothing is heard meanwhile: until the next slot."""
+        if self.settings.round.learners_wait:
+            return math.inf
+        return self.roster.clock(now_s).next_slot_s(steps, self.chain.fragment, self.fragments)
 
     def remaining_s(self, now_s: float) -> float:
         """Return the seconds that the round will presumably stay open."""
@@ -258,6 +295,9 @@ class Round:
         answers = {answer.learner: answer.steps for answer in self.answers()}
         if answers or self.closing:
             self._blame(self._not_in(now_s) if self.closing else self._waiting_for(answers, now_s), now_s)
+        if answers and not self._answered:
+            self._answered = True
+            self.answer_average.add(now_s - self.opened_at_s)
         if not any(answers.values()):
             self.quorum_at_s = None  # those who made it were excluded since: a merge of nothing would close the log
         elif self.quorum_at_s is None and len(answers) >= self.quorum(now_s):
@@ -286,6 +326,10 @@ class Round:
         """Wait for the next round: the merge became a version, the chain has advanced. Drop the offers that are in it."""
         if self.merge_at_s is not None:
             self.sync_average.add(now_s - self.merge_at_s)
+        if self.opened_at_s is not None and not self.settings.round.learners_wait and not self.closing:
+            # the version has its way to the learners before it, and their word that they have it: as long as to an answer
+            round_s = now_s - self.opened_at_s + self.answer_average.get()
+            self.long_rounds.add(round_s, self.roster.clock(now_s).cycle_s(self._steps))
         self.hashes[self.chain.version] = self.chain.state_hash
         oldest = self.chain.version - self.settings.round.max_staleness_versions
         self.hashes = {version: value for version, value in self.hashes.items() if version >= oldest}
@@ -329,7 +373,9 @@ class Round:
         return unfit(offer, self.chain, self.hashes, self.settings.round.max_staleness_versions)
 
     def _grace_s(self, now_s: float) -> float:
-        return grace_s(self.settings.round, self.roster.long_step_s(now_s), self.quorum_average.get(), self.sync_average.get())
+        # an announcement and a version take half of the time of the quickest answer on their way
+        sync_s = self.sync_average.get() + self.answer_average.get() / 2
+        return grace_s(self.settings.round, self.roster.long_step_s(now_s), self.quorum_average.get(), sync_s)
 
     def _waiting_for(self, answers: Collection[str], now_s: float) -> list[Seen]:
         return [seen for seen in self._present(now_s) if seen.heartbeat.learner not in answers]

@@ -73,7 +73,7 @@ class FragmentSettings(_Section):
         if self.layers > 1 and self.strategy != "layers":
             raise ValueError(
                 f"fragments.layers = {self.layers} is for fragments.strategy = layers, which is {self.strategy}: set both, or "
-                "leave fragments.layers out"
+                "fragments.layers = 1"
             )
         return self
 
@@ -149,6 +149,11 @@ class ApplySettings(_Section):
     """Writing a version into a learner's model."""
 
     alpha: float = Field(0.0, ge=0, lt=1, description="mixing: share of the learner's own value kept on receipt")
+    at: Literal["arrival", "overlap"] = Field(
+        "arrival", description="when: on arrival, or round.overlap_steps own steps after the answer, if need be waiting for it"
+    )
+
+    _LATER: ClassVar[frozenset[str]] = frozenset({"at"})
 
 
 class CodecSettings(_Section):
@@ -366,7 +371,22 @@ class RunSettings(_Section):
             )
         if self.outer.optimizer == "adamw":
             self._gradients_alone()
+        if self.apply.at == "overlap":
+            self._overlap_fits()
         return self
+
+    def _overlap_fits(self) -> None:
+        """Refuse an overlap of a fixed length in which no step could be taken, or which the next round would end."""
+        if self.round.learners_wait:
+            raise ValueError(
+                "apply.at = overlap with round.learners_wait: a learner that waits takes no steps while a version is made; set "
+                "one of them"
+            )
+        if self.round.overlap_steps >= self.round.steps:
+            raise ValueError(
+                f"apply.at = overlap with round.overlap_steps = {self.round.overlap_steps:g} and round.steps = "
+                f"{self.round.steps}: the next round would begin before the version is applied; set fewer overlap_steps"
+            )
 
     def _gradients_alone(self) -> None:
         """Refuse an outer AdamW unless a displacement is a gradient: of one step, from the newest version."""

@@ -121,7 +121,7 @@ class TorchIsland:
             SettingsError: it is something else; the module has other parameters after a step, or the optimizer's state has
                 more than tensors.
         """
-        kept, before = self._kept(), [each.name for each in names.parameters_of(self._module)]
+        kept, before = self._kept(steps=True), [each.name for each in names.parameters_of(self._module)]
         self.begin_step(batch, 0.0).wait()
         self._inner.learn_layout()
         for each in names.parameters_of(self._module):
@@ -162,7 +162,7 @@ class TorchIsland:
         Raises:
             SettingsError: the task's loss is no float32 scalar that can be differentiated.
         """
-        kept = self._kept()
+        kept = self._kept(steps=False)
         loss, _ = self._queue.do(self._measure, batch, (0, 0))
         pairs = zip(self._inner.masters, self._gradients(), strict=True)
         self._restore(kept)
@@ -177,7 +177,7 @@ class TorchIsland:
             SettingsError: the task's loss is no float32 scalar that can be differentiated; its optimizer's state has more
                 than tensors, or other shapes than after a step that was checked.
         """
-        kept = self._kept()
+        kept = self._kept(steps=True)
         loss = self.begin_step(batch, 0.0).wait()
         self._restore(kept)
         self._inner.learn_layout()
@@ -185,13 +185,19 @@ class TorchIsland:
         self._layout = {name: _chunk(name, array) for name, array in self._arrays().items()}
         return loss
 
-    def _kept(self) -> dict[str, torch.Tensor]:
-        """Return copies of parameters and buffers."""
-        return {name: tensor.clone() for name, tensor in [*self._rows.views.items(), *self._buffers.items()]}
+    def _kept(self, *, steps: bool) -> dict[str, torch.Tensor]:
+        """Return copies of what a loss changes, or a step at a rate of 0.
+
+        These are buffers, and the parameters where an optimizer of the task's own steps, which may have a rate of its own. Of a
+        model that fills its device no copy of the parameters has room beside a step.
+        """
+        changed = self._rows.views if steps and not self._inner.clips else {}
+        return {name: tensor.clone() for name, tensor in [*changed.items(), *self._buffers.items()]}
 
     def _restore(self, kept: Mapping[str, torch.Tensor]) -> None:
-        for name, tensor in [*self._rows.views.items(), *self._buffers.items()]:
-            tensor.copy_(kept[name])
+        held = self._rows.views | self._buffers
+        for name, values in kept.items():
+            held[name].copy_(values)
 
     def begin_step(self, batch: Any, learning_rate: float, at: tuple[int, int] = (0, 0)) -> StepOutput:
         """Queue a step. Where loss or gradients are not finite, nothing changes but what the output says."""
@@ -204,13 +210,16 @@ class TorchIsland:
         loss, metrics = self._measure(batch, at)
         found = self._gradients()
         norm = torch.nn.utils.get_total_norm([gradient for gradient in found if gradient is not None])
-        if not (math.isfinite(loss.item()) and math.isfinite(norm.item())):
+        value = (
+            loss.item()
+        )  # nothing is asked of a device once the optimizer's work is queued: the next step is queued behind it
+        if not (math.isfinite(value) and math.isfinite(norm.item())):
             return math.nan, metrics
         if self._inner.clips:
             torch.nn.utils.clip_grads_with_norm_(list(self._inner.masters.values()), self._run.inner.clip_norm, norm)
         with members.users_errors(self._run.task, getattr(self.task, "optimizer", None)):
             self._inner.step(learning_rate)
-        return loss.item(), metrics
+        return value, metrics
 
     def _measure(self, batch: Any, at: tuple[int, int]) -> tuple[torch.Tensor, dict[str, float]]:
         """Return a batch's loss and metrics, and leave the gradients in the module."""
@@ -270,7 +279,7 @@ class TorchIsland:
     def capture(self, *, optimizer_only: bool = False) -> Capture:
         """Return the state as of the steps and writes so far, to be read in chunks; a copy, where there is room for one."""
         chunks = self.wanted(optimizer_only=optimizer_only)
-        held = not _fits(chunks)
+        held = sum(chunk.size_bytes for chunk in chunks) > min(map(spare_bytes, self._devices()))
         arrays = self._queue.add(self._copied, not held)
 
         def values() -> Iterator[NDArray[Any]]:
@@ -308,6 +317,9 @@ class TorchIsland:
     def _arrays(self) -> dict[str, torch.Tensor]:
         named = {f"params/{path}": view for path, view in self._rows.views.items()}
         return named | {f"buffers/{name}": buffer for name, buffer in self._buffers.items()} | self._inner.arrays()
+
+    def _devices(self) -> set[torch.device]:
+        return {parameter.device for parameter in self._masters.parameters()}
 
     def _copied(self, copies: bool) -> dict[str, torch.Tensor]:
         return {name: array.clone() if copies else array for name, array in self._arrays().items()}
@@ -401,9 +413,16 @@ def _key(seed: int, share: int, index: int) -> int:
     return int.from_bytes(blake3(f"{seed} {share} {index}".encode()).digest()[:8], "little") >> 1
 
 
-def _fits(chunks: list[Chunk]) -> bool:
-    """Whether a copy of a state is made: a device of which nobody asks how much it has is taken to have that much to spare."""
-    return sum(chunk.size_bytes for chunk in chunks) <= COPY_BYTES
+def spare_bytes(device: torch.device) -> int:
+    """Return how much memory a device has to spare for a copy of a state, beside all that was needed at a time until now.
+
+    A device of which PyTorch does not say it, a CPU for one, is taken to have :data:`COPY_BYTES`.
+    """
+    if device.type != "cuda":
+        return COPY_BYTES
+    free_bytes: int = torch.cuda.mem_get_info(device)[0]  # other processes have taken theirs
+    unused_bytes: int = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
+    return max(COPY_BYTES, free_bytes + unused_bytes)
 
 
 def _chunk(name: str, array: torch.Tensor) -> Chunk:

@@ -171,7 +171,7 @@ class Rows:
                 new = _part(theta, piece, rows)
                 if reference is not None:
                     new = new + (rows - _part(reference, piece, rows))
-                rows.copy_(new if reference is None and alpha == 0 else alpha * rows + (1 - alpha) * new)
+                rows.copy_(new if alpha == 0 else alpha * rows + (1 - alpha) * new)
 
     def _rows(self, piece: Piece) -> torch.Tensor:
         view = self._stored[piece.path]
