@@ -10,7 +10,7 @@ import pytest
 from diloco.service.rundir import RunDirectory
 from diloco.settings.presets import run_settings
 from diloco_ops import task_check
-from diloco_ops.up import on_missed
+from diloco_ops.run_summary import on_missed
 
 
 @pytest.mark.parametrize(
