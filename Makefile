@@ -13,6 +13,7 @@ setup: .venv/ready
 
 # uv where there is one, else one of the environment's own; everything else by hash
 .venv/ready: requirements.txt $(DISTRIBUTIONS:%=%/pyproject.toml)
+	@echo "setting up .venv: packages are installed, which may take a minute"
 	@if command -v uv >/dev/null; then uv venv -q --allow-existing --python $(PYTHON) .venv; \
 	else $(PYTHON) -m venv .venv && $(BIN)/python -m pip install -q --disable-pip-version-check uv==$(UV_VERSION); fi
 	@PATH="$$PATH:$(BIN)" uv pip install -q --compile-bytecode --python $(BIN)/python --require-hashes -r requirements.txt

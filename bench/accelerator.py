@@ -213,7 +213,7 @@ class Session:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of a part: tasks are found, nobody takes a device's memory ahead, and learners leave soon."""
+    """Return the environment of a part: tasks are found, no process takes a device's memory ahead, and learners leave soon."""
     paths = os.pathsep.join([*PATHS, *filter(None, [os.environ.get("PYTHONPATH")])])
     own = {
         "PYTHONPATH": paths,

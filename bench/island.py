@@ -81,7 +81,7 @@ def make(settings: TaskSettings, data: str | None) -> Island:
 
 
 def make_unstopped(settings: TaskSettings, data: str | None) -> Island:
-    """Return the same for processes that nobody stops in mid-step: a busy machine's late wakings do not add up."""
+    """Return the same for processes that are not stopped in mid-step: a busy machine's late wakings do not add up."""
     return Island(settings, float(os.environ["BENCH_STEP_S"]), time.sleep)
 
 

@@ -10,7 +10,7 @@ a random moment, of a process chosen at random, so also while one that was lost 
 so that the run ends.
 
 ``stepping again``: from the kill to the end of the next generation's first step, by heartbeats, where the killed process was
-one of the generation; a process that only waits to be taken back is missed by nobody. ``steps lost``: those that heartbeats
+one of the generation; a process that only waits to be taken back is not missed. ``steps lost``: those that heartbeats
 told of and that the next generation begins without. ``pace``: steps a second of the other learner during all the kills, over
 those before.
 

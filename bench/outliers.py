@@ -1,4 +1,4 @@
-"""How far norms of outer gradients and of merges stand out in a run: from which ``quarantine.*`` on nobody would have noticed.
+"""How far norms of outer gradients and of merges stand out in a run: which ``quarantine.*`` would tolerate them.
 
     diloco up --run-dir runs/mixed --set log.archive=true --slow learner-3=5
     python bench/outliers.py runs/mixed

@@ -9,7 +9,7 @@ imports and compilation, ``first_step_s`` from there to the end of its first ste
 made from then on up to the first with its work, of the fragment that merged it first. The others' ``blocked`` is the share of
 time without a step in flight in all that time, and ``steps_lost`` the share by which they took fewer steps a second than in
 the seconds before the kill. That is also what the new process's imports take from them where cores are short: with ``--nice``
-it has the lowest priority, and takes only what nobody else wants.
+it has the lowest priority, and takes only what is left over.
 
 At the end it reads the whole log as a learner that comes back does, and compares the bytes with the newest keyframes'.
 """

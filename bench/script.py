@@ -47,7 +47,7 @@ def print_result(result: dict[str, Any], arguments: argparse.Namespace, show: Ca
 def ratio(ones: Sequence[float], others: Sequence[float]) -> dict[str, float]:
     """Return the mean ``ratio`` of pairs of times, and its interval of 95 % from ``low`` to ``high``, by their logarithms.
 
-    There are as many pairs as :data:`T95` knows, or one, whose interval nobody knows: it is not returned.
+    There are as many pairs as :data:`T95` knows, or one, whose interval is unknown: it is not returned.
     """
     logs = [math.log(one / other) for one, other in zip(ones, others, strict=True)]
     mean = statistics.mean(logs)

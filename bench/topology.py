@@ -175,7 +175,7 @@ def gateways(folder: Path) -> Shape:
             f'{{ name: "{pair[1]}", url: "nats://127.0.0.1:{listening[pair]}" }}' for pair in PAIRS if pair[0] == region
         )
         own = next(ports)
-        # what a gateway says of itself to the others would lead them past the relay, so it names a port that nobody listens on;
+        # what a gateway says of itself to the others would lead them past the relay, so it names a free port;
         # JetStream refuses to start in a cluster without a route, so there is one to itself
         more = (
             f'server_name: "{region}"\n'

@@ -10,7 +10,7 @@ instead).
 * ``faults``: with unlimited links and with thin ones in turn, the learners' steps a second. Then one region is cut off:
   the others' steps a second, and how long after healing a version merges a learner of the region. Then it is lost for
   good (server, syncer and learner frozen): how long until each fragment that it owned has a next version. ``diloco
-  verify`` checks log and accounts; nobody may have refused a message.
+  verify`` checks log and accounts; no message may have been refused.
 * ``parallel``: the same model and links with the preset data-parallel: its steps a second, and its bytes.
 * ``bytes``: fragments of 265 kB in four bits and fast links, with 1, 2 and 4 learners a region.
 

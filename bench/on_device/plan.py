@@ -34,7 +34,7 @@ class Plan:
     large_heads: int
     large_batch: int
     dry: bool
-    device_bytes: int = 0  # of memory, as far as a framework may take it; 0: nobody knows
+    device_bytes: int = 0  # of memory, as far as a framework may take it; 0: unknown
 
     @property
     def parameters(self) -> int:

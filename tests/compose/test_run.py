@@ -68,7 +68,7 @@ class Project:
         return bool(self.diloco("attach", str(self.directory), "--nats", nats, "--bulk", bulk))
 
     def status(self) -> Status:
-        """What the coordinator says; empty while it does not answer, or nobody trains yet."""
+        """What the coordinator says; empty while it does not answer, or no learner trains yet."""
         status: Status = {}
         with contextlib.suppress(DilocoError):
             status = asyncio.run(ask(rundir.load(self.directory)))

@@ -38,7 +38,7 @@ def test_what_is_stored_goes_on_at_another_coordinator() -> None:
     assert second.crossing.borders() == first.crossing.borders()
     assert again.events == alerts.events
     assert again.holding.keys() == alerts.holding.keys() == {
-        "ann: not heard", "bob: not heard", "region eu: nobody is heard"
+        "ann: not heard", "bob: not heard", "region eu: no process is heard"
     }  # fmt: skip
     # the log is read from its keyframe on: what was counted before is not counted again
     second.entry(entry_record(1, 2, "s-us", "ann"), 40.0)
@@ -56,7 +56,7 @@ def test_a_page_of_what_is_stored_is_drawn_as_the_leaders_own() -> None:
     assert "stands by" in drawn["headline"]
     assert "stands by" not in leads["headline"]
     assert {name for name in drawn if drawn[name] != leads[name]} == {"headline"}
-    assert "bob: not heard" not in drawn["alerts"]  # nobody looked yet
+    assert "bob: not heard" not in drawn["alerts"]  # not looked at yet
 
 
 def large(learners: int, fragments: int, versions: int, points: int) -> Monitor:
@@ -149,7 +149,7 @@ class Key:
 
     async def update(self, _: str, value: bytes, revision: int) -> int:
         if revision != self.revision:
-            raise FenceError("set by somebody else")
+            raise FenceError("set by another process")
         self.value, self.revision = value, self.revision + 1
         return self.revision
 

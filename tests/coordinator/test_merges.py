@@ -52,6 +52,6 @@ def test_versions_that_the_log_had_dropped_are_counted_and_told_of() -> None:
     kept.note(entry_record(1, 1, "s", "ann"), 3.5)
     assert (kept.missed, kept.missed_until_s) == (10, 2.0)
     later = Merges.load(2, kept.dump())
-    later.note(entry_record(1, 5, "s", "ann"), 60.0)  # nobody was there for 2 to 4
+    later.note(entry_record(1, 5, "s", "ann"), 60.0)  # 2 to 4 were not noted
     assert (later.missed, later.missed_until_s) == (13, 60.0)
     assert merges.thinned(later.dump(), 1)["merges_missed"] == 13

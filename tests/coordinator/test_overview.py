@@ -56,7 +56,7 @@ def test_links_have_their_rate_and_the_bits_that_their_owners_ask_for() -> None:
         "from": "us", "to": "eu", "bytes": 1400, "bytes_per_s": 80.0, "offer_bits": 2, "record_bits": 4, "pace": 2.0,
     }  # fmt: skip
     assert (back["from"], back["bytes"], back["bytes_per_s"], back["record_bits"]) == ("eu", 50, 0.0, 8)
-    assert back["offer_bits"] == region_settings("us", "eu").codec.offer_bits  # nobody asks for fewer
+    assert back["offer_bits"] == region_settings("us", "eu").codec.offer_bits  # fewer are not asked for
     us = now["regions"]["us"]
     assert (us["sending"], us["open"], us["heard"], us["members"]) == (1, 1, 2, 2)
     assert us["of_bound"] is None  # the syncers themselves have told of no version

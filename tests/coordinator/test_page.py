@@ -1,4 +1,4 @@
-"""The page's server: it answers those who may see it, sends what changed, and waits for nobody."""
+"""The page's server: it answers those who may see it, sends what changed, and waits for no viewer."""
 
 from __future__ import annotations
 
@@ -285,7 +285,7 @@ async def test_the_end_of_a_run_is_shown_and_the_page_asks_for_no_more() -> None
         ({"Sec_Fetch_Site": "cross-site"}, 403),
         ({"Sec_Fetch_Site": "same-site"}, 403),  # another port of this machine
         ({"Sec_Fetch_Site": "same-origin"}, 200),
-        ({"Sec_Fetch_Site": "cross-site", "Sec_Fetch_Mode": "navigate"}, 200),  # a link that somebody follows
+        ({"Sec_Fetch_Site": "cross-site", "Sec_Fetch_Mode": "navigate"}, 200),  # a link that is followed
     ],
 )
 async def test_other_sites_read_nothing(headers: dict[str, str], status: int) -> None:
@@ -445,16 +445,16 @@ async def test_over_tls_the_runs_identities_are_let_in_and_nobody_else(tmp_path:
 
         watcher = identity.load(keys.identity_file("watcher")).tls
         assert await status(watcher) == "HTTP/1.1 200 OK"
-        # who connects and shakes no hands keeps nobody away: the oldest give way
+        # who connects and shakes no hands keeps no viewer away: the oldest are closed
         held = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(2 * serving.MAX_CONNECTIONS)]
         assert await status(watcher) == "HTTP/1.1 200 OK"
         assert await asyncio.wait_for(held[0][0].read(), DEADLINE_S) == b""
         for _, writer in held:
             writer.close()
-        nobody = ssl.create_default_context(cafile=str(folder / "ca.pem"))
+        unknown = ssl.create_default_context(cafile=str(folder / "ca.pem"))
         stranger = ssl.create_default_context(cafile=str(folder / "ca.pem"))
         stranger.load_cert_chain(others.identity_file("stranger"))
-        for client in (nobody, stranger):
+        for client in (unknown, stranger):
             said = ""  # in TLS 1.3 a client learns of its refusal when it reads, or finds the connection closed
             with contextlib.suppress(ssl.SSLError, ConnectionError):
                 said = await status(client)

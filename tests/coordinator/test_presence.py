@@ -20,7 +20,7 @@ def test_a_region_that_is_silent_while_others_talk_is_away_from_its_last_word_to
     hear(presence, (8, "us"))
     assert presence.away() == {"eu": 1}
     assert presence.absences() == [Absence("eu", 1, None)]
-    hear(presence, (61, "us"))  # nobody at all was heard for a while, which ends no absence
+    hear(presence, (61, "us"))  # no process was heard for a while, which ends no absence
     assert presence.away() == {"eu": 1}
     hear(presence, (61.5, "eu"))
     assert presence.away() == {}
@@ -52,7 +52,7 @@ def test_another_process_goes_on_with_what_is_known() -> None:
     second = Presence(["us", "eu", "ap"], 6.0)
     second.resume(first.absences(), 18)
     assert second.absences() == first.absences()
-    hear(second, (30, "us"), (31, "eu"), (35, "ap"))  # that nobody was there to hear them is nobody's absence
+    hear(second, (30, "us"), (31, "eu"), (35, "ap"))  # that they were not heard by any coordinator is no absence
     assert second.absences() == [Absence("eu", 0, 10), Absence("ap", 6, 35)]
 
 

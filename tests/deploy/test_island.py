@@ -52,7 +52,7 @@ def test_a_pod_is_the_process_of_its_index_and_meets_the_others_at_the_first_pod
     assert settings.processes.address == f"{name}-0.{pod['spec']['subdomain']}:7600"
     assert pod["spec"]["subdomain"] == service["metadata"]["name"]
     assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
-    assert service["spec"]["publishNotReadyAddresses"] is True, "or nobody finds the leader before it is ready"
+    assert service["spec"]["publishNotReadyAddresses"] is True, "or the leader is not found before it is ready"
     assert pod["spec"]["terminationGracePeriodSeconds"] >= settings.leave_s + 30
 
 

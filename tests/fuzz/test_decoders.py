@@ -1,4 +1,4 @@
-"""Every decoder of bytes from the wire and from disk, under bytes that nobody of this project writes.
+"""Every decoder of bytes from the wire and from disk, under bytes that this project does not write.
 
 Each of ``DECODERS`` is given arbitrary bytes, valid ones mutated (also with their check made right again), and valid structures
 with hostile values. It returns a value or raises one of the errors that it says; it takes no more memory than ``bound`` bytes,
@@ -354,7 +354,7 @@ class Liar:
 
 
 class Silent:
-    """A log that nobody reads."""
+    """A log that is not read."""
 
     def info(self, event: str, **values: object) -> None:
         repr(values)

@@ -1,4 +1,4 @@
-"""The modules that a task of somebody's own is made of."""
+"""The modules that a user's task is made of."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_module_s_own_are_those_beside_it_that_it_imports_wherever_it_does(tmp
         data__words="from data import nothing_of_this_name",
         data__deep___of="",
         data__deep__er="from ..words import all",
-        words="",  # it has the name of data.words, and nobody imports it
+        words="",  # it has the name of data.words, and is not imported
         train="",
     )
     assert names(tmp_path, "task", "task.py") == [

@@ -188,7 +188,7 @@ def test_learners_come_and_go_and_their_tokens_are_accounted_for(text: str, caps
     assert 0 < first.lost < 8 / 90
     assert first.held == 0
     assert first.shares[0] > max(first.shares[1:])
-    # where nobody is away, nothing is lost
+    # where no learner is away, nothing is lost
     assert play(text, [Pace([0.1])] * 3, 90, learners=3).lost == pytest.approx(0)
 
 

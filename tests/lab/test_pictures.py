@@ -115,7 +115,7 @@ def test_labels_keep_their_order_and_their_distance(wanted: list[float]) -> None
     assert all(after - before >= gap - 1e-6 for before, after in pairwise(places))
     assert all(-1e-6 <= place <= 400 + 1e-6 for place in places)
     if all(after - before >= gap for before, after in pairwise(wanted)):
-        assert places == pytest.approx(wanted)  # nobody is moved without need
+        assert places == pytest.approx(wanted)  # no label is moved without need
 
 
 def test_a_page_needs_nothing_from_elsewhere() -> None:

@@ -158,7 +158,7 @@ def test_a_task_that_is_right(checked: Callable[[str], Found], name: str) -> Non
         ),
         (
             "Unknown",
-            r"loss\(\) needs 'keys', which nobody gives it: it may name key, train, .* beyond its first 2 .*line 26\)",
+            r"loss\(\) needs 'keys', which is not given to it: it may name key, train, .* beyond its first 2 .*line 26\)",
         ),
         (
             "MetricOfEach",
@@ -191,7 +191,7 @@ def test_a_task_that_is_right(checked: Callable[[str], Found], name: str) -> Non
         ("Searching", r"TypeError: .* missing 3 required keyword-only arguments: .* \(.*mine\.py, line 105\)"),
         ("Nothing", r"the model has no parameters that are trained \(.*mine\.py, line 108\)"),
         ("Leaving", r"SystemExit: no corpus \(.*mine\.py, line 111\)"),
-        ("Nobody", "'makeNobody' does not exist in mine"),
+        ("Missing", "'makeMissing' does not exist in mine"),
     ],
 )
 def test_a_task_that_is_not(checked: Callable[[str], Found], name: str, says: str) -> None:

@@ -99,7 +99,7 @@ def test_the_state_is_in_checkpoints_and_goes_on_to_the_bit_and_begins_afresh_af
         island.step(2 * BATCH, 0.5).wait()
     for name, values in one.state().items():
         np.testing.assert_array_equal(values, other.state()[name])
-    assert not any(name.startswith("state/") for name in one.arrays(optimizer_only=True))  # nobody lends it
+    assert not any(name.startswith("state/") for name in one.arrays(optimizer_only=True))  # it is not lent
     one.rehearse(BATCH)
     assert one.state()["state/steps"] == 0
     island = one.twin()

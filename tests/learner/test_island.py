@@ -222,7 +222,7 @@ def test_state_continues_exactly(island: Island) -> None:
     assert any(not np.array_equal(ours[name], state[name]) for name in state)
     for name in ours:
         np.testing.assert_array_equal(ours[name], theirs[name])
-    for name in state:  # what was saved belongs to nobody's step
+    for name in state:  # what was saved belongs to no step
         assert state[name].flags.owndata
 
 

@@ -1,4 +1,4 @@
-"""A learner's time, dealt out: every case worked out by hand, in seconds of a clock that nobody waits for."""
+"""A learner's time, dealt out: every case worked out by hand, in seconds of a clock that no test waits for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When checkpoints are due, worked out by hand, in seconds of a clock that nobody waits for."""
+"""When checkpoints are due, worked out by hand, in seconds of a clock that no test waits for."""
 
 from __future__ import annotations
 

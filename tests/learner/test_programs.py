@@ -26,7 +26,7 @@ def asked() -> bool:
 
 
 class Waiting:
-    """Asked by whoever waits whether it is to end; notes that it waits."""
+    """Asked by a waiting process whether it is to end; notes that it waits."""
 
     def __init__(self, *, end: bool = False) -> None:
         self.end, self.begun = end, Event()

@@ -1,4 +1,4 @@
-"""Bytes that nobody of this project writes: arbitrary ones, valid ones mutated, and valid structures with hostile values."""
+"""Bytes that this project does not write: arbitrary ones, valid ones mutated, and valid structures with hostile values."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# of 32 bytes 1, and of 32 bytes 2: nobody's secret
+# of 32 bytes 1, and of 32 bytes 2: no real secret
 SEED = "SUAACAIBAEAQCAIBAEAQCAIBAEAQCAIBAEAQCAIBAEAQCAIBAEAQCAN7EY"
 PUBLIC_KEY = "UCFIRY65OQE7DFP5KLNS2PF2LVZMUZYJX4OZIEQ36N2IQANUB5XVZ45L"
 GOOD_IDENTITY = f"""

@@ -117,7 +117,7 @@ def test_a_regions_recovery_is_work_of_its_learners_in_a_version() -> None:
     story = Story()
     for learner, region in (("ann", "us"), ("eve", "eu")):
         story.witness.heartbeat(heartbeat(learner=learner, region=region), 0.0)
-    for region in ("eu", "ap"):  # nobody learns in ap
+    for region in ("eu", "ap"):  # there is no learner in ap
         story.witness.expect(Recovery("nats_kill", f"nats-{region}", 1.0, version=True, region=region))
     story.version("ann", at_s=3.0)
     story.version("eve", at_s=4.0)

@@ -306,7 +306,7 @@ def test_files_of_another_run_are_named(tmp_path: Path) -> None:
     (tmp_path / "tapes").mkdir()
     (tmp_path / "tapes" / "a.tape").write_bytes(Header(ours, "a").pack())
     (tmp_path / "tapes" / "b.tape").write_bytes(Header(theirs, "b").pack())
-    (tmp_path / "tapes" / "c.tape").write_bytes(b"what nobody can read")
+    (tmp_path / "tapes" / "c.tape").write_bytes(b"what cannot be read")
     assert machine.foreign_files(tmp_path, ours) == ["tapes/b.tape"]
 
 

@@ -122,7 +122,7 @@ def test_certificates_say_whose_they_are_and_what_for(command: Command, tmp_path
     leaf.verify_directly_issued_by(authority)
     assert leaf.subject.rfc4514_string() == "OU=syncer,O=demo,CN=syncer-eu"
     purposes = leaf.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
-    assert list(purposes) == [ExtendedKeyUsageOID.CLIENT_AUTH]  # nobody can pass for a server
+    assert list(purposes) == [ExtendedKeyUsageOID.CLIENT_AUTH]  # no member can pass for a server
     server = x509.load_pem_x509_certificate((tmp_path / "k" / "servers" / "nats-us" / "server.pem").read_bytes())
     names = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert names.get_values_for_type(x509.DNSName) == ["nats.us.example"]
@@ -244,7 +244,7 @@ def test_a_run_without_regions(command: Command, tmp_path: Path) -> None:
         ("add k server x --host nats --serves us --region us", "--region is nothing that a server has"),
         ("revoke k learner-us-1", "did you mean 'learner-us-0'"),
         ("revoke k nats-us", "is a server"),
-        ("renew k nobody", "nobody is called 'nobody'"),
+        ("renew k missing", "there is no 'missing'"),
     ],
 )
 def test_what_cannot_be_is_one_clear_line_and_changes_nothing(command: Command, tmp_path: Path, line: str, said: str) -> None:

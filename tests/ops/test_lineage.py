@@ -47,7 +47,7 @@ def test_of_two_branches_the_one_of_the_newest_entry_counts() -> None:
     right = Branch(chain, []).takeover().version(3)
     wrong = right.branch().version(4)
     wrong.version(5)
-    assert newest_line(chain, right.heads)[0] == wrong.chain  # nobody has taken the fragment over yet
+    assert newest_line(chain, right.heads)[0] == wrong.chain  # the fragment is not taken over yet
     right.takeover()
     after, path = newest_line(chain, right.heads)
     assert (after, [head.entry_hash[0] for head in path]) == (right.chain, [0, 1, 4])

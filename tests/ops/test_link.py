@@ -56,7 +56,7 @@ def test_bytes_arrive_after_their_serialisation_and_the_delay() -> None:
 
 
 def test_who_looks_late_loses_nothing_of_the_rate() -> None:
-    # 8 Mbit/s: 1 MB/s, pieces of 6 packets. 40 kB take 40 ms, whether somebody looks every ms or once
+    # 8 Mbit/s: 1 MB/s, pieces of 6 packets. 40 kB take 40 ms, with a look every ms or one alone
     link = made(rate_bits_per_s=8 * MBIT)
     link.enter(1.0, flow(), bytes(40_000))
     arrived = link.poll(1.0401)

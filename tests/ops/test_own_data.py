@@ -1,4 +1,4 @@
-"""Work on data of a learner's own, as people are told of it: nobody can account for its data."""
+"""Work on data of a learner's own, as people are told of it: its data are not accounted for."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ async def test_every_message_comes_back_with_its_sequence(links: tuple[Link, Lin
     await streams.ensure(link, "S", ["S.>"])
     await write(link, 1, 60)
     await streams.purge(link, "S", "S.1", 31)
-    writing = asyncio.create_task(write(link, 61, 60))  # nobody who writes is held up
+    writing = asyncio.create_task(write(link, 61, 60))  # no writer is held up
     taken = await snapshot.save(link, "S", file)
     await writing
     assert (taken.size_bytes, taken.blake3) == (file.stat().st_size, blake3(file.read_bytes()).hexdigest())

@@ -10,7 +10,7 @@ import pytest
 from diloco.service.rundir import RunDirectory
 from diloco.settings.presets import run_settings
 from diloco_ops import task_check
-from diloco_ops.up import on_missed
+from diloco_ops.run_summary import on_missed
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_a_run_that_is_too_short_is_told_so_before_it_begins(
     [
         ({"ann": (251, 1564), "bob": (204, 1611)}, "each learner missed 11 % of the versions or more"),  # 204 / 1815
         ({"ann": (30, 1700), "bob": (300, 1430)}, None),  # bob alone was late
-        ({"ann": (900, 100)}, None),  # nobody else's offers closed its rounds
+        ({"ann": (900, 100)}, None),  # no other learner's offers closed its rounds
         ({"ann": (0, 0), "bob": (0, 0)}, None),
         ({}, None),
     ],

@@ -91,5 +91,5 @@ def test_bytes_over_each_border_by_both_sides_and_by_the_links() -> None:
     unknown = regions.borders(["us", "eu"], series([], counted), {})
     assert [(border["payload_bytes"], border["link"]) for border in unknown] == [(1107, None), (355, None)]
     with pytest.raises(KeyError):
-        regions.borders(["us", "eu"], series([], [["nobody", 1, "eu", 1, 1]]), {})
+        regions.borders(["us", "eu"], series([], [["unknown", 1, "eu", 1, 1]]), {})
     assert regions.borders([], series([]), {}) == []

@@ -94,7 +94,7 @@ def test_losses_of_another_kind_are_drawn_apart_and_the_page_says_so(other: dict
     assert (
         f"Losses of 2 kinds, which cannot be compared and are drawn apart. nats per byte, the same text: a, c; {said}." in page
     )
-    # nobody's loss is compared with b's where all have come
+    # no loss is compared with b's where all have come
     together = page.partition("As far as all have come")[2].partition("</section>")[0]
     assert re.findall(r"<td>([abc])</td>", together) == ["a", "c"]
 

@@ -190,7 +190,7 @@ class Cluster:
         self.heartbeats: dict[str, list[Heartbeat]] = {}
         self.shard_heartbeats: dict[str, ShardHeartbeat] = {}
         self.gate = Gate(directory)
-        self.liars: set[str] = set()  # whose messages may be refused: nobody else's ever are
+        self.liars: set[str] = set()  # whose messages may be refused, unlike those of others
         self.forged = False  # whether anybody's may be, but for a reason that no forger and no damage can bring about
         self.identity: str | None = None  # as the setting: where each process's is, and the test's own
         self._link: NatsTransport | None = None
@@ -576,7 +576,7 @@ class Cluster:
         self.liars |= {self.subjects.round(index) for index in range(self.settings.fragments.count)}
 
     def wronged(self) -> list[str]:
-        """Messages of honest members that somebody refused: the first of each sender and kind."""
+        """Messages of honest members that were refused: the first of each sender and kind."""
         said = [(event, values) for event in refusals.EVENTS for values in self.events(event)]
         if self.forged:
             said = [(event, values) for event, values in said if values.get("kind") in ("ClaimError", "UnmergeableError")]
@@ -782,12 +782,12 @@ async def check_kept(cluster: Cluster, before: Iterable[Stored | None]) -> None:
 
 
 async def fill(api: JetStreamContext, room_bytes: int) -> None:
-    """Store messages, which are somebody else's, until a server with so much room in all has none for the smallest."""
-    await api.add_stream(name="somebody-else", subjects=["somebody-else"])
+    """Store messages of another program, until a server with so much room in all has none for the smallest."""
+    await api.add_stream(name="foreign", subjects=["foreign"])
     for size in (1 << 19, 1 << 14, 1 << 8):
         with contextlib.suppress(nats.js.errors.APIError):
             for _ in range(room_bytes // size):
-                await api.publish("somebody-else", bytes(size))
+                await api.publish("foreign", bytes(size))
 
 
 def to_toml(values: Mapping[str, Any], prefix: str = "") -> str:

@@ -38,7 +38,7 @@ def nursery() -> Iterator[Nursery]:
 
 @pytest.fixture(scope="session")
 def finished(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """A run that is over, which nobody changes: three toys, one of which was killed with kill -9 and begun again."""
+    """A run that is over, which does not change: three toys, one of which was killed with kill -9 and begun again."""
     return asyncio.run(finish(nursery, tmp_path_factory.mktemp("finished") / "run"))
 
 

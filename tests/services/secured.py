@@ -1,4 +1,4 @@
-"""Keys for a test's run, and servers that let nobody in without them."""
+"""Keys for a test's run, and servers that accept no process without them."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ whose holder sends all that :mod:`tests.services.adversary` draws. The table say
 With ``--regions`` the run has two, each with a server and a syncer, that merge their own offers, and a control store; the
 insider is of the second one, and sends to every server that knows it.
 
-The pace without it is taken twice: with nothing sent, and with the same messages sent to a subject that nobody hears. The
+The pace without it is taken twice: with nothing sent, and with the same messages sent to a subject without a subscriber. The
 second one tells the work of this process and of the server's connection from that of the services.
 
 What a role is there to do is not tried (:data:`WITHHELD`): a syncer may drop what its log does not need any more.
@@ -88,7 +88,7 @@ class Outcome:
     ended: list[str] = field(default_factory=list)  # services
     versions: int = 0  # made meanwhile
     changed: list[str] = field(default_factory=list)  # keys that it may not change
-    # steps and versions a second beside it, relative to those without any message, and to those beside messages to nobody
+    # steps and versions a second beside it, relative to those without any message, and to those beside unread messages
     pace: tuple[float, float] = (0.0, 0.0)
     unheard: tuple[float, float] = (0.0, 0.0)
 
@@ -196,12 +196,12 @@ class Siege:
             yield [await stack.enter_async_context(guest(server, self.keys, LIAR)) for server, _ in self.servers]
 
     async def _to_nobody(self, adversary: Adversary, for_s: float, rate: float) -> None:
-        """Send what the adversary draws to a subject that nobody hears."""
+        """Send what the adversary draws to a subject without a subscriber."""
         began_s = time.monotonic()
         async with guest(self.servers[0][0], self.keys, LIAR) as liar:
             for number, action in enumerate(islice(adversary.actions(), round(for_s * rate))):
                 await asyncio.sleep(max(0.0, began_s + number / rate - time.monotonic()))
-                await raw_messages.publish(liar.link.bulk, f"_INBOX_{LIAR}.nobody".encode(), action.data)
+                await raw_messages.publish(liar.link.bulk, f"_INBOX_{LIAR}.unheard".encode(), action.data)
 
     async def _pace(self, meanwhile: Awaitable[None]) -> tuple[float, float]:
         """Steps a second of all honest learners, and versions a second of all fragments."""

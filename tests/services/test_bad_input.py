@@ -292,12 +292,12 @@ async def test_full_storage_delays_versions_and_loses_nothing(make_server: MakeS
     def met() -> list[Mapping[str, Any]]:
         return [*cluster.events("storage_full"), *cluster.events("offer_not_stored")]
 
-    await cluster.until(lambda: bool(met()), "somebody meets the limit")
+    await cluster.until(lambda: bool(met()), "a process meets the limit")
     stepped, at = cluster.steps(), await logged(cluster)
     await cluster.until(lambda: cluster.steps() > stepped + 30, "learners go on stepping")
     assert await logged(cluster) - at <= 4  # what was under way
     assert all("storage is full" in str(values["reason"]) for values in met())
-    await api.delete_stream("somebody-else")
+    await api.delete_stream("foreign")
     await some_versions(cluster)
 
     await cluster.use_up()

@@ -223,7 +223,7 @@ def _heartbeat_of_two_fragments(forger: Forger) -> Heartbeat:
 
 
 def _foreign_record() -> Record:
-    """An entry by somebody who does not know what stands before it."""
+    """An entry by a writer that does not know what stands before it."""
     return record_of(0, entry="takeover", epoch=1, syncer=MALLORY, body=None)
 
 

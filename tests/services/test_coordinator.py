@@ -29,7 +29,7 @@ def leader(cluster: Cluster) -> str:
     terms = {
         values["revision"]: name for name in ("coordinator", "coordinator-1") for values in cluster.events("leading", name)
     }
-    return terms[max(terms)] if terms else "nobody"
+    return terms[max(terms)] if terms else "none"
 
 
 def series(cluster: Cluster) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def series(cluster: Cluster) -> dict[str, Any]:
 
 
 async def training_status(cluster: Cluster) -> dict[str, Any]:
-    """Wait until somebody answers that the run trains: the answer."""
+    """Wait until a coordinator answers that the run trains: the answer."""
     async with asyncio.timeout(DEADLINE_S):
         while (status := await cluster.status())["state"] != "training":
             await asyncio.sleep(0.1)

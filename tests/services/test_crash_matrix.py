@@ -39,7 +39,7 @@ class CrashCluster(Cluster):
         return self.nursery.start(module, config, output, environment, self.notes(name), kill_at)
 
     def check_alive(self) -> None:
-        """One that was killed is nobody's failure: anyone who runs this cluster starts it again."""
+        """One that was killed is no failure: anyone who runs this cluster starts it again."""
         for service in self.services:
             if service.process.poll() not in (None, 0, -signal.SIGKILL):
                 raise AssertionError(f"{service.name} ended with {service.process.returncode}: {service.said}")
@@ -113,7 +113,7 @@ async def outcome(cluster: CrashCluster, name: str, number: int) -> None:
     for log in folded:
         assert log.passed_over == 0, f"fragment {log.index}: {log.passed_over} entries do not follow"
     # runs differ by an action or two: the last ones may not come
-    assert died == 1 or len(cluster.notes(name).read_text().splitlines()) < number, "nobody died"
+    assert died == 1 or len(cluster.notes(name).read_text().splitlines()) < number, "no process died"
     check_results(cluster, folded)
     check_accounts(heartbeats, folded)
     if not name.startswith("toy"):  # one that has not died has lost only work that came late

@@ -92,7 +92,7 @@ async def test_every_token_is_merged_or_lost_though_learners_die(launch: Launch)
     await cluster.ended()
     folded, report = await cluster.folded(), await reported(cluster)
 
-    # everything that a learner noted is in the report, but for what a killed one could tell nobody
+    # everything that a learner noted is in the report, but for what a killed one could not report
     noted = {f"toy-{i}": trained(cluster, f"toy-{i}") for i in range(4)}
     for name in ("toy-0", "toy-1"):
         assert report["learners"][name]["tokens_processed"] == noted[name].total() * SAMPLES

@@ -128,7 +128,7 @@ async def test_a_learner_that_may_join(link: NatsTransport, nats_server: Server,
         found = await examined(settings)
     assert named(found, "failed") == []
     assert re.fullmatch("4 members heard in .* s, of diloco 0.1.0, 0.2.0", found["members"].found)
-    assert found["name"].found == "nobody is learner-9"
+    assert found["name"].found == "no process is called learner-9"
     assert found["run"].found == f"{name}: preset decoupled, 4 fragments, 64.0k parameters"
     # 34,000 bytes in 0.8 of 24 steps of 4 s, the median
     assert found["nats link"].needed == "0.00354 Mbit/s there, 0.00354 Mbit/s back, at 4 s a step"
@@ -372,7 +372,7 @@ async def test_a_link_between_regions(make_server: MakeServer, name: str, tmp_pa
 
 @dataclass(frozen=True)
 class Guarded:
-    """A server that lets nobody in without an identity of ``keys``, and a run at it, which has changed a little."""
+    """A server that accepts no process without an identity of ``keys``, and a run at it, which has changed a little."""
 
     url: str
     keys: Folder

@@ -145,7 +145,7 @@ def server(keys: Folder, tmp_path: Path) -> Iterator[Server]:
 async def test_nobody_ends_steers_or_stops_a_run_by_what_it_says(
     launch: Launch, keys: Folder, server: Server, rows: list[str]
 ) -> None:
-    # a single syncer, whose fragments nobody takes over for want of processor time; a liar is waited for four times dead_s
+    # a single syncer, whose fragments are not taken over for want of processor time; a liar is waited for four times dead_s
     cluster = launch(small(learners=2, shards=1, tokens=BUDGET, round__quorum="all", liveness__dead_s=1.0), server.url, RUN)
     cluster.identity, cluster.liars = str(keys.path / "identities" / "{name}.identity"), {LIAR, EVALUATOR}
     cluster.learners()

@@ -89,18 +89,18 @@ async def send(liar: Guest, subject: str, wanted: dict[str, Any]) -> None:
     await liar.link.bulk.publish(f"$JS.API.{subject}", json.dumps({"stream_name": LOG, "config": wanted}).encode())
 
 
-async def answer(somebody: Guest, name: str, wanted: dict[str, Any], subject: str = ENTRIES) -> dict[str, Any]:
+async def answer(visitor: Guest, name: str, wanted: dict[str, Any], subject: str = ENTRIES) -> dict[str, Any]:
     """Ask for a consumer of the log in a way that is allowed; what the server says."""
     request = json.dumps({"stream_name": LOG, "config": {"filter_subject": subject} | wanted}).encode()
-    reply = await somebody.link.bulk.request(f"$JS.API.CONSUMER.CREATE.{LOG}.{name}.{subject}", request, timeout=DEADLINE_S)
+    reply = await visitor.link.bulk.request(f"$JS.API.CONSUMER.CREATE.{LOG}.{name}.{subject}", request, timeout=DEADLINE_S)
     told: dict[str, Any] = json.loads(reply.data)
     return told
 
 
-async def first(somebody: Guest, stream: str, subject: str) -> Stored:
-    """The first message that somebody reads."""
+async def first(visitor: Guest, stream: str, subject: str) -> Stored:
+    """The first message that a guest reads."""
     async with asyncio.timeout(DEADLINE_S):
-        async for message in Puller(somebody.link, stream, [subject], 1):
+        async for message in Puller(visitor.link, stream, [subject], 1):
             return message
     raise AssertionError
 
@@ -207,8 +207,8 @@ async def test_an_operator_removes_the_consumers_of_one_who_was_revoked(
     assert entry is not None
     async with guest(server, keys, "leaver") as leaver, guest(server, keys, "toy-0") as staying:
         leavers, others = consumer(keys, "leaver", 3), consumer(keys, "toy-0", 3)
-        for somebody, name in ((leaver, leavers), (staying, others)):
-            assert "error" not in await answer(somebody, name, config(name=name))
+        for visitor, name in ((leaver, leavers), (staying, others)):
+            assert "error" not in await answer(visitor, name, config(name=name))
         keys.replace(entry.model_copy(update={"revoked": True}))
         server.reload()
         command = partial(runs.consumers, RUN, nats_url=server.url, identity=keys.identity_file("operator"))
@@ -359,8 +359,8 @@ async def test_messages_of_anothers_consumer(syncer: Guest, server: Server, keys
         guest(server, keys, VICTIM) as victim,
         guest(server, keys, "operator") as operator,
     ):
-        for somebody, old in ((liar, own), (victim, name)):
-            await streams.remove_consumer(somebody.link, LOG, old)
+        for visitor, old in ((liar, own), (victim, name)):
+            await streams.remove_consumer(visitor.link, LOG, old)
         assert "error" not in await answer(victim, name, config(name=name))
         thief = {"name": own, "deliver_subject": deliveries, "headers_only": True, "ack_policy": "explicit"}
         told = await answer(liar, own, config() | thief)

@@ -48,7 +48,7 @@ def _join(cluster: Cluster, params: Any, **given: Any) -> JoinedRun:
 
 
 class _Loop:
-    """Somebody's training loop: the toy regression with arrays of NumPy, or of JAX with a donated step."""
+    """A user's training loop: the toy regression with arrays of NumPy, or of JAX with a donated step."""
 
     def __init__(self, cluster: Cluster, name: str, share: int, kind: str, data: str = "dealt") -> None:
         self.cluster, self.name, self.share, self.kind, self.data = cluster, name, share, kind, data

@@ -27,7 +27,7 @@ PROGRESS_A_MINUTE = 2
 
 @pytest.mark.promise("every log line fits the documented schema")
 async def test_every_line_fits_the_schema_and_few_are_for_people(launch: Launch) -> None:
-    # nobody is taken for dead, which would be said; and versions keep step with learners
+    # no process is taken for dead, which would be said; and versions keep step with learners
     cluster = launch(
         small(tokens=4 * 60 * 16, round__learners_wait=True, liveness__dead_s=DEADLINE_S, liveness__takeover_s=scaled_s(8.0))
     )

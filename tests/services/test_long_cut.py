@@ -1,4 +1,4 @@
-"""A region under identities is away for five minutes: nobody refuses a word of its learners', or of the others', afterwards."""
+"""A region under identities is away for five minutes: no message of its learners, or of the others, is refused afterwards."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def granted(path: Path, regions: Sequence[str]) -> Folder:
 
 @asynccontextmanager
 async def secured(nursery: Nursery, path: Path, regions: Sequence[str]) -> AsyncIterator[Region]:
-    """A run in regions whose servers let nobody in without an identity, with learners that are processes."""
+    """A run in regions whose servers accept no process without an identity, with learners that are processes."""
     keys = granted(path / "keys", regions)
     settings = apart(
         tokens=round((len(regions) * BESIDE_S + (len(regions) - 1) * AWAY_S) / SLOW_STEP_S) * SAMPLES,

@@ -242,7 +242,7 @@ async def test_what_services_tell_is_what_the_run_says(make_server: Callable[[],
     of_own_tasks = {"diloco_learner_task_metric"}  # the toy has no metrics of its own
     assert unseen == of_regions | of_own_tasks
 
-    # without NATS nobody is ready, all are healthy, and the learner trains on
+    # without NATS no process is ready, all are healthy, and the learner trains on
     server.stop()
     await ready(cluster, SERVICES, False)
     steps = (await scrape(cluster, "learner-0"))["diloco_learner_steps_total"][()]

@@ -1,4 +1,4 @@
-"""Islands of several sizes and paces in one run, each granted exactly what it does: nobody refuses a word of theirs."""
+"""Islands of several sizes and paces in one run, each granted exactly what it does: none of their messages is refused."""
 
 from __future__ import annotations
 

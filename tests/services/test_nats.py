@@ -174,7 +174,7 @@ async def test_of_three_servers_the_leader_is_killed(three: list[Server], launch
 
 
 async def test_a_reader_whose_consumer_was_given_to_a_server_that_has_just_died_has_another_made(three: list[Server]) -> None:
-    """For some seconds the others take it for alive: a third of the consumers go there, and nobody answers for them."""
+    """For some seconds the others take it for alive: a third of the consumers go there, and they are not answered for."""
     async with contextlib.AsyncExitStack() as opened:
         links = []
         for number in range(2):

@@ -1,4 +1,4 @@
-"""``diloco page``: an operator acts on a run by the page of the own machine, in its own name, and nobody else does."""
+"""``diloco page``: an operator acts on a run by the page of the own machine, in its own name, and no other person does."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def act_on(page: PageProcess, cluster: Cluster, own: Path, third: Service)
     assert await acted(page, "eject", learner="toy-2", reason="stepped too fast") == ["change 2: eject toy-2"]
     [(code, _)] = await cluster.refused(third)
     assert code == EjectedError.exit_code
-    assert "no learner 'nobody' was ever admitted" in await acted(page, "eject", learner="nobody")
+    assert "no learner 'missing' was ever admitted" in await acted(page, "eject", learner="missing")
     assert await acted(page, "readmit", learner="toy-2") == ["change 3: readmit toy-2"]
     assert "toy-0' takes part" in await acted(page, "readmit", learner="toy-0")
     told = await acted(page, "preview", version="1")

@@ -95,7 +95,7 @@ async def test_combined_offers_that_cannot_be_are_refused_and_never_merged(regio
     bad: dict[str, dict[str, Any]] = {
         "of-another": {"syncer": "syncer-0"},
         "in-eight-bits": {"bits": 8},
-        "of-nobody": {"members": [forged("eve")]},
+        "of-an-unknown-learner": {"members": [forged("eve")]},
         "of-too-many-steps": {"members": [forged("toy-0", steps=SAMPLES + 1, base_hash=base_hash)]},
         "of-more-than-can-be": {"members": [forged("toy-0", lost_tokens=2**62, base_hash=base_hash)]},
         "of-another-fragment": {"fragment": 1},

@@ -322,7 +322,7 @@ async def test_a_region_whose_storage_is_full_keeps_only_itself_waiting(regions:
     server.start()
     await run.begin()
     await some_versions(run)
-    link = await Link.open(server.url, server.url, "somebody-else", get_logger(), DEADLINE_S)
+    link = await Link.open(server.url, server.url, "foreign", get_logger(), DEADLINE_S)
     await fill(link.bulk.jetstream(timeout=DEADLINE_S), STORAGE_BYTES)
 
     def heard(event: str, service: str, **values: str) -> bool:
@@ -341,7 +341,7 @@ async def test_a_region_whose_storage_is_full_keeps_only_itself_waiting(regions:
     await run.until(lambda: bool(run.events("commits_nothing", "syncer-1")), "eu's syncer says why it gave way")
     assert "stores nothing" in str(run.events("commits_nothing", "syncer-1")[0]["reason"])
 
-    await link.bulk.jetstream(timeout=DEADLINE_S).delete_stream("somebody-else")
+    await link.bulk.jetstream(timeout=DEADLINE_S).delete_stream("foreign")
     await link.close()
     full = await run.read("us", closed=False)
     back: set[str] = set()

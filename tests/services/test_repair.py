@@ -37,7 +37,7 @@ RUN = "guarded"
 
 
 async def repair(cluster: Cluster, **options: Any) -> int:
-    """``diloco repair``, in this process; nobody is asked."""
+    """``diloco repair``, in this process, without questions."""
     save_directory(cluster)
     return await repaired(cluster, **options)
 

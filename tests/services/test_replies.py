@@ -110,16 +110,16 @@ def wanted(call: str, **more: Any) -> bytes:
     return json.dumps({"stream_name": stream, "config": config}).encode()
 
 
-async def answered(somebody: Guest, call: str, data: bytes = b"") -> Any:
+async def answered(visitor: Guest, call: str, data: bytes = b"") -> Any:
     """The server's answer to a request."""
-    return json.loads((await asked(partial(somebody.link.bulk.request, call, data, timeout=ANSWER_S))).data)
+    return json.loads((await asked(partial(visitor.link.bulk.request, call, data, timeout=ANSWER_S))).data)
 
 
-async def push(somebody: Guest, call: str, target: str) -> bool:
+async def push(visitor: Guest, call: str, target: str) -> bool:
     """Have a consumer send the messages of a stream, and heartbeats, to a subject; whether there is such a consumer."""
     removing = ".".join(call.replace("CREATE", "DELETE", 1).split(".")[:6])
-    await answered(somebody, removing)
-    told = await answered(somebody, call, wanted(call, deliver_subject=target, idle_heartbeat=100_000_000))
+    await answered(visitor, removing)
+    told = await answered(visitor, call, wanted(call, deliver_subject=target, idle_heartbeat=100_000_000))
     if told.get("push_bound"):  # else it sends nothing
         await asyncio.sleep(DELIVERED_S)
     return "error" not in told
@@ -132,7 +132,7 @@ class Witness:
         self.reader, self.operator = reader, operator
         self.heard: list[str] = []
 
-    async def listen(self, somebody: Guest, who: Who) -> None:
+    async def listen(self, visitor: Guest, who: Who) -> None:
         """Hear all that an identity may, but for its inbox, whose names are random. Consumers push to exact names alone."""
 
         def noting(subject: str) -> Any:
@@ -142,8 +142,8 @@ class Witness:
             return note
 
         for subject in [one_of(subject) for subject in may(who, "subscribe") if not subject.startswith("_INBOX")]:
-            await somebody.link.bulk.subscribe(subject, cb=noting(subject))
-        await somebody.flush()
+            await visitor.link.bulk.subscribe(subject, cb=noting(subject))
+        await visitor.flush()
 
     async def stored(self, own: tuple[str, ...]) -> dict[tuple[str, str], list[bytes]]:
         """Return messages by stream and subject, and the streams' settings, but for all that ``own`` rights may change."""
@@ -217,7 +217,7 @@ async def test_no_answer_lands_where_the_asker_may_not_write(people: dict[str, G
     assert asked > 1000
     assert sum([await push(people[name], call, target) for call in creating for target in TARGETS]) > 50
     await asyncio.sleep(DELIVERED_S)
-    for somebody in people.values():
-        await somebody.flush()
+    for visitor in people.values():
+        await visitor.flush()
     assert await witness.stored(own) == before
     assert {subject for subject in witness.heard if not covered(subject, own)} == set()

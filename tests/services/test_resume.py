@@ -216,7 +216,7 @@ async def test_a_run_begins_again_at_an_earlier_version(make_server: MakeServer,
     run.learners(**run.answers_held)
     await run.begin(until_step=0)
     await run.step_to_version(3)
-    # which at an earlier version nobody has ordered yet
+    # which at an earlier version is not ordered yet
     await asyncio.to_thread(rollback.rollback, save_directory(run), 1, "")
     await run.step_to_version(5)
     taken, _ = await checkpoint_of(run)

@@ -163,7 +163,7 @@ async def test_a_learner_that_was_away_goes_on_from_where_the_run_went_and_not_f
     await cluster.step_to_version(good + 2)
     leaver = cluster.toys[2]
     assert leaver.member is not None
-    await cluster.step_until(leaver.member.step + 2)  # work that nobody merges any more
+    await cluster.step_until(leaver.member.step + 2)  # work that is not merged any more
     leaver.leave()
     await cluster.until(lambda: not leaver.running, "it has left")
     cluster.toys.remove(leaver)

@@ -47,7 +47,7 @@ async def test_a_run_is_listed_shown_and_removed_once_nobody_is_heard(
         service.kill()
     capsys.readouterr()
     shown = ""
-    while "members heard: nobody" not in shown:  # the server may pass on what was sent before
+    while "members heard: none" not in shown:  # the server may pass on what was sent before
         await asyncio.to_thread(runs.show, cluster.name, url)
         shown = capsys.readouterr().out
     assert f"run {cluster.name}: stopped after" in shown

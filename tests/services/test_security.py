@@ -1,4 +1,4 @@
-"""A run whose servers let in nobody without an identity, and nobody do what is not its own to do: tried, and refused."""
+"""A run whose servers accept no process without an identity, and refuse what is not its own to do: tried, and refused."""
 
 from __future__ import annotations
 
@@ -168,11 +168,11 @@ FORBIDDEN: dict[str, list[str]] = {
 @pytest.mark.parametrize("name", FORBIDDEN)
 @pytest.mark.promise("a member can do only what its role allows")
 async def test_what_is_not_ones_own_is_refused_by_the_server(run: Guest, guarded: Server, keys: Folder, name: str) -> None:
-    async with guest(guarded, keys, name) as somebody:
+    async with guest(guarded, keys, name) as visitor:
         for subject in FORBIDDEN[name]:
-            await somebody.link.bulk.publish(subject, b"x")
-        assert await somebody.refused(*FORBIDDEN[name]) == []
-        assert somebody.told.count("permissions violation for publish to") == len(FORBIDDEN[name])
+            await visitor.link.bulk.publish(subject, b"x")
+        assert await visitor.refused(*FORBIDDEN[name]) == []
+        assert visitor.told.count("permissions violation for publish to") == len(FORBIDDEN[name])
 
 
 async def test_a_founder_writes_keyframes_and_genesis_and_no_versions(run: Guest, guarded: Server, keys: Folder) -> None:
@@ -319,10 +319,10 @@ async def test_what_no_offer_is_made_of_is_dropped_with_all_of_its_sender(run: G
     sweeper = Sweeper(run.link, RUN, fragments, cast(Logger, events))
     async with guest(guarded, keys, LEARNER) as liar, guest(guarded, keys, "toy-2") as honest:
 
-        async def stored(somebody: Guest, name: str, *rest: str) -> None:
+        async def stored(visitor: Guest, name: str, *rest: str) -> None:
             for tail in rest:
                 subject = f"diloco.{RUN}.delta.{tail.replace('NAME', name)}"
-                await somebody.link.append(subject, b"x", message_id=uuid.uuid4().hex, fence=None, timeout_s=DEADLINE_S)
+                await visitor.link.append(subject, b"x", message_id=uuid.uuid4().hex, fence=None, timeout_s=DEADLINE_S)
 
         real = [f"{small_}.NAME.head", f"{small_}.NAME.part.0", f"{large}.NAME.head", f"{large}.NAME.part.1"]
         await stored(honest, "toy-2", *real)
@@ -345,7 +345,7 @@ async def test_what_no_offer_is_made_of_is_dropped_with_all_of_its_sender(run: G
 
 
 async def comes_in(url: str, file: Path | None, seed: str = "", **changes: Any) -> str:
-    """Connect with what an identity file holds, checked by nobody here; what goes wrong, or nothing."""
+    """Connect with what an identity file holds, not checked here; what goes wrong, or nothing."""
     options: dict[str, Any] = {}
     if file is not None:
         values = tomllib.loads(file.read_text())  # noqa: ASYNC240
@@ -438,18 +438,18 @@ async def test_who_is_connected_when_its_certificate_ends_is_cut_off_by_the_next
     guarded.reload()
     entry = keys.roster.identity(name)
     assert entry is not None
-    async with guest(guarded, keys, name) as somebody:
+    async with guest(guarded, keys, name) as visitor:
         await asyncio.sleep((entry.expires - datetime.now(UTC)).total_seconds() + 0.5)
-        assert somebody.link.connected
-        await somebody.flush()
-        assert somebody.count("nats_disconnected") == 0  # it is still there
+        assert visitor.link.connected
+        await visitor.flush()
+        assert visitor.count("nats_disconnected") == 0  # it is still there
         if how == "revoked":
             keys.replace(entry.model_copy(update={"revoked": True}))
         else:
             keys.refresh()
         guarded.reload()
         async with asyncio.timeout(DEADLINE_S):  # it takes milliseconds; by its pings a server would notice in minutes
-            while somebody.link.bulk.is_connected or somebody.link.control.is_connected:
+            while visitor.link.bulk.is_connected or visitor.link.control.is_connected:
                 await asyncio.sleep(0.01)
 
 
@@ -488,7 +488,7 @@ async def test_a_certificate_lets_in_and_the_key_says_who_comes(
 
 
 async def test_a_peer_answers_the_one_who_asks_and_nobody_else(run: Guest, guarded: Server, keys: Folder) -> None:
-    """A request that names the asked one's own admission, or its offer, for the answer has it stored there by nobody."""
+    """A request that names the asked one's own admission, or its offer, for the answer does not have it stored there."""
     state = NAMES.state("toy-2")
     targets = [
         f"$KV.{NAMES.bucket}.member.toy-2",
@@ -519,9 +519,9 @@ async def test_a_peer_answers_the_one_who_asks_and_nobody_else(run: Guest, guard
         assert await asker.link.request(state, b"?", DEADLINE_S) == b"the state"
         assert len(heard) == len(targets) + 1
         assert all(reply.startswith("_R_.") for reply in heard)
-        for somebody in (lender, other, asker):
-            assert await somebody.refused() == []
-            assert somebody.told == ""
+        for visitor in (lender, other, asker):
+            assert await visitor.refused() == []
+            assert visitor.told == ""
         after = [await run.link.bulk.jetstream().stream_info(name) for name in (OFFERS, STORE)]
         assert [info.state.last_seq for info in after] == [info.state.last_seq for info in before]
 
@@ -582,7 +582,7 @@ async def test_a_whole_run_needs_nothing_that_it_may_not(launch: Launch, keys: F
         cluster.learners(**cluster.answers_held)
         await cluster.begin(until_step=0)
         await cluster.step_to_version(2)
-        server.reload()  # as when somebody is added, or revoked: nobody else is disturbed
+        server.reload()  # as when an identity is added, or revoked: no other one is disturbed
         as_whom(cluster, keys, "test")
         assert (await inspect.ask(rundir.load(cluster.directory)))["run"] == RUN
         as_whom(cluster, keys, "operator")
@@ -607,7 +607,7 @@ async def test_a_whole_run_needs_nothing_that_it_may_not(launch: Launch, keys: F
 
 
 async def test_members_wait_for_the_rights_that_an_older_file_lacks(launch: Launch, tmp_path: Path) -> None:
-    """One of version 1, say, which knows no claims to shares: nobody takes part by half, and each says what it lacks."""
+    """One of version 1, say, which knows no claims to shares: no process takes part by half, and each says what it lacks."""
     keys = make_keys(tmp_path / "keys", RUN, members(2, 2))
     file = keys.server_folder("nats") / "auth.conf"
     newest = file.read_text()
@@ -634,7 +634,7 @@ async def test_members_wait_for_the_rights_that_an_older_file_lacks(launch: Laun
 
 
 def told_secrets(keys: Folder, folder: Path) -> list[Path]:
-    """Files that services have written, in which a secret of somebody's stands: a seed, or a line of a private key."""
+    """Files that services have written, with a secret: a seed, or a line of a private key."""
     files = [tomllib.loads(file.read_text()) for file in (keys.path / "identities").iterdir()]
     lines = [line for values in files for line in values["private_key"].splitlines()[1:3]]
     secrets = [text.encode() for text in (*(values["seed"] for values in files), *lines)]

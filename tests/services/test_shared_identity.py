@@ -1,4 +1,4 @@
-"""A learner of several processes in a run with identities: all share the learner's, and nobody else is one of them."""
+"""A learner of several processes in a run with identities: all share the learner's, and no other process is one of them."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ async def process(server: Server, keys: Folder, name: str, index: int) -> AsyncI
         await link.close()
 
 
-async def read(somebody: Guest, fragment: int) -> bytes:
+async def read(visitor: Guest, fragment: int) -> bytes:
     """The first entry of a fragment; it reads on until it is cancelled, and so keeps its consumer."""
-    async for message in Puller(somebody.link, LOG, [NAMES.record_tree(fragment)], 1):
+    async for message in Puller(visitor.link, LOG, [NAMES.record_tree(fragment)], 1):
         return message.data
     raise AssertionError
 

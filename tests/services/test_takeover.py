@@ -131,7 +131,7 @@ async def test_syncers_join_and_leave_a_run_that_goes_on(launch: Launch) -> None
 
     await whole_run_is_in_the_log(cluster)
 
-    # the owners agreed on every change of hands: nobody's append was fenced, and no residual was lost
+    # the owners agreed on every change of hands: no append was fenced, and no residual was lost
     for event in ("version_fenced", "residual_reset", "takeover_retried", "keyframe_not_stored"):
         assert not cluster.events(event)
 

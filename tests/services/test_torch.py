@@ -98,7 +98,7 @@ async def test_what_no_torch_learner_can_be_is_refused(launch: Launch, values: d
 
 
 class _Loop:
-    """Somebody's loop of PyTorch, with a module of the toy's tensors."""
+    """A user's loop of PyTorch, with a module of the toy's tensors."""
 
     def __init__(self, cluster: Cluster, **given: Any) -> None:
         from tests.services.torch_toy import make

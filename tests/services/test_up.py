@@ -317,7 +317,7 @@ def test_a_run_that_is_over_goes_on_with_more_tokens(story: Story, diloco: Diloc
     events = [json.loads(line) for line in diloco("logs", str(new), "--json").out.splitlines()]
     begun = {(event["service"], event["event"]): event["learner"] for event in events if event["event"] in BEGUN}
     taken_up = {service: learner for (service, event), learner in begun.items() if event == "state_taken_up"}
-    assert taken_up  # of whoever comes first
+    assert taken_up  # of the first that comes
     assert all(service == learner for service, learner in taken_up.items())
     # one that comes when the other has had something merged already, borrows that one's, which is newer
     assert {service for service, _ in begun} == set(LEARNERS)

@@ -1,4 +1,4 @@
-"""``diloco verify`` and ``diloco replay`` on a run of toys: all holds, until somebody tampers with what is stored."""
+"""``diloco verify`` and ``diloco replay`` on a run of toys: all holds, until what is stored is tampered with."""
 
 from __future__ import annotations
 

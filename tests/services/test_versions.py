@@ -30,7 +30,7 @@ MADE_BY_1 = "made by version 0.1.0 of diloco (format 1)"
 
 
 async def says(link: NatsTransport, name: str, value: object) -> None:
-    """Put what another version, or somebody else, left in the bucket of a run."""
+    """Put what another version, or another program, left in the bucket of a run."""
     bucket = await link.bucket(Subjects(name).bucket, create=True)
     await bucket.put("protocol", value if isinstance(value, bytes) else msgspec.json.encode(value))
 

@@ -36,7 +36,7 @@ def test_a_learner_whose_steps_are_not_finite_says_so_until_one_is() -> None:
 
 def test_a_learner_without_losses_is_stuck_once_its_values_have_not_been_finite_for_ten_steps() -> None:
     accounts, stuck = Accounts(), list[bool]()
-    for finite, steps in ((False, 9), (True, 1), (False, 9), (None, 1), (False, 1), (True, 1)):  # None: nobody looked
+    for finite, steps in ((False, 9), (True, 1), (False, 9), (None, 1), (False, 1), (True, 1)):  # None: not looked at
         accounts.book(StepDone(7, 0, 0, None, 1.0, 0.0, steps=steps, finite=finite))
         stuck.append(accounts.is_stuck)
     assert stuck == [False, False, False, False, True, False]

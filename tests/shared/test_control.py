@@ -1,4 +1,4 @@
-"""Values of the bucket that somebody else wrote: they count as none."""
+"""Values of the bucket that another program wrote: they count as none."""
 
 from __future__ import annotations
 

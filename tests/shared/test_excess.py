@@ -142,7 +142,7 @@ def test_offers_whose_claims_nobody_could_read_in_an_entry_are_named() -> None:
     merge = Merge(4, (ann, bob, cat), False, 0.0, 0.0)
     assert unreadable(chain, Merge(4, (ann, bob), False, 0.0, 0.0), settings, RUN) == []
     assert unreadable(chain, merge, settings, RUN) == [cat]
-    with pytest.raises(UnmergeableError, match="nobody could read the entry with offers of cat") as raised:
+    with pytest.raises(UnmergeableError, match="the entry with offers of cat cannot be read") as raised:
         merged(settings, replica_of(vector(1)), ann, bob, cat)
     assert raised.value.event == "merge_unreadable"
     assert accumulate(fragment_of(1), settings, [ann], {}, vector(1)).result().tolist() == [1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import os
 import sys
 import tempfile
@@ -12,7 +13,7 @@ from typing import Any, NoReturn
 import pytest
 
 import diloco.core
-from diloco.core import kernels
+from diloco.core import compiled, kernels
 from diloco.errors import SettingsError
 from diloco.process import kernel_cache
 from diloco.settings import folders
@@ -152,3 +153,19 @@ def test_a_kernel_that_cannot_be_kept_is_compiled_in_memory(monkeypatch: pytest.
 
     assert kernels._kernel("float64(float64)")(double)(1.5) == 3.0
     assert len(tried) == 1
+
+
+def test_compilation_is_announced_once_and_loading_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "two_kernels.py").write_text(
+        "from diloco.core.kernels import _kernel\n\n\n"
+        "@_kernel('float64(float64)')\ndef double(value):\n    return value + value\n\n\n"
+        "@_kernel('float64(float64)')\ndef square(value):\n    return value * value\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    announced: list[None] = []
+    for _ in range(2):  # compiled and kept; loaded
+        monkeypatch.delitem(sys.modules, "two_kernels", raising=False)
+        with compiled.announced_compilation(lambda: announced.append(None)):
+            module = importlib.import_module("two_kernels")
+        assert module.square(module.double(1.5)) == 9.0
+        assert len(announced) == 1

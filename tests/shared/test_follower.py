@@ -33,7 +33,7 @@ Events = AsyncIterator[Event]
 
 
 class Followed:
-    """A log of three versions, somebody who follows it, and somebody who appends to it."""
+    """A log of three versions, a follower and a writer."""
 
     def __init__(self, log: Log, genesis: tuple[Genesis, bytes], newest: Replica, *, in_place: bool = False) -> None:
         self.log, self.newest, self.refusals = log, newest, list[Refusal]()

@@ -1,4 +1,4 @@
-"""Grants: signed by a run's authority, believed of nobody else, and the bounds that they set."""
+"""Grants: signed by a run's authority, believed of no other signer, and the bounds that they set."""
 
 from __future__ import annotations
 
@@ -79,7 +79,9 @@ async def test_a_learner_shows_its_grant_and_is_not_admitted_without_one() -> No
         assert (standing.grant, standing.incarnation is None) == (grant, grant is None)
         assert bool(standing.reason) is (grant is None)
     run.authority = None
-    assert (await admission.admitted(run, "ann", OWN_MAP.digest)).grant is None  # nobody asks where there are no identities
+    assert (
+        await admission.admitted(run, "ann", OWN_MAP.digest)
+    ).grant is None  # it is not asked for where there are no identities
 
 
 class Link:

@@ -672,7 +672,7 @@ async def test_what_a_process_proved_serves_nobody_else() -> None:
 
 
 async def test_strangers_without_a_word_keep_no_process_from_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proving, "PROVING_S", 10 * DEADLINE_S)  # for whoever waited until they have said who they are
+    monkeypatch.setattr(proving, "PROVING_S", 10 * DEADLINE_S)  # for those that waited until they have said who they are
     where = address()
     leading = asyncio.create_task(keyed(0, where, ANN).meet(FACTS, 5))
     holding = [await stranger(where) for _ in range(MAX_STRANGERS + 20)]

@@ -63,7 +63,7 @@ def test_a_file_that_others_may_touch_is_refused(file: Path, mode: int) -> None:
 
 
 def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
-    said = refusal(tmp_path / "nobody.identity")
+    said = refusal(tmp_path / "missing.identity")
     assert "cannot be read: No such file or directory; make it with 'diloco keys add'" in said
 
 

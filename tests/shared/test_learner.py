@@ -292,7 +292,7 @@ def test_no_announcement_ends_a_run_that_its_log_does_not_show_near_its_end() ->
     decision = world.boundary()
     assert not world.learner.draining
     assert not decision.stop
-    assert [answer.version for answer in world.answers] == [2]  # as a round like any other: it keeps nobody from an answer
+    assert [answer.version for answer in world.answers] == [2]  # as a round like any other: it keeps no learner from an answer
     assert world.learner.accounts.processed() == 5 + 2 * 5  # zoe may hold two offers more
 
 

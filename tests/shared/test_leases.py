@@ -197,7 +197,7 @@ FORGED = [
     (ShareClaim("ann", 1, [ClaimedShare(1, True, 0, 0, 0), ClaimedShare(0, True, 0, 0, 0)]), FormatError),
     (ShareClaim("ann", 1, [ClaimedShare(0, True, 0, 0, 0)] * 2), FormatError),
     (ShareClaim("ann", 1, [ClaimedShare(0, True, 0, 10, 0)]), FormatError),  # since a revision that is still to come
-    (ShareClaim("ann", 1, [ClaimedShare(0, True, 0, 0, 9)]), FormatError),  # nobody could take it over
+    (ShareClaim("ann", 1, [ClaimedShare(0, True, 0, 0, 9)]), FormatError),  # it could not be taken over
     (ShareClaim("ann", 1, [ClaimedShare(0, False, 0, 0, 2**62)]), FormatError),
     (ShareClaim("ann", 1, [ClaimedShare(0, True, END + 1, 0, 0)]), ClaimError),
     (ShareClaim("ann", 1, [ClaimedShare(0, False, 2**62, 0, 0)]), ClaimError),
@@ -347,7 +347,7 @@ def test_no_share_has_two_holders_none_stays_orphaned_and_no_position_goes_back(
             if after.holder not in (None, before.holder):
                 assert after.entry is not None
                 assert after.entry.next >= before.next or merged[share] >= before.next
-                assert before.holder not in heard  # nobody who lives and is heard loses a share to another one
+                assert before.holder not in heard  # no live learner that is heard loses a share to another one
 
     def look(learner: str) -> None:
         table, watch = bucket.table, watches[learner]

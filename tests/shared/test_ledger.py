@@ -153,5 +153,5 @@ def test_merged_work_on_data_of_a_learners_own_is_counted_as_not_accounted_for()
     tokens = ledger.own[1]["lab"]
     assert ledger.own == [{"lab": 2 * tokens}, {"lab": tokens}]
     assert ledger.own_tokens([3, 1]) == {"lab": round((3 * 2 * tokens + tokens) / 4)}
-    assert not any("lab" in reason for reason in ledger.untrained())  # nobody can say that it never trained it
+    assert not any("lab" in reason for reason in ledger.untrained())  # it is unknown whether it trained it
     assert Ledger.load(2, json.loads(json.dumps(ledger.dump()))) == ledger

@@ -122,7 +122,7 @@ def test_who_is_out_of_step_once_does_not_stay_so(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_who_begins_with_uneven_logs_goes_on_when_nothing_comes(seed: int) -> None:
-    # all were killed between two versions of one step: nobody holds the gradients that the third fragment lacks
+    # all were killed between two versions of one step: no learner holds the gradients that the third fragment lacks
     rounds = Rounds(seed, [])
     for log in rounds.logs:
         log += [{0: batch, 1: batch, 2: batch} for batch in range(1, 8)]

@@ -67,7 +67,7 @@ class Written:
         return loaded, [(e["sequence"], e["reason"]) for e in logs if e["event"] == "keyframe_refused"]
 
     async def spoil(self, forge: Callable[[bytes], bytes]) -> int:
-        """Store a newer keyframe: what somebody makes of the newest."""
+        """Store a newer keyframe: what a process makes of the newest."""
         transport, head = self.log.transport, self.log.subjects.keyframe(0)
         newest = await transport.last(self.log.subjects.log_stream, head)
         assert newest is not None
@@ -404,7 +404,7 @@ async def test_a_later_keyframe_of_version_0_or_of_another_fragment_hides_none(w
 
 
 async def test_the_first_genesis_record_is_the_runs(link: NatsTransport) -> None:
-    """Who may found a run may store more on its subject, and so may a syncer of a region: nobody goes by it."""
+    """Who may found a run may store more on its subject, and so may a syncer of a region: no reader goes by it."""
     log, genesis, _ = await log_of_versions(link, 1, set())
     later = framing.pack(replace_struct(genesis[0], founder="mallory"), log.stream.run)
     for data in (b"", b"x", later):

@@ -185,16 +185,16 @@ def test_chunks_of_any_size_give_the_same_bits(monkeypatch: pytest.MonkeyPatch, 
 def test_merges_add_up(bits: int, method: Method) -> None:
     rng, segments = np.random.default_rng(3), np.array([0, 100, 1000])
     bodies = [quantise.quantise(rng.standard_normal(1000).astype(np.float32), bits) for _ in range(5)]
-    together, one, other, nobody = (Accumulator(1000, segments, method) for _ in range(4))
+    together, one, other, empty = (Accumulator(1000, segments, method) for _ in range(4))
     for number, body in enumerate(bodies):
         together.add(body, bits, number + 1)
         (one if number < 3 else other).add(body, bits, number + 1)
     one.combine(other)
-    one.combine(nobody)
-    nobody.combine(one)
+    one.combine(empty)
+    empty.combine(one)
     expected = together.result()
     np.testing.assert_allclose(one.result(), expected, rtol=1e-4, atol=1e-6)
-    np.testing.assert_allclose(nobody.result(), expected, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(empty.result(), expected, rtol=1e-4, atol=1e-6)
 
 
 def test_adding_leaves_offers_as_they_are() -> None:

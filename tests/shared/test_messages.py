@@ -81,7 +81,7 @@ def test_a_flipped_bit_anywhere_before_the_body_is_refused(cls: type[Message]) -
 
 @pytest.mark.parametrize("cls", KINDS)
 def test_damaged_fields_with_a_right_check_are_a_message_or_refused(cls: type[Message]) -> None:
-    # somebody who computes the check over nonsense, rather than a damaged line
+    # a sender that computes the check over nonsense, rather than a damaged line
     draw = random.Random(cls.kind)
     fields = fields_of(EXAMPLES[cls])
     for _ in range(2000):

@@ -80,7 +80,7 @@ async def test_single_messages_count_up(log: Log) -> None:
 @pytest.mark.services
 async def test_a_fence_lets_only_the_expected_head_be_followed(log: Log) -> None:
     assert await log.append(b"a", [], 0) == 1
-    with pytest.raises(FenceError, match=r"head: somebody else appended first"):
+    with pytest.raises(FenceError, match=r"head: another process appended first"):
         await log.append(b"b", [], 0)
     assert await log.append(b"b", [], 1) == 2
     assert (await log.state()).messages == 2
@@ -128,7 +128,7 @@ async def test_the_last_sequence_of_a_subject_is_told_to_its_writer(log: Log) ->
     assert await streams.last_sequence(log.link, head) == 4
     assert (await log.state()).messages == 4, "asking stores nothing"
     with pytest.raises(AppendUncertainError, match="no answer"):
-        await streams.last_sequence(log.link, "nobody.stores.this")
+        await streams.last_sequence(log.link, "not.stored")
 
 
 @pytest.mark.services
@@ -265,17 +265,17 @@ async def test_a_refusal_is_an_error_of_its_own(log: Log) -> None:
         with pytest.raises(BrokerError, match=r"the server's max_payload is 1048576"):
             await log.append(data, parts, None)
     with pytest.raises(AppendUncertainError):  # no stream takes it
-        await append(log.link, "nobody.listens", b"x", message_id="1", fence=None, timeout_s=DEADLINE_S)
+        await append(log.link, "no.listener", b"x", message_id="1", fence=None, timeout_s=DEADLINE_S)
 
 
 @pytest.mark.services
 async def test_what_goes_wrong_inside_a_batch_names_its_head(log: Log) -> None:
     await log.append(b"head", [], 0)
-    with pytest.raises(FenceError, match=rf"^{log.head}: somebody else appended first"):
+    with pytest.raises(FenceError, match=rf"^{log.head}: another process appended first"):
         await log.append(b"head", bodies(2), 0)
-    with pytest.raises(AppendUncertainError, match=r"^nobody.listens: no stream takes it"):
+    with pytest.raises(AppendUncertainError, match=r"^no.listener: no stream takes it"):
         await append(
-            log.link, "nobody.listens", b"x", parts=[b"x"], part_subject=str, message_id="1", fence=None, timeout_s=DEADLINE_S
+            log.link, "no.listener", b"x", parts=[b"x"], part_subject=str, message_id="1", fence=None, timeout_s=DEADLINE_S
         )
     # what should store it answers something else
     for answer, said in ((b"hello", "b'hello' came for an answer"), (b'{"type": "gap"}', "the batch was broken off")):

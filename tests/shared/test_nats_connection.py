@@ -232,7 +232,7 @@ async def test_a_server_that_is_late_is_waited_for(make_server: MakeServer, even
 async def test_a_normal_start_and_end_log_nothing(make_server: MakeServer, events: Events) -> None:
     server = make_server()
     link = await opened(server.url)
-    await link.bulk.publish("nobody", b"x")
+    await link.bulk.publish("unheard", b"x")
     await link.close()
     await asyncio.to_thread(server.stop)
     assert events == []
@@ -411,7 +411,7 @@ async def test_what_comes_in_the_middle_of_a_message_shows_the_rate(
 ) -> None:
     link, now_s = await opened(nats_server.url), 100.0
     parser, loop = link.bulk._ps, asyncio.get_running_loop()
-    frame = b"MSG nobody 99 1000\r\n" + bytes(1000) + b"\r\n"
+    frame = b"MSG unheard 99 1000\r\n" + bytes(1000) + b"\r\n"
     with monkeypatch.context() as patch:
         patch.setattr(loop, "time", lambda: now_s)
         await parser.parse(frame)  # at once: nothing is known

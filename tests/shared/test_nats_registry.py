@@ -72,7 +72,7 @@ async def test_a_bucket_of_an_earlier_version_is_as_good_and_another_stream_of_i
 async def test_compare_and_set_refuses_what_has_moved(registry: Registry, bucket: str) -> None:
     await registry.create("key", b"a")
     for call in (registry.create("key", b"b"), registry.update("key", b"b", 7), registry.update("none", b"b", 1)):
-        with pytest.raises(FenceError, match=rf"bucket {bucket}: key '(key|none)' was set by somebody else"):
+        with pytest.raises(FenceError, match=rf"bucket {bucket}: key '(key|none)' was set by another process"):
             await call
     assert await registry.get("key") == (b"a", 1)
     assert await registry.get("none") is None
@@ -141,7 +141,7 @@ async def test_a_bucket_of_an_older_version_holds_a_value_that_is_refused(link: 
     bucket = "B" + uuid.uuid4().hex
     await link.bulk.jetstream().add_stream(name=f"KV_{bucket}", subjects=[f"$KV.{bucket}.>"], max_msgs_per_subject=1)
     registry = await Registry.open(link, bucket, create=True)
-    await link.control.jetstream().publish(f"$KV.{bucket}.foreign", bytes(MAX_VALUE_BYTES + 1))  # as somebody else could
+    await link.control.jetstream().publish(f"$KV.{bucket}.foreign", bytes(MAX_VALUE_BYTES + 1))  # as another program could
     with pytest.raises(FormatError, match=rf"bucket {bucket}: key 'foreign' holds {MAX_VALUE_BYTES + 1} bytes"):
         await registry.get("foreign")
     await link.bulk.jetstream().delete_stream(f"KV_{bucket}")
@@ -187,7 +187,7 @@ async def test_an_unanswered_attempt_that_somebody_else_overtook_does_not(
         nonlocal lost
         if subject.startswith("$KV.") and not lost:
             lost = True
-            await real(subject, b"same")  # somebody else comes first; ours is lost on the way
+            await real(subject, b"same")  # another process comes first; ours is lost on the way
             raise TimeoutError
         return await real(subject, *args, **kwargs)
 

@@ -161,7 +161,7 @@ def test_libraries_and_tasks_and_threads_become_events(file: Path) -> None:
     logging.getLogger("nats").error("slow consumer %d", 3)
 
     async def leave_one() -> None:
-        asyncio.get_running_loop().create_future().set_exception(ValueError("nobody looked"))
+        asyncio.get_running_loop().create_future().set_exception(ValueError("not looked at"))
 
     asyncio.run(leave_one())
     thread = threading.Thread(target=lambda: 1 // 0, name="encoder")
@@ -169,7 +169,7 @@ def test_libraries_and_tasks_and_threads_become_events(file: Path) -> None:
     thread.join()
     first, second, third = read(file)
     assert (first["event"], first["library"], first["message"]) == ("library_message", "nats", "slow consumer 3")
-    assert (second["library"], second["error"]) == ("asyncio", "ValueError: nobody looked")
+    assert (second["library"], second["error"]) == ("asyncio", "ValueError: not looked at")
     assert (third["event"], third["thread"]) == ("internal_error", "encoder")
     assert "ZeroDivisionError" in third["traceback"]
 

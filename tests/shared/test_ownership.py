@@ -144,7 +144,7 @@ def test_a_death_moves_only_what_the_dead_had_if_a_standby_is_there(sizes: list[
     assert table is not None
     dead = data.draw(st.sampled_from(table.holders))
     after = plan(table, live - {dead}, sizes, shards)
-    if after is None:  # it had nothing and nobody gets its place
+    if after is None:  # it had nothing and its place stays empty
         assert dead not in table.owners
         return
     moved = sum(size for size, was, is_ in zip(sizes, table.owners, after.owners, strict=True) if was != is_ and was != dead)
@@ -240,7 +240,7 @@ def test_a_region_that_returns_is_given_nothing_before_it_has_had_time_to_catch_
     table = watch.own.propose(watch.now_s)
     assert table is not None
     assert table.holders == ["ap0", "us0", "eu0"]
-    watch.talking.remove("ap0")  # but a fragment that nobody has is given to one that is there
+    watch.talking.remove("ap0")  # but a fragment without an owner is given to one that is there
     watch.run(AWAY_S)
     table = watch.own.propose(watch.now_s)
     assert table is not None
@@ -355,7 +355,7 @@ def test_one_that_leaves_is_planned_without_at_once_and_keeps_what_nobody_else_c
     assert watch.own.mine(watch.now_s) == {0, 2}
     watch.own.hear(watch.heartbeat("s1", state="leaving"), watch.now_s)
     assert watch.own.propose(watch.now_s) is None
-    assert watch.own.mine(watch.now_s) == set()  # so that they are handed over to nobody, with a keyframe
+    assert watch.own.mine(watch.now_s) == set()  # so that they are given up, with a keyframe
 
 
 def test_one_from_which_nothing_can_be_committed_is_heard_and_loses_its_fragments_to_others() -> None:

@@ -211,8 +211,8 @@ async def test_the_next_peer_is_asked_if_one_has_none(lab: Lab, monkeypatch: pyt
     await lab.lender("warming", healthy=False)
     await lab.lender("busy", gives=False)
     await lab.lender("learner-2")
-    same(await lab.borrow("nobody", "warming", "busy", "learner-2"), "learner-2")
-    assert (await lab.borrow("nobody", "warming")).loan is None
+    same(await lab.borrow("absent", "warming", "busy", "learner-2"), "learner-2")
+    assert (await lab.borrow("absent", "warming")).loan is None
     assert (await lab.borrow()).loan is None
 
 
@@ -318,7 +318,7 @@ class _HalfGone(InMemory):
 @pytest.mark.services
 @pytest.mark.usefixtures("at_once")
 async def test_chunks_of_two_copies_are_never_mixed(lab: Lab) -> None:
-    """The newer copy breaks off half-way: all is borrowed anew, of the next peer."""
+    """The newer copy breaks off half-way: all is borrowed again, from the next peer."""
     lab.making.append(asyncio.create_task(Copies(await lab.lender("learner-0", gives=False), state=_HalfGone).work()))
     await lab.lender("learner-1")
     first, borrowed = await again(lab, "learner-0", "learner-1")
@@ -376,7 +376,7 @@ class Beat:
     data: bytes
 
     async def respond(self, data: bytes) -> None:
-        raise AssertionError("nobody answers heartbeats")
+        raise AssertionError("heartbeats are not answered")
 
 
 def beat(step: int, step_s: float = 1.0) -> bytes:

@@ -35,4 +35,4 @@ def test_it_keeps_its_number_and_arguments_and_nothing_that_was_open(tmp_path: P
     ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=True)
     first, second, last = ended.stdout.splitlines()
     assert first == second
-    assert last == "again [0, 2] []", "it is told whom to expect, and nobody else is"
+    assert last == "again [0, 2] []", "it alone is told whom to expect"

@@ -38,7 +38,7 @@ async def test_silence_and_full_storage_are_waited_out_and_told_once(monkeypatch
     assert warnings.reasons == ["silent"]
 
 
-@pytest.mark.parametrize("error", [BrokerError("refused"), FenceError("somebody was first")])
+@pytest.mark.parametrize("error", [BrokerError("refused"), FenceError("another one was first")])
 async def test_what_waiting_does_not_fix_is_raised(error: Exception) -> None:
     with pytest.raises(type(error)):
         await patient([error], Warnings())

@@ -37,7 +37,7 @@ def test_all_begin_at_once_and_fewer_when_nobody_has_come_for_a_while() -> None:
     roll.go(2)
     assert roll.begins_s(115.0) is None
     roll.come(1, 116.0)
-    assert roll.begins_s(117.0) == 9.0  # the wait is from whoever came last
+    assert roll.begins_s(117.0) == 9.0  # the wait is from the last one that came
     roll.come(2, 118.0)
     assert roll.begins_s(118.0) == 0.0
 
@@ -54,7 +54,7 @@ def test_nobody_is_waited_for_once_all_that_are_known_to_come_are_there() -> Non
     roll.come(2, 103.0)  # one more than is known is no reason to go without one that is
     assert roll.begins_s(103.0) == 10.0
     alone = Roll([4, 3], regroup_s=10.0, last_s=100.0, expected=frozenset({0}))
-    assert alone.begins_s(200.0) is None, "too few, whoever is expected"
+    assert alone.begins_s(200.0) is None, "too few, expected or not"
 
 
 def test_without_least_all_are_waited_for() -> None:

@@ -110,7 +110,7 @@ def test_a_leaving_learner_is_waited_for_while_it_holds_something_and_counts_for
     round_.roster.hear(leaving("bob", 0), 0)
     open_at(round_, 0)
     hold(round_, offer("ann"))
-    assert names(round_.poll(0.1)) == [("ann", 1)]  # nobody waits for one that holds nothing
+    assert names(round_.poll(0.1)) == [("ann", 1)]  # a learner that holds nothing is not waited for
 
 
 def test_h_counts_from_the_step_at_which_the_version_was_applied() -> None:
@@ -243,7 +243,7 @@ def test_a_round_is_due_for_learners_that_wait_whatever_an_owner_has_heard_of_th
 def test_in_lockstep_a_round_is_open_before_the_step_that_it_is_for() -> None:
     lockstep = {"round.steps": 1, "round.learners_wait": True, "round.quorum": "all", "round.grace_factor": 0}
     round_ = round_of(**lockstep)
-    assert not round_.due(0, STEPS)  # nobody lives
+    assert not round_.due(0, STEPS)  # no learner lives
     for learner in ("ann", "bob"):
         round_.roster.hear(learner_heartbeat(learner, 0), 0)
     open_at(round_, 0)

@@ -72,7 +72,7 @@ def test_the_budget_is_used_up_when_all_who_live_have_stopped_and_the_log_is_nea
     assert not is_used_up(roster, log_of(80, **merged), 0)
     roster.hear(learner_heartbeat("bob", tokens=30, state="closing"), 1)
     assert is_used_up(roster, log_of(80, **merged), 1)
-    assert not is_used_up(roster, log_of(80, **merged), 100), "nobody lives: a newcomer may take the missing steps"
+    assert not is_used_up(roster, log_of(80, **merged), 100), "no learner lives: a newcomer may take the missing steps"
     # they alone are heard, and say that they have stopped: the log knows better
     assert not is_used_up(roster, log_of(8, ann=(2, 4), bob=(2, 2), cat=(2, 2)), 1)
     roster.ending = True  # another fragment's log is closed

@@ -71,7 +71,7 @@ def test_a_first_step_may_take_a_minute_from_when_others_step() -> None:
     roster = Roster(settings_of(ROUNDS))
     roster.hear(learner_heartbeat("ann"), 0)
     roster.hear(learner_heartbeat("bob"), 0)
-    assert not roster.stands_still(roster.learners["bob"], 1000), "nobody steps yet: models are being compiled"
+    assert not roster.stands_still(roster.learners["bob"], 1000), "no learner steps yet: models are being compiled"
     roster.hear(learner_heartbeat("ann", 1), 1000)
     assert not roster.stands_still(roster.learners["bob"], 1059.9)
     assert roster.stands_still(roster.learners["bob"], 1060)

@@ -56,7 +56,9 @@ def test_a_part_that_nobody_asked_for_is_refused() -> None:
     saves.begin(4, saves.word("own", "boundary 4"))
     saves.saved(1, PartSaved(4, WHOLE, 1))
     for process, number in ((1, 4), (0, 5)):
-        with pytest.raises(IslandError, match=f"process {process} has saved a part as of boundary {number}: nobody asked"):
+        with pytest.raises(
+            IslandError, match=f"process {process} has saved a part as of boundary {number}: it was not asked for"
+        ):
             saves.saved(process, PartSaved(number, WHOLE, 1))
 
 

@@ -1,4 +1,4 @@
-"""Names of processes that are as many as somebody started."""
+"""Names of processes that are as many as were started."""
 
 from __future__ import annotations
 

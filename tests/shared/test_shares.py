@@ -33,7 +33,7 @@ class Quiet:
 
 
 class Keys:
-    """A bucket with compare-and-set; ``before_write`` is what somebody else does just before a write."""
+    """A bucket with compare-and-set; ``before_write`` is what another process does just before a write."""
 
     def __init__(self) -> None:
         self.values: dict[str, tuple[bytes, int]] = {}

@@ -83,7 +83,7 @@ async def test_a_reader_passes_over_it_and_all_that_follows_it_and_goes_on_with_
         assert [type(refusal.error) for refusal in reading.refusals] == [WrongEntryError]
         assert "version 3: folding gives state" in str(reading.refusals[0].error)
 
-        # versions beyond the next one, which are not taken for a gap in the log, and a keyframe of what nobody else has
+        # versions beyond the next one, which are not taken for a gap in the log, and a keyframe of what no other process has
         await right(owner, 4)
         await right(owner, 5)
         await owner.store_keyframe()
@@ -158,7 +158,7 @@ async def test_a_keyframe_that_a_learner_vouches_for_is_loaded_at_once(
     monkeypatch.setattr(store.reader, "load", counted)
     assert (await reading.another().load(0)).replica.chain.head == owner.chain.head
     assert loads == [None]
-    await owner.store_keyframe()  # of the third version, which nobody has applied yet
+    await owner.store_keyframe()  # of the third version, which is not applied yet
     assert (await reading.another().load(0)).replica.chain.head == owner.chain.head
     assert loads == [None, None, owner.chain.sequence]
 

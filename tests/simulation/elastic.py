@@ -102,7 +102,7 @@ class ElasticIsland(Island):
         self.world.stats["state kept"] += 1
         self.world.stats["step lost with a process"] += taken - step
         self.saved_steps[kept.name] = step
-        if self.shared:  # of folders of their own nobody finds the model but the leader
+        if self.shared:  # of folders of their own only the leader finds the model
             self.counted, self._counted_by = kept.name, worker.part.links.members
 
     def note_not_kept(self, process: IslandProcess, reason: str) -> None:
@@ -182,7 +182,7 @@ class ElasticIsland(Island):
 def _fail(ended: asyncio.Future[None]) -> None:
     if not ended.done():
         ended.set_exception(IslandError("a collective failed, as where a process is gone"))
-        ended.exception()  # nobody may be there who asks for it
+        ended.exception()  # it may not be asked for
 
 
 class Drill:

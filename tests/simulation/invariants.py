@@ -1,6 +1,6 @@
 """The reference: what the log must say, written from ``docs/protocol.md`` with NumPy alone, asked after every durable action.
 
-It sees what the server stores, in order, and believes nobody's word for it: it follows each fragment's log, folds it, and
+It sees what the server stores, in order, and believes no process's word for it: it follows each fragment's log, folds it, and
 takes offers apart. It knows the run's steps (:mod:`tests.simulation.learner`), so it can say of each how often it was merged.
 """
 
@@ -312,7 +312,7 @@ class Reference:
     def _see_steps(self, offer: Offer, values: Vector, what: str) -> None:
         """The steps that an offer holds: all of its learner's, none more than once, as many as it says."""
         held = np.flatnonzero(values)
-        demand(held.size == 0 or held[-1] < len(self.steps), f"{what}: holds what nobody did")
+        demand(held.size == 0 or held[-1] < len(self.steps), f"{what}: holds what was not done")
         for index in held:
             demand(self.steps[index].learner == offer.learner, f"{what}: holds work of {self.steps[index].learner}")
             demand(0 < values[index] <= 1, f"{what}: holds {values[index]} of a step")
@@ -330,7 +330,7 @@ class Reference:
             f"{record.entry} of fragment {record.fragment}, version {record.version}, epoch {record.epoch} by {record.syncer}"
         )
         makes, takes = record.entry == "version", record.entry == "takeover"
-        if (record.fragment, record.previous) in self.lost:  # by one who does not know yet; nobody takes it for an entry
+        if (record.fragment, record.previous) in self.lost:  # by one who does not know yet; it is not taken for an entry
             self.lost.add((record.fragment, check))
             return f"{what}, after what was lost"
         if (record.fragment, record.previous) in self.wrong:
@@ -356,7 +356,7 @@ class Reference:
         if self.faulty and makes and record.state_hash != state_hash(log.theta, log.momentum):
             self.wrong |= {(record.fragment, check), (record.fragment, record.state_hash)}
             self.wrong_entries += 1
-            self.logs[record.fragment] = before  # nobody goes by it
+            self.logs[record.fragment] = before  # no process goes by it
             if self.forgetful:
                 before.past.pop()
             return f"{what}: WRONG"
@@ -381,7 +381,7 @@ class Reference:
         made = record.rolled_back
         assert made is not None
         ordered = [fragments for number, to, fragments in self.orders if (number, to) == (made.change, made.to_version)]
-        demand(any(record.fragment in fragments for fragments in ordered), f"{what}: nobody has ordered {made}")
+        demand(any(record.fragment in fragments for fragments in ordered), f"{what}: {made} was not ordered")
         known = log.rolled_back
         demand(known is None or known.change < made.change, f"{what}: change {made.change} again, or after {known}")
         demand(made.to_version < log.version and made.version == record.version, f"{what}: {made} at version {log.version}")
@@ -552,7 +552,7 @@ class Reference:
         """
         for index, (version, processed, held, lost) in enumerate(accounts):
             what = f"{learner}'s state for the marker {marked}, fragment {index}"
-            # a mark may name versions that a server has lost meanwhile: nobody waits for those
+            # a mark may name versions that a server has lost meanwhile: those are not waited for
             at_the_cut = version == marked[index] or self.rewound or not exact
             demand(version >= marked[index] and at_the_cut, f"{what}: is at version {version}")
             if not self.rewound:

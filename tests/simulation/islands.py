@@ -154,7 +154,7 @@ class IslandWorld(World):
         return island.finished or self._is_ending() or (newest is not None and newest.draining)
 
     def _change(self) -> None:
-        """Somebody changes a setting."""
+        """Change a setting."""
         if self._is_ending() or self.subjects.bucket not in self.control.buckets:
             return
         bucket, run = self.control.buckets[self.subjects.bucket], self.reference.run

@@ -100,7 +100,7 @@ class Regional:
         return what
 
     def _commit(self, index: int, entry_hash: bytes, what: str) -> None:
-        """Somebody goes by an entry: a majority must have it, and all that leads up to it."""
+        """A process goes by an entry: a majority must have it, and all that leads up to it."""
         holders = [name for name in self.regions if entry_hash in self._kept[name, index].entries]
         demand(len(holders) > len(self.regions) // 2, f"{what}: only {holders} hold the entry")
         path, log = [], self.reference.logs[index]

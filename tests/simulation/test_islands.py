@@ -131,7 +131,7 @@ def rows_of_an_earlier_boundary(patch: Patch) -> None:
 
 
 def losses_unnoticed(patch: Patch) -> None:
-    """Nobody notices that a process is gone."""
+    """It is not noticed that a process is gone."""
     patch.setattr(Links, "silent", lambda self, most_s: None)
     patch.setattr(Links, "fail", lambda self, error: None)
 
@@ -152,7 +152,7 @@ def decided_otherwise(patch: Patch) -> None:
 
 
 def parts_from_the_leaders_boundary_on(patch: Patch) -> None:
-    """A part that is saved before the leader is at that boundary is one that nobody has asked for."""
+    """A part that is saved before the leader is at that boundary is one that was not asked for."""
     begin, carry_out = Saves.begin, Decisions.carry_out
     patch.setattr(Saves, "begin", lambda self, number, save: None)
 
@@ -227,7 +227,7 @@ MUTATIONS: list[tuple[Callable[[Patch], None], str]] = [
     (rows_of_an_earlier_boundary, "holds"),
     (losses_unnoticed, "which is gone|is not over"),
     (decided_otherwise, "but .* has|have the hash"),
-    (parts_from_the_leaders_boundary_on, "nobody asked for it"),
+    (parts_from_the_leaders_boundary_on, "it was not asked for"),
     (decided_on_and_on, "boundaries behind"),
     (rows_awaited_for_ever, "is not over|goes on without"),
     (no_state_kept, "keeps its state: False"),

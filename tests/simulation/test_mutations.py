@@ -312,14 +312,14 @@ EVEN_MUTATIONS: list[tuple[Callable[[Patch], None], str]] = [
 ]
 MUTATIONS: list[tuple[Callable[[Patch], None], str]] = [
     (no_fence, "does not follow|never taken the fragment over|is closed|is not over|no version of the log"),
-    (cursors_unchecked, "merged before|made without knowing|merged twice|nobody could read"),
+    (cursors_unchecked, "merged before|made without knowing|merged twice|cannot be read"),
     (epoch_not_raised, "expected version and epoch"),
     (restored_displacement_kept, "merged twice|states .* holds|tokens processed|for the marker"),
     (merged_displacement_kept, "merged twice|states .* holds|tokens processed|for the marker"),
     (identifiers_begin_again, "names two messages"),
     (takeover_without_record, "never taken the fragment over"),
     (own_parameters_trusted, "holds"),
-    (lost_tokens_forgotten, "tokens processed|for the marker|nobody could read"),
+    (lost_tokens_forgotten, "tokens processed|for the marker|cannot be read"),
     (keyframe_without_cursors, "cursors"),
     (late_founders, "after genesis"),
     (restored_over_another_incarnation, "merged twice|states .* holds|tokens processed|for the marker"),

@@ -368,7 +368,7 @@ class Outcome:
 class World(virtual.World):
     """One schedule, of the variant with that number or (None) of the one that the seed draws; ``merged`` is for ``regions``.
 
-    ``rollbacks``: somebody orders the run back now and then. ``faulty``: the memory of a syncer is bad for a moment.
+    ``rollbacks``: the run is ordered back now and then. ``faulty``: the memory of a syncer is bad for a moment.
     ``hostile``: a syncer that is none of these stores what is no entry among the heads of fragments. ``state``: the second
     fragment is of state that is merged.
     """
@@ -564,7 +564,7 @@ class World(virtual.World):
         return 0.001
 
     def deliveries_s(self) -> list[float]:
-        """When a message comes to a subscriber that nobody acknowledges: perhaps never, or twice."""
+        """When a message comes to a subscriber without an acknowledgement: perhaps never, or twice."""
         if self.calm:
             return [0.002]
         if self.rng.random() < self.chaos.loss:
@@ -606,7 +606,7 @@ class World(virtual.World):
             else:
                 seen = f"{region}: {self.regional.observe(region, subject, data, sequence, self.writer)}"
         except (Violation, FormatError) as error:
-            violation = error if isinstance(error, Violation) else Violation(f"nobody could read what is stored: {error}")
+            violation = error if isinstance(error, Violation) else Violation(f"what is stored cannot be read: {error}")
             self.failed(violation)
             seen = f"VIOLATION: {violation}"
         self.note(self.writer.name, f"{sequence}: {seen}")
@@ -717,7 +717,7 @@ class World(virtual.World):
             self.later(MARKER_EVERY_S * repeat, self.publish, Message(self.subjects.marker, data, lambda answer: None), region)
 
     def _order_back(self, rng: random.Random) -> None:
-        """Somebody orders the run back to an earlier version."""
+        """Order the run back to an earlier version."""
         versions = self.reference.versions()
         version = max(0, max(versions.values(), default=0) - rng.randint(1, 4))
         beyond = [index for index, newest in versions.items() if newest > version and not self.reference.logs[index].closed]
@@ -736,7 +736,7 @@ class World(virtual.World):
         )
 
     def _is_ending(self) -> bool:
-        """Whether the run has not begun, or somebody may already have left for good, since all logs are closed."""
+        """Whether the run has not begun, or a process may already have left for good, since all logs are closed."""
         return all(log.closed for log in self.reference.logs) or any(process.ended for process in self.processes)
 
     def _rewind(self) -> None:

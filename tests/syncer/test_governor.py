@@ -55,7 +55,7 @@ class Governed:
             self.hear()
 
     async def table(self, *owners: str) -> None:
-        """Somebody sets the table."""
+        """Another syncer sets the table."""
         run = self.begun.context.run
         await tables.owners(run, 2).write(OwnersTable(sorted(set(owners)), list(owners)), self.ownership.revision)
         self.ownership.distrust()

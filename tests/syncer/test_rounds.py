@@ -118,7 +118,7 @@ async def running(link: NatsTransport, **overrides: Any) -> AsyncIterator[Runnin
 async def test_a_round_opens_is_announced_until_its_offers_are_in_and_becomes_a_version(link: NatsTransport) -> None:
     async with running(link) as made:
         made.hear(4, "ann", "bob")
-        for _ in range(2):  # repeated: nobody may have heard the first
+        for _ in range(2):  # repeated: the first may not have been heard
             announcement = await made.announced.get()
             assert (announcement.version, announcement.epoch, announcement.closing) == (1, 1, False)
         for learner in ("ann", "bob"):

@@ -266,7 +266,7 @@ class _Planner:
             Setting(
                 "shards", shards, "syncers that share the fragments: of each region as many as it has cores' worth of work"
             ),
-            Setting("round.quorum", PRESET.round.quorum, "K, the preset's: a round waits for nobody who is down"),
+            Setting("round.quorum", PRESET.round.quorum, "K, the preset's: a round waits for no learner that is down"),
             Setting(
                 "round.grace_factor",
                 PRESET.round.grace_factor,

@@ -94,7 +94,7 @@ class _Member:
         # a round that is announced after a boundary makes the learner wait so many steps after it at the earliest
         self._free_steps = math.ceil(self.settings.round.overlap_steps) if overlaps else NEVER_US
         if self._decides:
-            self.steps.limit = 1  # nobody waits before the first step
+            self.steps.limit = 1  # no learner waits before the first step
         self._silences: deque[tuple[int, int, bool]] = deque()  # from, until, whether absent: those that are known and not over
         self._waits = False
         self._pending: set[int] = set()  # fragments of which versions wait for the next boundary

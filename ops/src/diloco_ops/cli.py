@@ -1,66 +1,100 @@
 """``diloco``: one command for people. Its subcommands are found by entry points, so that no distribution needs another.
 
-An entry point is a function, or a ``typer.Typer`` of several commands.
+An entry point is a function, or a ``typer.Typer`` of several commands. Only the module of the named command is imported, and
+``diloco --help`` imports none.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib.metadata import entry_points
 
-import typer
-
 from diloco import __version__
-from diloco.errors import DilocoError
-from diloco.process import kernel_cache, observe
-from diloco.settings import folders
+from diloco_ops import command_list
 
-
-def _version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"diloco {__version__}")
-        raise typer.Exit
-
-
-def _root(
-    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
-) -> None:
-    """Decoupled DiLoCo: train one model over many data centers, on ordinary links."""
-
-
-def _main() -> int | None:
-    kernel_cache.choose(folders.cache_dir())
-    app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-    app.callback()(_root)
-    elsewhere = dict.fromkeys(("simulate", "lab"), "diloco-lab")  # commands of other distributions
-    points = sorted(entry_points(group="diloco.commands"), key=lambda point: point.name)
-    meant = [point for point in points if point.name in sys.argv[1:2]]
-    if not meant and sys.argv[1:2] and (missing := elsewhere.get(sys.argv[1])):
-        raise DilocoError(f"diloco {sys.argv[1]}: not installed: {missing}; install all of it with: pip install 'diloco[all]'")
-    for point in meant or points:  # the others need not be imported, which takes longer than many a command
-        command = point.load()
-        if isinstance(command, typer.Typer):
-            app.add_typer(command, name=point.name)
-        else:
-            app.command(point.name)(command)
-    code: int | None = app(standalone_mode=False)
-    return code
+EXIT_USAGE = 2
+ELSEWHERE = dict.fromkeys(("simulate", "lab"), "diloco-lab")  # commands of other distributions
 
 
 def main() -> None:
     """Console script."""
-    sys.exit(observe.run_main(_usage_errors_as_text, "diloco"))
+    words = sys.argv[1:]
+    if not words or words[0] == "--help":
+        points = entry_points(group="diloco.commands")
+        _print(command_list.help_text({point.name: point.dist.name if point.dist else "" for point in points}))
+        sys.exit(0 if words else EXIT_USAGE)
+    if words[0] == "--version":
+        _print(f"diloco {__version__}\n")
+        sys.exit(0)
+    named = next((word for word in words if not word.startswith("-")), "")
+    if (line := command_list.FIRST_LINES.get(named)) and not {"--json", "--help"} & {*words}:
+        _print(line + "\n")
+
+    from diloco.process import observe  # imports more than help needs
+
+    sys.exit(observe.run_main(lambda: _usage_errors_as_text(named), "diloco"))
 
 
-def _usage_errors_as_text() -> int | None:
+def _print(text: str) -> None:
     try:
-        return _main()
+        print(text, end="", flush=True)
+    except BrokenPipeError:  # the reader is gone; stdout is flushed once more at exit, which must not fail
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _usage_errors_as_text(named: str) -> int | None:
+    import typer
+
+    from diloco.process import observe
+
+    try:
+        return _run(named)
     except typer.TyperException as error:
         if message := error.format_message():  # without one the help has been shown, in place of a command that was not named
             typer.echo(f"diloco: {message} (diloco --help)", err=True)
         return error.exit_code
     except typer.Abort:
         return observe.EXIT_INTERRUPTED
+
+
+def _run(named: str) -> int | None:
+    import typer
+
+    from diloco.core.compiled import kernels
+    from diloco.errors import DilocoError
+    from diloco.process import kernel_cache
+    from diloco.settings import folders
+    from diloco_ops.progress_lines import progress_line
+
+    kernel_cache.choose(folders.cache_dir())
+    kernels.announce = _announce_compilation
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.callback()(_root)
+    points = list(entry_points(group="diloco.commands"))
+    meant = [point for point in points if point.name == named]
+    if not meant and (missing := ELSEWHERE.get(named)):
+        raise DilocoError(f"diloco {named}: not installed: {missing}; install all of it with: pip install 'diloco[all]'")
+    for point in meant:
+        with progress_line(f"diloco {named}: loading", quiet=not sys.stderr.isatty(), file=sys.stderr):
+            command = point.load()
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=point.name)
+        else:
+            app.command(point.name)(command)
+    if not meant:
+        for point in points:  # so that a misspelt name is answered with those that are close to it
+            app.command(point.name)(_root)
+    code: int | None = app(standalone_mode=False)
+    return code
+
+
+def _root() -> None:
+    pass
+
+
+def _announce_compilation() -> None:
+    print("diloco: compiling the kernels, once for this installation", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -7,14 +7,20 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from diloco_ops.progress_lines import progress_line
+
 
 @contextmanager
-def kernels_compiled() -> Iterator[None]:
-    """Have the kernels compiled in a process beside, so that services find them, and do not all compile them at once."""
+def kernels_compiled(*, quiet: bool = False) -> Iterator[None]:
+    """Have the kernels compiled in a process beside, so that services find them, and do not all compile them at once.
+
+    ``quiet``: print no line while the caller waits for that process.
+    """
     process = subprocess.Popen([sys.executable, "-c", "import diloco.core.kernels"])
     try:
         yield
-        process.wait()
+        with progress_line("compiling the kernels, once for this installation", quiet=quiet):
+            process.wait()
     finally:
         process.kill()
         process.wait()

@@ -18,7 +18,7 @@ from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
 from diloco_ops.asking import LEARNER, ask
 from diloco_ops.environment import learner_environment
-from diloco_ops.up import printable
+from diloco_ops.run_summary import printable
 from diloco_report.units import count, decimal, share
 
 

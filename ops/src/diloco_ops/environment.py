@@ -54,7 +54,7 @@ def learner_environment(index: int, learners: int, devices: int | None) -> dict[
     if found:
         values["CUDA_VISIBLE_DEVICES"] = ",".join(dealt(found, index, learners, devices))
         if (learners + 1) * (devices or max(1, len(found) // learners)) > len(found):
-            values.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # some are shared: nobody takes most of their memory
+            values.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # shared: no process takes most of their memory
     return values
 
 

@@ -24,7 +24,8 @@ from diloco_ops import export, run_reader, scratch
 from diloco_ops.asking import ask
 from diloco_ops.environment import learner_environment
 from diloco_ops.export import LATEST, TASK
-from diloco_ops.up import data_source, printable
+from diloco_ops.run_summary import printable
+from diloco_ops.up import data_source
 from diloco_report.units import decimal
 
 Weights = Annotated[Path, typer.Argument(metavar="DIR|FILE", help="A run's directory, or a file that diloco export wrote.")]

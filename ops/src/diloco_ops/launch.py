@@ -168,7 +168,9 @@ class Launcher:
 
     def _start_services(self, embedded: Embedded | None) -> None:
         settings = self.directory.settings
-        self.log.info("starting", nats_url=self.url, learners=len(self.directory.learner_names))
+        learners = len(self.directory.learner_names)
+        self._say(f"starting {learners} learners and their services; learners compile their steps, which may take a minute")
+        self.log.info("starting", nats_url=self.url, learners=learners)
         if embedded and embedded.regions:
             log_file = self.directory.path / "logs" / "wan.jsonl"
             self._start("wan", "diloco_ops.wan", {"log_file": str(log_file)} | dict(embedded.links()), endless=True)
@@ -244,7 +246,7 @@ class Launcher:
         config = self.directory.path / "services" / f"{name}.toml"
         files.replace_text(config, tomli_w.dumps(_without_none(values)))
         environment = environment or service_environment()
-        dispensable = values.get("role") == "evaluator"  # nobody waits for what it finds
+        dispensable = values.get("role") == "evaluator"  # no other service waits for its results
         self.services.start(name, module, config, environment, cores, endless=endless, dispensable=dispensable, group=group)
 
     async def _tend(self, link: NatsTransport, tracking: Tracking) -> bool:

@@ -1,8 +1,8 @@
 """Which of the entries that a log holds lead to its newest one, told by their heads alone.
 
-A wrong entry (:class:`diloco.errors.WrongEntryError`) keeps all rules but the hash of its state, which nobody sees who does not
-fold. But the owner that comes next has folded: its takeover names the entry before the wrong one. So of two entries that
-follow the same one, the one counts to which the newest entry leads back.
+A wrong entry (:class:`diloco.errors.WrongEntryError`) keeps all rules but the hash of its state, which readers that do not
+fold cannot see. But the owner that comes next has folded: its takeover names the entry before the wrong one. So of two entries
+that follow the same one, the one counts to which the newest entry leads back.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def set_(
 
 
 def eject(directory: Directory, learner: Learner, reason: Reason = "") -> None:
-    """Let a learner take no part any more: its offers are refused, nobody waits for it, and its process ends."""
+    """Exclude a learner: its offers are refused, it is not waited for, and its process ends."""
     asyncio.run(exclude(directory, learner, reason))
 
 
@@ -148,7 +148,7 @@ async def take_back(path: Path, learner: str, reason: str, say: Say = print) -> 
         def decide(now: Effective) -> list[Action]:
             excluded = now.ejected.keys() | now.quarantined.keys()
             if learner not in excluded:
-                names = ", ".join(sorted(excluded)) or "nobody"
+                names = ", ".join(sorted(excluded)) or "none"
                 raise RunError(f"run {live.run.name!r}: learner {learner!r} takes part; ejected or quarantined: {names}")
             return [Readmit(learner)]
 

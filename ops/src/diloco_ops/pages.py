@@ -17,7 +17,7 @@ HELP = f"HOST:PORT of the run's page; {NOWHERE}: nowhere. Default: a free port o
 
 
 def addresses(wanted: str, coordinators: int) -> list[str]:
-    """Return an address for each coordinator's page: the one that is wanted, others where somebody listens there.
+    """Return an address for each coordinator's page: the one that is wanted, others where these are in use.
 
     Raises:
         SettingsError: it is no address.
@@ -32,7 +32,7 @@ def addresses(wanted: str, coordinators: int) -> list[str]:
     if port and is_free(host, port):
         first = port
     elif port:
-        print(f"note: --page {wanted}: somebody listens there; the run's page is at port {first}", file=sys.stderr)
+        print(f"note: --page {wanted}: the port is in use; the run's page is at port {first}", file=sys.stderr)
     return [address(host, each) for each in (first, *others)]
 
 

@@ -1,6 +1,6 @@
 """The logs of a run's regions side by side, where commands need more than one: which is furthest, and what all hold together.
 
-Where nobody writes any more, what is committed is told as the next owner of each fragment would tell it
+Where there is no writer any more, what is committed is told as the next owner of each fragment would tell it
 (:mod:`diloco.core.quorum`): of the last entries that a majority of regions holds the best one has all that was ever committed.
 """
 
@@ -92,7 +92,7 @@ async def furthest(logs: Mapping[str, Log]) -> str:
 async def settle(logs: Mapping[str, Log], home: str, genesis_check: bytes) -> None:
     """Bring one region's log to everything that may be committed, as each fragment's next owner would.
 
-    ``logs`` are those of a majority of regions, and nobody may be writing any of them.
+    ``logs`` are those of a majority of regions, and none of them may be written to meanwhile.
 
     Raises:
         RunError: another region's log misses what the one at home needs.

@@ -100,7 +100,7 @@ async def order(seen: RunReader, version: int, reason: str, say: Say) -> tuple[i
     def decide(now: Effective) -> Sequence[Action]:
         if now.rollbacks != before.rollbacks:
             raise RunError(
-                f"run {seen.run.name!r}: somebody else orders it back at this moment; look at diloco set {seen.directory.path}"
+                f"run {seen.run.name!r}: another rollback of it is in progress; look at diloco set {seen.directory.path}"
             )
         return [Rollback(version, [chain.fragment for chain in beyond])]
 

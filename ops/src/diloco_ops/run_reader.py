@@ -121,7 +121,7 @@ async def opened(path: Path) -> AsyncIterator[RunReader]:
 
     Where the run's own server does not answer, one is started over a copy of its files, made in the folder for temporary
     files: they may belong to a server that is frozen. In a run with regions the log is read where most is known to be
-    committed; of copies, which nobody writes, a majority is needed, and what they hold together is read.
+    committed; of copies, which are not written to, a majority is needed, and what they hold together is read.
 
     Raises:
         RunError: there is no run, it has not begun yet, or its files are those of too few regions.
@@ -173,7 +173,7 @@ async def _in_regions(
 async def read_chains(log: Log) -> list[Chain]:
     """Read every fragment's checked head, from the log alone; nothing before genesis.
 
-    No entry is folded, so a wrong one counts until somebody has taken the fragment over from its writer.
+    No entry is folded, so a wrong one counts until another owner has taken the fragment over.
 
     Raises:
         RunError: the log misses a keyframe.

@@ -131,7 +131,7 @@ def show(run: Name, nats_url: Nats = LOCAL, bulk: Bulk = None, identity: As = No
     print(f"run {found.name}: {found.state}")
     for name, value in found.facts.items():
         print(f"{name}: {value}")
-    print(f"members heard: {', '.join(found.members) or 'nobody'}")
+    print(f"members heard: {', '.join(found.members) or 'none'}")
     table = Table("stream", "server", "messages", "size", "made", "last written", box=None, pad_edge=False)
     for part in found.parts:
         size, made, last = units.size(part.bytes), units.moment(part.created_s), units.moment(part.last_s)
@@ -204,7 +204,7 @@ async def _consumers(
     """Return the consumers of a run's streams that are left, once those of ``doomed`` are removed.
 
     Raises:
-        RunError: nothing of the run is there, or ``doomed`` names nobody's consumer.
+        RunError: nothing of the run is there, or ``doomed`` names no consumer.
     """
     async with _links(url, bulk, identity) as links:
         found = [

@@ -92,7 +92,7 @@ class Group:
     """Services that begin and end together: the processes of one learner, or a single one."""
 
     services: list[Service] = field(default_factory=list)
-    dispensable: bool = False  # nobody waits for it: the run goes on without it once it has failed
+    dispensable: bool = False  # no service waits for it: the run goes on without it once it has failed
     failure: ServiceFailed | None = None  # of one that is dispensable
     quick_deaths: int = 0  # in a row
     due_s: float | None = None  # when they are begun again; None while they run or have ended by themselves

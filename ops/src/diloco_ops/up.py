@@ -8,7 +8,7 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,15 +33,14 @@ from diloco_ops.broker.server import CONNECT_TIMEOUT_S
 from diloco_ops.environment import check_least, metrics_addresses, per_process
 from diloco_ops.launch import Asked, Launcher, service_count
 from diloco_ops.manifest import Checkpoint
+from diloco_ops.progress_lines import progress_line
+from diloco_ops.run_summary import summarise
 from diloco_ops.supervise import ServiceFailed
 from diloco_ops.track import trackers
 from diloco_ops.track.trackers import TRACKERS
-from diloco_report import compared
-from diloco_report.units import count, decimal, duration, share, size, times
 
 MAX_LEARNERS = 4096
 DEFAULT_PRESET = "decoupled"
-MISSED = 0.1  # of its rounds, by each learner: worth a sentence
 SERVICES = {
     "diloco_learner": "diloco-learner", "diloco_syncer": "diloco-syncer", "diloco_coordinator": "diloco-coordinator",
 }  # fmt: skip
@@ -110,7 +109,7 @@ def up(
     slowed = _slow_factors(slow or [], directory.learner_names)
     directory = _shaped(directory, devices_per_learner, processes_per_learner, least_processes, torch or [])
     metrics = metrics_addresses(service_count(directory, standbys, coordinators))
-    directory, resumed = _begin(directory, source, resume_at, nats_url)
+    directory, resumed = _begin(directory, source, resume_at, nats_url, quiet=json_)
     with rundir.locked(directory.path):
         if not resumed:
             directory.save()
@@ -164,8 +163,23 @@ def _source(
     return None, _directory(path, settings, bool(overrides) or preset != DEFAULT_PRESET, data, nats_url)
 
 
-@compiling.kernels_compiled()
 def _begin(
+    directory: RunDirectory,
+    source: Checkpoint | continuing.Source | None,
+    at: int | None,
+    nats_url: str | None,
+    *,
+    quiet: bool,
+) -> tuple[RunDirectory, bool]:
+    """Check a run that begins in this directory while the kernels are compiled, as :func:`_checked` does.
+
+    ``quiet``: print no lines about what takes long.
+    """
+    with compiling.kernels_compiled(quiet=quiet), progress_line("checking the task and its data", quiet=quiet):
+        return _checked(directory, source, at, nats_url)
+
+
+def _checked(
     directory: RunDirectory, source: Checkpoint | continuing.Source | None, at: int | None, nats_url: str | None
 ) -> tuple[RunDirectory, bool]:
     """Check a run that begins in this directory, and write what it goes on from there.
@@ -426,65 +440,3 @@ def _prepare(source: Checkpoint | continuing.Source, directory: RunDirectory, at
         if isinstance(error, OSError):
             raise RunError(f"{directory.path}: could not be made from {source.path}: {error}") from None
         raise
-
-
-def summarise(report: dict[str, Any], path: Path) -> None:
-    """Print what came out of a run."""
-    traffic, initial = report["traffic"], report["values_initial"]
-    print(f"\n{_validation(report)}")
-    for name, value in report["values"].items():
-        print(f"  {name} {decimal(value)} (began at {decimal(initial.get(name))})")
-    for sentence in compared.sentences(report):
-        print(f"  {sentence}")
-    print(
-        f"{count(report['tokens_processed'])} {report['item'] or 'token'}s in {duration(report['wall_s'])}, "
-        f"{share(report['tokens_merged'] / max(1, report['tokens_processed']), 1)} of them merged, "
-        f"{report['versions']} versions of {len(report['fragments'])} fragments"
-    )
-    if epochs := report["data"]["epochs"]:
-        print(f"epochs by source: {', '.join(f'{name} {decimal(value, 2)}' for name, value in epochs.items())}")
-    if continued := report["settings"].get("continues"):
-        in_all = count(report["tokens_before"] + report["tokens_merged"])
-        print(f"it continues run {continued['run']}, whose model had {count(report['tokens_before'])}: {in_all} merged in all")
-    ratio = ", {} times {} than data-parallel".format(*times(traffic["ratio"])) if traffic["ratio"] else ""
-    print(f"learners sent {size(traffic['bytes_up'])} and received {size(traffic['bytes_down'])}{ratio}")
-    for name, learner in report["learners"].items():
-        merged = learner["tokens_merged"] / max(1, learner["tokens_processed"])
-        print(
-            f"  {name}: {learner['steps']} steps of {learner['step_s']:.3f} s, "
-            f"{share(learner['blocked_fraction'], 2)} blocked, {share(merged, 1)} of its tokens merged, "
-            f"in {learner['rounds_merged']} versions, missed {learner['rounds_missed']}"
-        )
-    if missed := on_missed(report):
-        print(missed)
-    if report["sample"]:
-        print(f"\na sample:\n{printable(report['sample'])}")
-    print(f"\nreport: {path / 'report.html'}")
-
-
-def on_missed(report: Mapping[str, Any]) -> str | None:
-    """Return a sentence on rounds that every learner missed; None: they are few, or one learner alone was late or away."""
-    pairs = [(learner["rounds_missed"], learner["rounds_merged"]) for learner in report["learners"].values()]
-    least = min((missed / max(1, missed + merged) for missed, merged in pairs), default=0.0)
-    if len(pairs) < 2 or least < MISSED:
-        return None
-    steps = report["settings"]["round"]["overlap_steps"]
-    return (
-        f"each learner missed {share(least)} of the versions or more: its offers came after the grace window, which is a part "
-        f"of round.overlap_steps ({steps:g}) steps and at most one step; with a larger round.quorum versions wait for more "
-        "offers, and less work is dropped"
-    )
-
-
-def _validation(report: dict[str, Any]) -> str:
-    """Say how good the model is, or that nobody can tell."""
-    if report["val_loss"] is None:
-        return "no validation loss: the task has no validation set, or nothing was evaluated"
-    units = f" {report['units']}" if report["units"] else ""
-    counted = "".join(f", {name} {value:.3f}" for name, value in report["baselines"].items())
-    return f"validation loss {report['val_loss']:.4f}{units} (began at {decimal(report['val_loss_initial'])}{counted})"
-
-
-def printable(text: str) -> str:
-    """Return generated text without control characters that a terminal would obey."""
-    return "".join(c if c.isprintable() or c == "\n" else " " for c in text.expandtabs(4))

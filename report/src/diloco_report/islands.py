@@ -35,7 +35,7 @@ def islands(report: Report) -> str:
         "Regions and their links",
         "Lines are as thick as the bytes that go over them now. The bound: bytes that a ring all-reduce between the regions "
         "sends for as many versions, at the bits of the settings; from the end of the first cycle on, since before it the "
-        "initial model is brought to each region. Grey and dashed: nobody of the region is heard.",
+        "initial model is brought to each region. Grey and dashed: no process of the region is heard.",
         picture + html.wide(_regions(regions)) + "<h3>Links</h3>" + html.wide(_links(links)),
     )
 

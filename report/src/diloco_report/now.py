@@ -52,7 +52,7 @@ def _standing_by(now: Mapping[str, Any]) -> str:
 
 
 def alerts(report: Report) -> str:
-    """Draw what needs somebody's attention: now, or of a run that is over the errors that did not end it."""
+    """Draw what needs attention: now, or of a run that is over the errors that did not end it."""
     found: Sequence[Mapping[str, Any]] = (report.get("now") or {}).get("alerts") or []
     said = [f"{alert.get('text', '')}, since {duration(alert.get('since_s'))}" for alert in found[:MAX_EVENTS]]
     said += [f"{name}: {failure}" for name, failure in sorted((report.get("failures") or {}).items())]
@@ -122,7 +122,7 @@ def events(report: Report) -> str:
 
 
 def ago(value_s: object) -> str:
-    """Format the time since somebody was heard, in steps, so that a page does not change for nothing."""
+    """Format the time since a process was heard, in steps, so that a page does not change for nothing."""
     if not finite(value_s):
         return MISSING
     return "now" if value_s < 3 else f"{duration(value_s)} ago"

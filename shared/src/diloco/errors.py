@@ -7,7 +7,7 @@ A message names the run, fragment, tensor or setting, the expected and the actua
     ├── DataError                    3   training data missing, unreadable or too short
     ├── BrokerError                  4   NATS unreachable, without JetStream, or refusing
     │   ├── StorageFullError             the stream or its disk is full: nothing was stored
-    │   ├── FenceError                   somebody else appended first: nothing was stored
+    │   ├── FenceError                   another process appended first: nothing was stored
     │   ├── AppendUncertainError         no answer came: the message may or may not have been stored
     │   └── RewoundError                 a stream lost messages that it had acknowledged
     ├── RunError                     5   the run directory or the run on the server is missing or another one
@@ -63,7 +63,7 @@ class StorageFullError(BrokerError):
 
 
 class FenceError(BrokerError):
-    """Somebody else appended first; nothing was stored."""
+    """Another process appended first; nothing was stored."""
 
 
 class AppendUncertainError(BrokerError):

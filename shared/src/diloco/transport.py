@@ -121,7 +121,7 @@ class Transport(Protocol):
         """Return Unix time; it may jump, so use it for labels alone."""
 
     def random_bytes(self, count: int) -> bytes:
-        """Draw bytes that nobody else draws."""
+        """Draw bytes that no other process draws."""
 
     async def publish(self, subject: str, data: bytes) -> None:
         """Send a message to all subscribers; it is not stored, and may be lost."""
@@ -133,7 +133,7 @@ class Transport(Protocol):
         """Hear requests of :meth:`request`, to answer them."""
 
     async def request(self, subject: str, data: bytes, timeout_s: float) -> bytes | None:
-        """Return the first answer to a message, or None if there is none in time, or nobody serves it.
+        """Return the first answer to a message, or None if there is none in time, or no process serves it.
 
         Answers may be large: they pass the server that has the streams, so that they delay no heartbeat. In a run with regions
         only members of the same region hear each other.

@@ -1,4 +1,4 @@
-"""The modules that a task of somebody's own is made of: its module, and all that it imports from the same folder.
+"""The modules that a user's task is made of: its module, and all that it imports from the same folder.
 
 They are found in the text of the code, wherever in it an import stands: a result depends on what a factory or a method
 imports, too. A module that is imported by a name which the code puts together is not found.

@@ -150,7 +150,7 @@ def _set_up() -> None:
 
 
 def _end_with_parent() -> None:
-    """End this process once the one that began it is gone: killed, it cannot say so, and trials would go on for nobody."""
+    """End this process once the one that began it is gone: killed, it cannot say so, and trials would go on for nothing."""
     parent = parent_process()
     assert parent is not None
     parent.join()

@@ -38,7 +38,7 @@ def code_digest() -> str:
 
 @cache
 def task_digest(name: str) -> str:
-    """Return a hash of the code of a task of somebody's own, ``MODULE:MAKE``; "" for one that comes with the learner.
+    """Return a hash of the code of a user's task, ``MODULE:MAKE``; "" for one that comes with the learner.
 
     That is the module, and all that it imports from the same folder (:mod:`diloco_lab.experiment.own_code`).
 

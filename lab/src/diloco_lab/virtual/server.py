@@ -62,7 +62,7 @@ class Stream:
             return
         last = self.last(fence.subject)
         if (last.sequence if last else 0) != fence.expected_sequence:
-            raise FenceError(f"{fence.subject}: somebody else appended first")
+            raise FenceError(f"{fence.subject}: another process appended first")
 
     def store(self, subject: str, data: bytes, at_s: float) -> int:
         stored = Stored(subject, len(self.messages) + 1, data, stored_at_s=at_s)
@@ -129,7 +129,7 @@ class Keys:
         """Set a key: at ``revision`` only (0: if there is none), or whatever it is (None)."""
         stored = self.get(key)
         if revision is not None and (stored[1] if stored else 0) != revision:
-            raise FenceError(f"bucket {self.name}: key {key!r} was set by somebody else")
+            raise FenceError(f"bucket {self.name}: key {key!r} was set by another process")
         self.revision += 1
         self.journal.append((key, stored, self.writers.get(key, 0)))
         self.values[key], self.writers[key] = (value, self.revision), writer
@@ -165,7 +165,7 @@ class Server:
         self.streams: dict[str, Stream] = {}
         self.buckets: dict[str, Keys] = {}
         self.observe = observe
-        self.wall_s: Callable[[], float] = lambda: math.inf  # Unix time here; inf: nobody asks for it
+        self.wall_s: Callable[[], float] = lambda: math.inf  # Unix time here; inf: it is not asked for
         self._stream_of: dict[str, Stream] = {}
 
     def stream_of(self, subject: str) -> Stream:

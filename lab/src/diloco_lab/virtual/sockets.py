@@ -32,7 +32,7 @@ class Host:
         """Have connections made to a port (0: any that is free).
 
         Raises:
-            OSError: somebody listens there.
+            OSError: the address is in use.
         """
         return self.network.listen(self, factory, port)
 
@@ -40,7 +40,7 @@ class Host:
         """Connect.
 
         Raises:
-            ConnectionRefusedError: nobody listens there.
+            ConnectionRefusedError: no process listens there.
         """
         return await self.network.connect(self, factory, address)
 
@@ -63,7 +63,7 @@ class Listener:
         return self.host.name, self.port
 
     def close(self) -> None:
-        """Let nobody connect any more; connections stay."""
+        """Refuse new connections; others stay."""
         self.host.network.listeners.pop(self.getsockname(), None)
 
 
@@ -98,7 +98,7 @@ class Network:
             await asyncio.sleep(AGAIN_S)
         listener = self.listeners.get(address)
         if listener is None:
-            raise ConnectionRefusedError(f"{address[0]}:{address[1]}: nobody listens")
+            raise ConnectionRefusedError(f"{address[0]}:{address[1]}: no process listens")
         near = End(self, host, factory())
         far = End(self, listener.host, listener.factory())
         near.peer, far.peer = far, near
@@ -223,6 +223,6 @@ class End(asyncio.Transport):
         return self.closed
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
-        """Return the addresses of both ends; ports of those who connect are nobody's concern."""
+        """Return the addresses of both ends; ports of those who connect do not matter."""
         names = {"sockname": (self.host.name, 0), "peername": (self.peer.host.name, 0)}
         return names.get(name, default)

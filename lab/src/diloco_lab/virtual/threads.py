@@ -91,7 +91,7 @@ def monotonic() -> float:
 
 
 def _await(reached: Callable[[], bool], timeout: float | None) -> bool:
-    """Wait in a thread; return whether it was reached in time. Where it is, nobody waits, and it need not be one."""
+    """Wait in a thread; return whether it was reached in time. Where it is, there is no wait, and it need not be one."""
     if reached():
         return True
     thread = current()
@@ -110,7 +110,7 @@ class Lock:
         self._held = False
 
     def locked(self) -> bool:
-        """Whether somebody has it."""
+        """Whether it is held."""
         return self._held
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:

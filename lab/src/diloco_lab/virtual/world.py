@@ -53,7 +53,7 @@ class Process:
         self.world.look_for_end()
 
     def forget(self) -> None:
-        """Have nobody hear it, and it nobody."""
+        """Cut it off: it neither hears nor is heard."""
         self.alive = False
         self.world.subscriptions = [s for s in self.world.subscriptions if s.transport is not self.transport]
 
@@ -139,7 +139,7 @@ class World:
         return 0.0
 
     def deliveries_s(self) -> list[float]:
-        """Return when a message comes to a subscriber that nobody acknowledges: perhaps never, or twice."""
+        """Return when a message comes to a subscriber without an acknowledgement: perhaps never, or twice."""
         return [2 * DELAY_S]
 
     def fate(self, process: Any, what: str) -> str:

@@ -74,7 +74,7 @@ class Probe:
         return self._refusals.name(subject)
 
     def new_subject(self) -> str:
-        """Return a subject that nobody else may listen to."""
+        """Return a subject that only this identity may listen to."""
         return str(self._client.new_inbox())
 
     async def round_trip_s(self) -> float:

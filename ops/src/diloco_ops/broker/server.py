@@ -38,7 +38,7 @@ def find_binary() -> Path:
 
 
 def free_port() -> int:
-    """Return a TCP port of the loopback device on which nobody listens."""
+    """Return a free TCP port of the loopback device."""
     return free_ports(1)[0]
 
 
@@ -46,14 +46,14 @@ def free_ports(count: int) -> list[int]:
     """Return so many of them, all different: one that was given out alone may be given out again before it is used.
 
     They are below those that the system gives to connections and to who asks for any port: a server that is started again on
-    its port finds nobody there.
+    its port finds no server there.
     """
     chance = random.SystemRandom()  # several processes ask at once
     with contextlib.ExitStack() as held:
         ports: list[int] = []
         while len(ports) < count:
             probe = held.enter_context(contextlib.closing(socket.socket()))
-            with contextlib.suppress(OSError):  # somebody listens there
+            with contextlib.suppress(OSError):  # the port is in use
                 probe.bind(("127.0.0.1", chance.randrange(*PORTS)))
                 ports.append(probe.getsockname()[1])
         return ports

@@ -82,7 +82,7 @@ async def save(link: Link, stream: str, path: Path) -> Snapshot:
 
 
 class _ForgottenError(AppendUncertainError):
-    """Nobody listens where a chunk belongs: the server ends a restore of which no chunk came for five seconds."""
+    """No process listens where a chunk belongs: the server ends a restore of which no chunk came for five seconds."""
 
 
 async def restore(link: Link, snapshot: Snapshot, path: Path, *, replicas: int = 1) -> None:

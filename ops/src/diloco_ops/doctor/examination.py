@@ -319,7 +319,7 @@ class Examination:
         control = next((opened for opened in self._open.values() if opened.place.control), None)
         if control is None:
             yield skipped("run", "its control server does not let us in")
-            yield skipped("name", "nobody can be heard")
+            yield skipped("name", "no process can be heard")
             return
         yield await self._limited("run", lambda: self._read_run(control.probe.transport))
         if self._run is None:

@@ -105,7 +105,7 @@ def _made(path: Path) -> Iterator[None]:
 
 
 def foreign_files(path: Path, run: bytes) -> list[str]:
-    """Return the tapes and checkpoints of other runs in a ``state_dir``, by name; unreadable files are nobody's."""
+    """Return the tapes and checkpoints of other runs in a ``state_dir``, by name; unreadable files are left out."""
     found = [file for file in sorted((path / tape.FOLDER).glob(f"*{tapes.SUFFIX}")) if _tape_run(file) not in (None, run)]
     found += [file for file in sorted((path / state.FOLDER).glob("*.safetensors")) if _state_run(file) not in (None, run.hex())]
     return [str(file.relative_to(path)) for file in found]

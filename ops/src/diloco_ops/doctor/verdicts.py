@@ -121,11 +121,11 @@ def grant(role: Role, name: str, *, authority: bool, granted: bool) -> Check | N
     """Judge what an identity file says of grants, ``authority``: whose; None: it is as this version makes it."""
     if not authority:
         what = "the identity file is of an older version: it names no authority of grants"
-        needed = "a grant, or nobody merges its work" if role == "learner" else "an authority, or any work is believed"
+        needed = "a grant, or its work is not merged" if role == "learner" else "an authority, or any work is believed"
         return Check("grant", "failed" if role == "learner" else "warning", what, needed, f"diloco keys renew DIR {name}")
     if role == "learner" and not granted:
         remedy = f"diloco keys grant DIR {name} --batch-tokens N"
-        return Check("grant", "failed", "the identity file has none", "a grant, or nobody merges its work", remedy)
+        return Check("grant", "failed", "the identity file has none", "a grant, or its work is not merged", remedy)
     return None
 
 
@@ -204,7 +204,7 @@ def members(name: str, found: Members, listened_s: float) -> list[Check]:
     """Judge the members that were heard: whether the own name is taken, and all speak this version's protocol."""
     heard = f"{found.heard} members heard in {listened_s:.2g} s"
     heard += f", of diloco {', '.join(found.software)}" if found.software else ""
-    checks = [Check("name", "ok", f"nobody is {name}")]
+    checks = [Check("name", "ok", f"no process is called {name}")]
     if found.same_name:
         checks = [
             Check(
@@ -417,7 +417,7 @@ def link(
     if settings is None or model is None:
         return [Check(name, "ok", found, "not known before the run has a model")]
     if step_s is None:
-        return [Check(name, "ok", found, "not known while nobody trains; give the time of a step with --step-s")]
+        return [Check(name, "ok", found, "not known while no learner trains; give the time of a step with --step-s")]
     if up is None or down is None:
         return [Check(name, "warning", found, "its rates, which could not be measured")]
     return [_rates(name, found, role, speed, settings, model, step_s, far=far), *_times(place, speed, settings, model, step_s)]

@@ -23,8 +23,8 @@ and the server sends in the account of the streams. No subscription of a process
 
 A signal leaves an account under ``sent.``, and enters all those that may hear it under ``heard.``, which is taken off there:
 nats-server refuses imports that lead from one account to itself, even through another one, under names that overlap. The reply
-subject of a request becomes another one on each border, under ``_R_``, and leads back to the asker alone. So nobody can be made
-to answer anywhere else.
+subject of a request becomes another one on each border, under ``_R_``, and leads back to the asker alone. So no process can be
+made to answer anywhere else.
 """
 
 from __future__ import annotations

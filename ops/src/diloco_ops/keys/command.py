@@ -1,4 +1,4 @@
-"""``diloco keys``: an authority, certificates and NATS keys for a run whose servers nobody else may use."""
+"""``diloco keys``: an authority, certificates and NATS keys for a run whose servers only their holders may use."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def founded(folder: Where) -> None:
     opened = Folder.open(folder)
     founders = [entry for entry in opened.roster.identities if entry.founder]
     if not founders:
-        raise SettingsError(f"{folder}: nobody may found run {opened.roster.run!r} (any more)")
+        raise SettingsError(f"{folder}: no identity may found run {opened.roster.run!r} (any more)")
     opened.replace(*(entry.model_copy(update={"founder": False}) for entry in founders))
     print(f"may create or found the run no more: {', '.join(entry.name for entry in founders)}")
     _say_reload(opened, founders)
@@ -270,7 +270,7 @@ def _until(expires: datetime, now: datetime) -> str:
 
 def _expiry(days: int) -> datetime:
     if not 1 <= days <= MAX_DAYS:
-        raise SettingsError(f"--days {days}: expected 1 to {MAX_DAYS}; keys that have ended already let nobody in")
+        raise SettingsError(f"--days {days}: expected 1 to {MAX_DAYS}; keys that have ended give no access")
     return datetime.now(UTC).replace(microsecond=0) + timedelta(days=days)
 
 
@@ -278,7 +278,7 @@ def _living(opened: Folder, name: str) -> IdentityEntry:
     entry = opened.roster.identity(name)
     if entry is None:
         known = [entry.name for entry in (*opened.roster.servers, *opened.roster.identities)]
-        raise SettingsError(f"{opened.path}: nobody is called {name!r}{nearest(name, known)}; diloco keys list {opened.path}")
+        raise SettingsError(f"{opened.path}: there is no {name!r}{nearest(name, known)}; diloco keys list {opened.path}")
     if entry.revoked:
         raise SettingsError(f"{name!r} was revoked already; who is to come back gets another name (diloco keys add)")
     return entry

@@ -230,7 +230,7 @@ def write_for_browser(file: Path, out: Path) -> str:
 
 
 def _write(path: Path, text: str | bytes, mode: int) -> None:
-    """Write a file that nobody can read meanwhile who may not read it afterwards."""
+    """Write a file that has its final access rights from the beginning."""
 
     def write(draft: Path) -> None:
         draft.unlink(missing_ok=True)

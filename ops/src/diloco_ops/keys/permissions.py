@@ -138,7 +138,7 @@ def _coordinator(who: Who, names: Subjects) -> _Granted:
         (names.coordinator, names.status, names.heartbeat(), names.shard(), names.sample(), names.changed),
     )
     control += _read_bucket(names) + _keys(names, "coordinator", "history")
-    if who.founder:  # a server lets nobody set a key once and not again
+    if who.founder:  # no permission can be limited to setting a key once
         control += _keys(names, "protocol", "run")
     control += _api("STREAM.CREATE", _store(names))
     log = _make(names) + _look(names.log_stream) + _follow(who, names.log_stream)

@@ -109,7 +109,7 @@ class Roster(BaseModel):
         """Refuse a name that is taken.
 
         Raises:
-            SettingsError: it is, or was, somebody's.
+            SettingsError: it is, or was, in use.
         """
         identity = self.identity(name)
         if identity is not None and identity.revoked:

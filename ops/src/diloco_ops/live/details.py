@@ -64,7 +64,7 @@ def fragment(watched: Watched, status: Status, index: int, run_s: float, width: 
     for label, from_s, to_s in _windows(run_s):
         lines.append(_fact(label, lanes.merge_lane(merges, from_s, to_s, width - LABEL), width))
     for at_s, version, members in known.merges[-1 : -LAST_MERGES - 1 : -1]:
-        merged = ", ".join(clean(member) for member in members) or "nobody"
+        merged = ", ".join(clean(member) for member in members) or "none"
         lines.append(_fact(f"version {version}", f"{_ago(run_s - at_s)}: {merged}", width))
     shares = Counter(member for _, _, members in known.merges for member in members)
     if shares:

@@ -135,7 +135,7 @@ class Watched:
             return
         late = [record.version - 1 - member.base_version for member in record.members]
         stale = f", up to {max(late)} versions late" if late and max(late) > 0 else ""
-        merged = ", ".join(members) or "nobody"
+        merged = ", ".join(members) or "none"
         self._tell(now_s, who, f"version {record.version} of {merged}, round {record.round_s:.1f} s{stale}", minor=True)
 
     def past(self, picture: Mapping[str, Any], curves: Mapping[str, Any], age_s: float, now_s: float) -> None:

@@ -147,7 +147,7 @@ def _actions(report: Mapping[str, Any], now: Effective) -> list[Action]:
         Action(
             "eject",
             "Eject",
-            "A learner: its offers are refused, nobody waits for it, and its process ends.",
+            "A learner: its offers are refused, it is not waited for, and its process ends.",
             "Eject {learner}? Why: {reason}",
             [Field("learner", "Learner", suggested=learners), WHY],
         ),

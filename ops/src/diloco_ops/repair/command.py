@@ -159,7 +159,7 @@ async def _orderable(seen: RunReader, fragments: Sequence[int]) -> list[Examined
     if unknown:
         raise RunError(f"run {run.name!r} has fragments 0 to {count - 1}, not {unknown[0]}")
     if not seen.live:
-        raise RunError(f"{seen.directory.path}: run {run.name!r} is not going on: nobody could append; start it again")
+        raise RunError(f"{seen.directory.path}: run {run.name!r} is not running, so that nothing can be appended: start it")
     if run.created.round.lockstep:
         raise RunError(
             f"run {run.name!r} trains in lockstep, where fragments cannot go back one by one; stop it, and go on in a new "

@@ -34,7 +34,7 @@ from diloco.wire import framing
 from diloco.wire.entries import Genesis
 from diloco.wire.subjects import Subjects
 
-CHECKED = ("run", "protocol", "map", "genesis", "changes")  # those which nobody makes again who finds them damaged
+CHECKED = ("run", "protocol", "map", "genesis", "changes")  # a process that finds them damaged does not make them again
 _REMOVABLE = re.compile(r"founder|owners|coordinator|history|(member|share|refused)\.[a-z0-9_-]+")
 _ALL = 2**62  # a sequence beyond all
 
@@ -100,7 +100,7 @@ class Keys:
         """Write or remove the key.
 
         Raises:
-            FenceError: somebody else has set it meanwhile.
+            FenceError: another process has set it meanwhile.
         """
         if remedy.value is None:
             bucket = Subjects(self.name).bucket

@@ -255,7 +255,7 @@ async def listening(address: str) -> socket.socket:
     """Return a socket bound to an address.
 
     Raises:
-        WanError: nobody can listen there.
+        WanError: the address cannot be listened at.
     """
     host, port = split_address(address)
     try:

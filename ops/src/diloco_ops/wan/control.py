@@ -87,7 +87,7 @@ class Control:
         """Listen. Return the address.
 
         Raises:
-            WanError: nobody can listen there.
+            WanError: the address cannot be listened at.
         """
         sock = await listening(address)
         self._server = await asyncio.start_server(self._serve, sock=sock, limit=MAX_REQUEST_BYTES)

@@ -8,7 +8,7 @@ however much bulk is queued. Among flows of a class, bytes are dealt in turns of
 delay, never before what left earlier. Nothing is dropped: a full queue closes its entrance, and senders feel that as they
 feel a full TCP window. A cut link holds everything, in the queue and in flight, until it is healed.
 
-A piece begins when the one before it has left, not when somebody looks: as long as the queue has something, a caller that is
+A piece begins when the one before it has left, not at the next look: as long as the queue has something, a caller that is
 late loses none of the rate. That is why there is a queue at all, a tenth of a second of the rate by default.
 
 Rejected: dropping from a full queue, as routers do. The bytes come from sockets and were acknowledged to their sender when

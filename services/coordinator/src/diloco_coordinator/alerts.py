@@ -1,4 +1,4 @@
-"""Conditions of a run that need somebody's attention, and what happened in it.
+"""Conditions of a run that need an operator's attention, and what happened in it.
 
 Pure: no clock, no network, no file.
 """
@@ -66,7 +66,7 @@ def conditions(monitor: Monitor, now_s: float) -> Iterator[str]:
     for name, failure in sorted(monitor.failures.items()):
         yield f"{name}: {failure}"
     for region in sorted(monitor.presence.away()):
-        yield f"region {region}: nobody is heard"
+        yield f"region {region}: no process is heard"
     for room in monitor.rooms:
         if room.size_bytes >= NEARLY_FULL * room.max_bytes:
             yield f"{room.name}: nearly as full as it may be; at its bound of {size(room.max_bytes)} versions wait"

@@ -131,7 +131,7 @@ METRICS: tuple[Metric[Moment], ...] = (
         _run(lambda monitor, now_s: monitor.validation[-1][2] if monitor.validation else None),
     ),
     Metric(
-        "diloco_coordinator_region_away", "gauge", "1 for a region of which nobody is heard", _run(_away), ("other_region",)
+        "diloco_coordinator_region_away", "gauge", "1 for a region of which no process is heard", _run(_away), ("other_region",)
     ),
     Metric(
         "diloco_coordinator_page_viewers",

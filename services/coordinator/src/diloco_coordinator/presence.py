@@ -23,7 +23,7 @@ class Absence:
 class Presence:
     """Presence of a run's regions.
 
-    A region is away when others have been heard for more than ``away_s`` since its last heartbeat. While nobody is heard at
+    A region is away when others have been heard for more than ``away_s`` since its last heartbeat. While no process is heard at
     all, the listener itself is cut off, or was frozen: no region is away.
     """
 

@@ -135,7 +135,7 @@ def batch_digest(batch: Any) -> str:
 async def meet(settings: LearnerSettings, run: Run, transport: NatsTransport, log: Logger) -> Group | None:
     """Meet the learner's other processes. Call it in the loop's thread.
 
-    None if the run is over, and nobody may come any more (:mod:`diloco.member.coming`).
+    None if the run is over, and no process may come any more (:mod:`diloco.member.coming`).
 
     Raises:
         SettingsError: they differ.

@@ -85,7 +85,7 @@ class Arithmetic:
         return moved
 
     def evaluate(self, leaves: Leaves, state: Any, batch: Any, given: Given) -> LossAndMetrics:
-        """Return loss and metrics of a batch that nobody trains on."""
+        """Return loss and metrics of a batch that is not trained on."""
         params = self.tree(self.rounded(leaves), given)
         loss, (metrics, _) = self.loss.of(self._placement.loss, params, batch, given, state, train=False)
         return loss, metrics

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from diloco_learner.frameworks import Loaded
     from diloco_learner.model import Model
 
-LOOK_BATCHES, LOOK_S = 64, 1.0  # looked at for their end: so many, or for so long, so that nobody waits for it
+LOOK_BATCHES, LOOK_S = 64, 1.0  # looked at for their end: so many, or for so long, so that the check stays short
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ class Examination:
     state: list[StateFacts]
     fragments: list[dict[str, Any]]  # index, parameters, bytes of an offer
     strategies: list[StrategyFacts]  # every way to cut the model into as many fragments
-    memory: dict[str, int]  # of the compiled step: arguments, results, temporaries, program; empty where nobody knows
+    memory: dict[str, int]  # of the compiled step: arguments, results, temporaries, program; empty where these are unknown
     constants: list[dict[str, Any]]  # shape, dtype and bytes of arrays that the loss has closed over
     step_s: float  # of the second step, on this machine
     loss: float  # of the first batch, with the first parameters

@@ -59,7 +59,7 @@ def fit(settings: LearnerSettings, run: RunSettings | None) -> Fit:
         if run is not None:
             task = load_task(run.task, settings.data, settings.cache_dir)
             first = first_batch(task, run)
-            facts |= agreement.first_facts(settings, Run(settings.run, run, cast(Registry, None)))  # which nobody asks
+            facts |= agreement.first_facts(settings, Run(settings.run, run, cast(Registry, None)))  # which is not asked
             facts |= agreement.model_facts(None, task, run, first) | {"mesh": mesh}
             agreement.check_meshes(settings, task, run, first)
     except SettingsError as error:

@@ -36,7 +36,7 @@ def optimizer(settings: RunSettings, matrices: Sequence[Rows]) -> optax.Gradient
     Muon's by itself, where ``inner.optimizer`` is ``muon``; those with none, embeddings and the head for instance, are AdamW's.
 
     Updates are to be multiplied by minus the learning rate. For an outer AdamW only the clipping is left: of the learner's
-    own gradient, since nobody has the whole of the average, whose norm is then within the bound too.
+    own gradient, since no process has the whole of the average, whose norm is then within the bound too.
     """
     inner = settings.inner
     clip = optax.clip_by_global_norm(inner.clip_norm)

@@ -83,7 +83,7 @@ def parameters_of(params: Any) -> Parameters:
     Raises:
         SettingsError: there is no array, or one of another type or kind.
     """
-    torch = sys.modules.get("torch")  # nobody has a module or tensor of it who has not imported it
+    torch = sys.modules.get("torch")  # a module or tensor of it exists only once it is imported
     values = params.values() if isinstance(params, Mapping) else ()
     if torch is not None and (isinstance(params, torch.nn.Module) or any(isinstance(value, torch.Tensor) for value in values)):
         from diloco_learner.pytorch.parameters import TorchParameters

@@ -44,7 +44,7 @@ def keywords(task: object, member: str, arguments: int, known: Collection[str]) 
             named.add(parameter.name)
         elif parameter.kind in (*NAMED, *PLACED) and parameter.default is parameter.empty:
             raise SettingsError(
-                f"task: {member}() needs {parameter.name!r}, which nobody gives it: it may name "
+                f"task: {member}() needs {parameter.name!r}, which is not given to it: it may name "
                 f"{', '.join(known) or 'no keyword'} beyond {_first(arguments)}{place(function)}"
             )
     return frozenset(named)

@@ -443,7 +443,7 @@ def _copy_in_places(places: tuple[Sharding, ...]) -> Callable[[Leaves], Leaves]:
 
 
 def place(path: Any, leaf: Any, whole: jax.ShapeDtypeStruct, sharding: NamedSharding, *, own: range) -> jax.Array:
-    """Return an array of all processes of which this one puts what its devices take; nobody asks the others.
+    """Return an array of all processes of which this one puts what its devices take; the others are not asked.
 
     ``leaf`` is the whole array, or where rows are split this process's ``own`` ones.
     """

@@ -39,7 +39,7 @@ class Span:
 
 
 class Meter:
-    """Deals out the trainer's time, step by step. Times before the first step, and after :meth:`pause`, are nobody's."""
+    """Deals out the trainer's time, step by step. Times before the first step, and after :meth:`pause`, are not counted."""
 
     def __init__(self) -> None:
         self._times = Times()
@@ -66,7 +66,7 @@ class Meter:
         return ended_s - began_s
 
     def pause(self) -> None:
-        """Let the time until the next step be nobody's."""
+        """Leave out the time until the next step."""
         self._ended_s = None
 
     def take(self) -> Times:

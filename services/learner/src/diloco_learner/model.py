@@ -25,7 +25,7 @@ from diloco_learner.evaluation import Evaluation
 
 Vector = NDArray[np.float32]
 
-COPY_BYTES = 1 << 28  # of a device whose memory nobody knows: copied at once in any case
+COPY_BYTES = 1 << 28  # of a device whose memory is unknown: copied at once in any case
 
 
 @dataclass(frozen=True)

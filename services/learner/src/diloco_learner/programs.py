@@ -1,6 +1,6 @@
 """Programs that the learners of one machine share by JAX's cache: one process compiles, the others load what it compiled.
 
-A process that compiled leaves a mark beside the cache's files. Where it is, nobody waits: loading takes little, and processes
+A process that compiled leaves a mark beside the cache's files. Where it is, none waits: loading takes little, and processes
 that took turns at it would begin one after another. The mark is a hint. Where the cache lacks the program, as one that JAX
 does not keep, each process compiles it for itself.
 """

@@ -24,7 +24,7 @@ from diloco_learner.task_api import STATE, is_merged
 
 
 class State:
-    """The state of an island; ``values`` is the task's pytree, of arrays that nobody else has, or None.
+    """The state of an island; ``values`` is the task's pytree, of arrays that are referenced only here, or None.
 
     An array that is merged is reached by its path in the log.
 

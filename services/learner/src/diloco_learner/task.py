@@ -176,7 +176,7 @@ def check_members(task: Any, source: str) -> None:
     """Find out that a task has its members, and that each is called as it can be.
 
     Raises:
-        SettingsError: one is missing, or needs an argument that nobody gives it; ``source`` begins the sentence.
+        SettingsError: one is missing, or needs an argument that is not given to it; ``source`` begins the sentence.
     """
     check_called(task, REQUIRED, CALLED, source)
     tensors.check_members(task)

@@ -144,7 +144,7 @@ def check_called(task: Any, required: Collection[str], called: Mapping[str, tupl
     ``called``: by member, how many arguments it is given by place, and the keywords that it may name.
 
     Raises:
-        SettingsError: one is missing, or needs an argument that nobody gives it; ``source`` begins the sentence.
+        SettingsError: one is missing, or needs an argument that is not given to it; ``source`` begins the sentence.
     """
     missing, place = [name for name in required if not hasattr(task, name)], members.place_of_class(type(task))
     if missing:

@@ -30,7 +30,7 @@ UNITS = "nats per byte"  # of losses on text
 HELD_OUT_EVERY = 20
 VALIDATION_WINDOWS = 1024  # the same ones whatever the batch, or losses of different batches could not be compared
 PROBE_BYTES = 8192  # a file with a zero byte in its first few is not text
-# folders of the standard library that are somebody else's code or tests of it
+# folders of the standard library that are third-party code or tests of it
 LIBRARY_SKIPPED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 
 
@@ -53,7 +53,7 @@ class Corpus:
 
     @cached_property
     def to_evaluate(self) -> HeldOut:
-        """Return the bytes that nobody trains on, without passages that the training text has too.
+        """Return the bytes that no learner trains on, without passages that the training text has too.
 
         Reads all text, and takes about 0.05 s a megabyte of it the first time.
         """

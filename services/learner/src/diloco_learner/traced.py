@@ -36,7 +36,7 @@ def company(island: Island) -> tuple[Given, Any]:
 
 
 def out_of_bounds(task: Task, settings: RunSettings, island: Island, batch: Any) -> str:
-    """Return by which index the loss of a batch reaches beyond the end of an array; nothing if it does not, or nobody can tell.
+    """Return by which index the loss of a batch reaches beyond the end of an array; nothing if it does not, or this is unknown.
 
     JAX gives the array's last element, or NaN, then: a token that the vocabulary does not have is no error.
     """

@@ -166,7 +166,7 @@ class Trainer:
                     flight = None
                 self.member.wait(IDLE_S)
                 if boundary.stop:
-                    self._meter.pause()  # what comes after the budget is nobody's blocked time
+                    self._meter.pause()  # time after the budget is not blocked time
                 continue
             rate = learning_rate(self.settings, self.member.moment())
             called_s = time.perf_counter()

@@ -73,7 +73,7 @@ class ModelTree:
     def masters(self, trained: list[Any]) -> list[jax.Array]:
         """Return new float32 arrays as the log has them, from values as the task has them.
 
-        The values are taken out of their list, so that each that nobody else has is freed before the next one is copied.
+        The values are taken out of their list, so that one without another reference is freed before the next one is copied.
         """
         return [jnp.array(each.stored(jnp.asarray(trained.pop(0))), jnp.float32, copy=True) for each in self.trained]
 

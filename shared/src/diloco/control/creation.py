@@ -112,7 +112,7 @@ async def create(transport: Transport, name: str, settings: RunSettings, offer_b
             await registry.create("run", settings.canonical())
             return Run(name, settings, registry, transport.authority)
         stored = await registry.get("run")
-    await check_protocol(registry, name)  # nobody may have the right to write any more
+    await check_protocol(registry, name)  # the right to write may have ended
     difference = first_difference(settings.model_dump(), settings_of(name, stored[0]) if stored else {})
     if difference:
         raise RunError(
@@ -136,7 +136,7 @@ async def make_streams(transport: Transport, name: str, settings: RunSettings, o
             names.archive_stream, names.archive_filters(), max_bytes=settings.log.archive_bytes, replicas=replicas
         )
     for stream, max_bytes in room.items():
-        if max_bytes is not None:  # somebody lowered it: the run goes on as far as that goes
+        if max_bytes is not None:  # it was lowered: the run goes on as far as that goes
             observe.get_logger().warning("stream_limited", stream=stream, max_bytes=max_bytes)
 
 

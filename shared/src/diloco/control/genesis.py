@@ -33,7 +33,7 @@ async def await_genesis(
 ) -> tuple[Genesis, bytes]:
     """Return the genesis record and its hash; a learner (None: another service) founds the run if no other does.
 
-    A run that continues another one is founded before it has members, and by no learner: nobody else has its version 0.
+    A run that continues another one is founded before it has members, and by no learner, since no learner has its version 0.
     The founder is elected by compare-and-set, and says meanwhile that it goes on. One that has not for ``liveness.dead_s`` of
     this member's clock is replaced. If both finish, the bucket's key ``genesis`` decides whose record is the run's.
 

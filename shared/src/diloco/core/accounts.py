@@ -37,7 +37,7 @@ class StepDone:
     steps: int = 1
     data_s: float = 0.0
     metrics: Mapping[str, float] = field(default_factory=dict)
-    finite: bool | None = None  # of a step that has no loss: whether the values that it led to are; None: nobody looked
+    finite: bool | None = None  # of a step that has no loss: whether the values that it led to are; None: not looked at
 
 
 class Traffic(NamedTuple):

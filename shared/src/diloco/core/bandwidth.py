@@ -16,7 +16,7 @@ and the way changes its level:
   halved since.
 
 ``SPARE`` is half of ``FULL`` for two reasons. A level that fits is not left again when the rate varies by less; and a direction
-also carries the traffic of the owner at its other end, about as much again, which nobody sees before the link is busy. A queue
+also carries the traffic of the owner at its other end, about as much again, which is not seen before the link is busy. A queue
 from which something comes over is no reason to go worse: it was made at the level before, and drains where the load is below
 ``FULL``.
 
@@ -283,7 +283,7 @@ class Bandwidth:
     def look(self, now_s: float, cycle_s: float, seen: Mapping[str, tuple[Seen, Seen]]) -> list[Change]:
         """Look at the links, about once a second; return the changes. ``seen``: the offers' way and the records', by region.
 
-        A region that is not in ``seen`` is cut off: it keeps its levels and delays nobody.
+        A region that is not in ``seen`` is cut off: it keeps its levels and delays no other region.
         """
         changes: list[Change] = []
         for region, link in self._links.items():

@@ -203,7 +203,7 @@ class Chain:
 class WrongEntries:
     """The wrong entries of a fragment that a reader has met, and the entries that follow them; by hash, the newest ones.
 
-    Their writer goes on from a state that nobody else has. All readers pass over them, and over keyframes that stand after one.
+    Their writer goes on from a state that no other process has. All readers pass over them, and over keyframes after one.
     """
 
     def __init__(self) -> None:
@@ -231,7 +231,7 @@ class WrongEntries:
         return entry_hash in self
 
     def stand_after(self, chain: Chain) -> Record | None:
-        """Return the wrong entry by which a log ends, for as long as nobody has taken the fragment over from its writer."""
+        """Return the wrong entry by which a log ends, until another owner has taken the fragment over."""
         return self.newest if self.newest is not None and self.newest.epoch >= chain.epoch else None
 
     def unread_after(self, chain: Chain) -> str | None:

@@ -1,7 +1,7 @@
 """Changes of a run while it goes on: a list that only grows, and its fold.
 
 A run keeps the settings with which it was created: their digest is its identity. A later change by an operator or a syncer is
-a numbered record, chained to the one before it by its hash. So all readers of the list come to the same state, and nobody can
+a numbered record, chained to the one before it by its hash. So all readers of the list come to the same state, and none can
 take a record out. :class:`Effective` is the fold of the list.
 
 Only settings on which neither hashes nor bits of versions depend can be set (:data:`SETTABLE`). The token budget, which the
@@ -89,7 +89,7 @@ class Tokens(_Action, frozen=True, tag="tokens"):
 
 
 class Eject(_Action, frozen=True, tag="eject"):
-    """Exclude a learner: its offers are refused, nobody waits for it, and it ends."""
+    """Exclude a learner: its offers are refused, it is not waited for, and it ends."""
 
     learner: MemberName
 
@@ -321,7 +321,7 @@ class Effective:
 
     @property
     def excluded(self) -> frozenset[str]:
-        """Excluded learners: their offers are refused, and nobody waits for them."""
+        """Excluded learners: their offers are refused, and they are not waited for."""
         return frozenset(self.ejected) | frozenset(self.quarantined)
 
 

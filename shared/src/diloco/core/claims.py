@@ -1,6 +1,6 @@
 """The bounds of what a learner can state of its work in an offer.
 
-Nobody sees a learner train: its steps, tokens, lost tokens and batches are claims. An owner, a region's aggregator, the owner
+A learner trains unseen: its steps, tokens, lost tokens and batches are claims. An owner, a region's aggregator, the owner
 after a takeover and the simulators refuse those that cannot be, by :func:`judge` alone. It goes by the claim, the run's
 settings, the fragment's log, the learner's grant, and the time at which a server stored the offer: by no clock of a syncer.
 So a takeover judges as the owner before it, and a learner that was cut off passes.

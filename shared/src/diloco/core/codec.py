@@ -62,7 +62,7 @@ class Beginning:
 
     def __init__(self, expected_bytes: int, arrays: Sequence[Raw]) -> None:
         self.expected_bytes, self.arrays = expected_bytes, arrays
-        self._content = _Content(expected_bytes, self.arrays)  # no cycle: arrays are large, and go when nobody needs them
+        self._content = _Content(expected_bytes, self.arrays)  # no cycle: arrays are large, and are freed at once
         self._writer: zstandard.ZstdDecompressionWriter | None = None
 
     @property

@@ -84,7 +84,7 @@ class Version:
     """A fragment after an entry of its log; several learners may share it.
 
     ``record`` made it (None: the log was loaded). ``chain`` is the log's head then, and does not go on; ``theta``,
-    float32 [size of the fragment], is None where nobody has arrays.
+    float32 [size of the fragment], is None where there are no arrays.
     """
 
     record: Record | None
@@ -93,7 +93,7 @@ class Version:
 
     @classmethod
     def of(cls, replica: Replica, record: Record | None = None) -> Version:
-        """Return the present state of ``replica``, which nobody may be folding."""
+        """Return the present state of ``replica``, which may not be folded meanwhile."""
         return cls(record, replace(replica.chain, cursors=dict(replica.chain.cursors)), replica.theta)
 
     @cached_property

@@ -26,7 +26,7 @@ class Leadership:
     def __init__(self, name: str, process: bytes, now_s: float) -> None:
         self.name, self.process = name, process
         self.leads = False
-        self.revision = 0  # newest known one of the key; 0: nobody has led yet
+        self.revision = 0  # newest known one of the key; 0: there has been no leader
         self._must_read = self._first = True
         self._may_claim = False
         self._heard_s = self._ticked_s = self._read_s = now_s
@@ -46,7 +46,7 @@ class Leadership:
         return "claim" if self._may_claim or now_s - self._heard_s > SILENCE_S else "wait"
 
     def read(self, holder: tuple[str, bytes] | None, revision: int, now_s: float) -> None:
-        """Take in the key: name and process of the leader (None: nobody, or unknown) and its revision."""
+        """Take in the key: name and process of the leader (None: there is none, or it is unknown) and its revision."""
         if revision != self.revision:
             self._heard_s = now_s
         self.revision, self._read_s, self._must_read = revision, now_s, False

@@ -280,7 +280,7 @@ class Learner:
     def dump(self, positions: list[tuple[int, int]], without: StepDone | None = None) -> Dump:
         """Return the state as of the last boundary, for a checkpoint, with the learner's ``positions`` in the data.
 
-        ``without``: the one step since then, which was booked and has not ended. Nobody writes to the arrays any more. Where
+        ``without``: the one step since then, which was booked and has not ended. The arrays are not written to any more. Where
         there are none here, there are none in it.
         """
         self.settle()

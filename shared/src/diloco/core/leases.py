@@ -7,7 +7,7 @@ go or is gone. When a share is leased again, its position never goes back.
 Each learner writes one *claim*, under a key of its own: what it holds, and what it let go. Claims to one share are ordered by
 revisions, which the server gives: the first one has the share. A learner that takes a share from a holder who is gone, or
 that was let go, voids all claims of up to a revision that it names. Numbers that rise with each holder would do too, but a
-learner could choose one that nobody can outbid; it cannot name a revision beyond its own.
+learner could choose one that cannot be outbid; it cannot name a revision beyond its own.
 
 Who is gone is judged by each learner for itself (:class:`Watch`), and changes nothing until it claims the share. So the table
 follows from the claims alone, and no other service has a part in it.
@@ -32,7 +32,7 @@ from diloco.wire.fields import MAX_MEMBERS, Count, MemberName, ShareId
 
 BLOCK_BATCHES = 8
 MAX_HELD = 32  # shares of one learner: its work since its last merge must fit into an offer's ranges
-MAX_ENTRIES = 64  # of a claim: shares held, and shares let go that nobody has taken yet
+MAX_ENTRIES = 64  # of a claim: shares held, and shares let go that are not taken yet
 MAX_CLAIM_BYTES = 4096  # more than any claim of so many entries needs
 LOOKS_A_LEASE = 10  # looks of each learner within `liveness.lease_s`
 _LAP = 0x9E3779B1  # odd, so that 2**32 laps have as many seeds
@@ -111,7 +111,7 @@ def unpack(data: bytes, learner: str, revision: int, settings: RunSettings, boun
 
 @dataclass(frozen=True)
 class Lease:
-    """Lease of a share: its holder (None: nobody) and that one's entry, and what the next holder's entry is to have.
+    """Lease of a share: its holder (None: it is free) and that one's entry, and what the next holder's entry is to have.
 
     ``next``: its first batch, as far as claims say. ``newest``: the newest revision that any claim to the share names.
     """
@@ -132,7 +132,7 @@ class Shares:
     first_batch: FirstBatch
 
     def lease(self, share: int) -> Lease:
-        """Return the lease of a share; one that nobody claimed is free."""
+        """Return the lease of a share; an unclaimed one is free."""
         return self.leases.get(share, Lease(share, next=self.first_batch(share)))
 
     def held(self) -> dict[str, list[int]]:
@@ -148,11 +148,11 @@ class Shares:
         return [lease for lease in self.leases.values() if lease.holder == learner]
 
     def free(self) -> list[Lease]:
-        """Return the leases that nobody holds."""
+        """Return the free leases."""
         return [lease for lease in self.leases.values() if lease.holder is None]
 
     def unheld(self) -> list[int]:
-        """Return the run's shares that nobody holds."""
+        """Return the run's free shares."""
         return [lease.share for lease in self.free() if lease.share < self.learners]
 
 

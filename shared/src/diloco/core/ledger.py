@@ -6,8 +6,8 @@ ledger grows only with breaks in their order: restarts, takeovers of shares, wor
 
 A batch may be *repeated*: two processes trained it, since the share of a dead learner continues behind the last batch merged.
 It is an error if a fragment merges one process's work on a batch twice.
-A learner may train on data of its own, as loops with a loader of theirs do. Its offers state no batches: nobody can account for
-them, and the ledger says how many tokens that are.
+A learner may train on data of its own, as loops with a loader of theirs do. Its offers state no batches: the ledger
+cannot account for them, and says how many tokens that are.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ def missing_since_s(
 
     ``newest`` are, by fragment, the ends by share of the batches in the version applied last; after a log was loaded, of all
     that it has merged. ``since_s`` is the last result. The learner takes part in the versions that it ``holds`` an unmerged
-    step for. ``moved``: a version was applied just now. If none comes for long, nobody is there who would make the missing
+    step for. ``moved``: a version was applied just now. If none comes for long, no learner is there that would make the missing
     ones: all learners began again, from logs that end unevenly.
     """
     if holds or _even(newest):

@@ -111,7 +111,7 @@ def sound(
     breaking = unreadable(replica.chain, merge, settings, run)
     if breaking:
         names = _learners(breaking)
-        raise UnmergeableError("merge_unreadable", names, f"{what}: nobody could read the entry with offers of {_list(names)}")
+        raise UnmergeableError("merge_unreadable", names, f"{what}: the entry with offers of {_list(names)} cannot be read")
 
     def together(held: Sequence[Held]) -> Vector:
         return merged(fragment, settings, held, bases, replica.theta)

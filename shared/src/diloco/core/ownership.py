@@ -21,7 +21,7 @@ from diloco.wire.control import ShardHeartbeat
 from diloco.wire.fields import MAX_FRAGMENTS, MAX_SYNCERS, MemberName
 
 FIRST_TABLE_S = 2.0  # that the first table waits for syncers: processes that are started together hear each other by then
-READ_EVERY_S = 2.0  # the table, even if nobody says that it has changed: heartbeats may be lost
+READ_EVERY_S = 2.0  # the table, even if no message says that it has changed: heartbeats may be lost
 HEARTBEATS = 6  # heartbeats in the time after which a silent syncer is gone
 RIVAL_HEARTBEATS = 4  # heartbeats of a younger process with this syncer's name: more than may come late after a restart
 # of an even share: a fragment moves only between syncers whose loads differ by more than this
@@ -42,7 +42,7 @@ def plan(
     shards: int,
     regions: Mapping[str, str] | None = None,
 ) -> OwnersTable | None:
-    """Return the table that should be, if it is another one than ``table``; None too if nobody is ``live``.
+    """Return the table that should be, if it is another one than ``table``; None too if no syncer is ``live``.
 
     Living holders stay, others fill up free places by name. With ``regions`` (of the living, by name) those of the region with
     the fewest holders come first, and a region without any gets the place of one of a region with several: fewest bytes cross
@@ -126,7 +126,7 @@ class Ownership:
         region: str = "",
         away_s: float = math.inf,
     ) -> None:
-        """``region``: empty in a run without; one of which nobody is heard counts as gone after ``away_s``."""
+        """``region``: empty in a run without; one without a heartbeat counts as gone after ``away_s``."""
         self.name, self.incarnation, self.region = name, incarnation, region
         self.sizes, self.shards = sizes, min(shards, len(sizes))
         self.table: OwnersTable | None = None
@@ -223,7 +223,7 @@ class Ownership:
         """Return the table to put in the place of the known one, or None.
 
         The first table waits for ``shards`` syncers, but no longer than ``FIRST_TABLE_S``, so that a start does not deal
-        twice. A change that only makes loads more even, or fills a place that nobody waits for, waits until the table has
+        twice. A change that only makes loads more even, or fills a place that is not waited for, waits until the table has
         been still for a while: two syncers that do not hear the same ones would otherwise change it in turn, and fast. A
         syncer that has just come to a run with regions gets nothing yet (:meth:`Syncers.is_back`). An owner that has written a
         wrong entry owns nothing until others have taken over from it: its memory may be bad.

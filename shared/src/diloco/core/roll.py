@@ -58,10 +58,10 @@ class Roll:
 
     Args:
         sizes: numbers of processes that a generation may have, the largest first: all of them.
-        regroup_s: a smaller one begins when nobody has come for so long.
-        last_s: when somebody came last, or the wait began.
+        regroup_s: a smaller one begins when no process has come for so long.
+        last_s: when a process came last, or the wait began.
         own: index of the process that has the others come.
-        expected: those that are known to come, as far as one has been: nobody else is waited for once they are there.
+        expected: those that are known to come, as far as one has been: no other is waited for once they are there.
     """
 
     sizes: Sequence[int]
@@ -89,7 +89,7 @@ class Roll:
         return members(self.present, self.sizes)
 
     def begins_s(self, now_s: float) -> float | None:
-        """Return in how many seconds a generation begins if nobody comes or goes; None: it cannot."""
+        """Return in how many seconds a generation begins if no process comes or goes; None: it cannot."""
         size = len(self.members)
         if size == self.sizes[0]:
             return 0.0

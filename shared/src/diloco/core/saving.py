@@ -59,7 +59,7 @@ class Saves:
         if part.number < self._number:
             return None  # the learner leaves, and has begun to save its last state meanwhile
         if self.under_way is None or part.number > self._number or process in self._parts:
-            raise IslandError(f"process {process} has saved a part as of boundary {part.number}: nobody asked for it")
+            raise IslandError(f"process {process} has saved a part as of boundary {part.number}: it was not asked for")
         self._parts[process] = part
         if len(self._parts) < self.processes:
             return None

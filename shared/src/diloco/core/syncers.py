@@ -46,7 +46,7 @@ class Syncers:
     """The picture that one syncer, of ``region``, has of the others.
 
     It hears its own heartbeats too. While these do not come back it is *deaf*: this process or its connection is silent, and
-    nobody counts as gone. When they come again, the others get as long as ever to be heard.
+    no syncer counts as gone. When they come again, the others get as long as ever to be heard.
     """
 
     def __init__(self, region: str, takeover_s: float, away_s: float) -> None:

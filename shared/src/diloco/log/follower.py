@@ -179,7 +179,7 @@ class LogFollower:
     async def to_end(self, copy: Copy, stop_sequence: int | None = None, *, judge: bool = False) -> None:
         """Fold the entries that a loaded copy lacks, up to its log's end or to a message of it; ``judge`` them all, or none.
 
-        Nobody else has its arrays yet, so that they are folded in place.
+        Its arrays are not shared yet, so that they are folded in place.
 
         Raises:
             StateError: folding gives another state than an entry states; the copy is worth nothing.

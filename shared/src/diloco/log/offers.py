@@ -11,7 +11,7 @@ from diloco.wire import framing, subjects
 from diloco.wire.offers import Offer, RegionalOffer
 from diloco.wire.subjects import Subjects
 
-ID_BYTES = 16  # of an append's identifier, drawn at random: nobody guesses it
+ID_BYTES = 16  # of an append's identifier, drawn at random, so that it cannot be guessed
 STORAGE_RETRY_S = 1.0  # a full disk is not emptied sooner, and a round lasts longer
 
 

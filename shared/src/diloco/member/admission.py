@@ -35,7 +35,7 @@ class AdmissionClient:
         command = f"diloco keys grant DIR {self.name} --batch-tokens {batch_tokens}"
         if grant is None and self.transport.authority is not None:
             raise AdmissionError(
-                f"learner {self.name}: its identity has no grant, so that nobody would merge its work: the operator makes one "
+                f"learner {self.name}: its identity has no grant, so that its work would not be merged: the operator makes one "
                 f"with: {command}"
             )
         bounds = claims.step_bounds(self.run.created, self.map)

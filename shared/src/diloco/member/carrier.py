@@ -105,7 +105,7 @@ class Carrier:
         self._stages: dict[int, Stage] = {}  # by fragment: the newest, of any process
         self._vectors: dict[int, dict[str, tuple[int, Vector]]] = {}  # by fragment and kind: number of the stage, and rows
         self._staged: dict[int, _Staged] = {}  # by fragment
-        # of fragments that the newest decision writes; None: nobody will ask
+        # of fragments that the newest decision writes; None: they are not asked for
         self._before: dict[int, tuple[DeltaValues, list[Unmerged]]] | None = None
         others, tell = run.created.learners - 1, self._tell
         self._following = Following(store, run, name, self.fragments, refused, log, others=others, spawn=spawn, tell=tell)
@@ -288,7 +288,7 @@ class Carrier:
     def dump(self, *, before: bool = False) -> dict[str, NDArray[Any]]:
         """Return the arrays of all carried fragments by name, any dtype [...], as the decisions so far leave them.
 
-        ``before``: as those leave them that came before the newest. Nobody writes to them any more.
+        ``before``: as those leave them that came before the newest. They are not written to any more.
         """
         arrays: dict[str, NDArray[Any]] = {}
         for index, carried in self._carried.items():

@@ -1,4 +1,4 @@
-"""A learner's process comes to the others: it meets them, or finds that the run is over and that nobody comes any more."""
+"""A learner's process comes to the others: it meets them, or finds that the run is over and that no other one comes."""
 
 from __future__ import annotations
 

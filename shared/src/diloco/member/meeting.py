@@ -2,7 +2,7 @@
 
 Each that has one of ``processes.address`` listens there, and tries all others. :func:`diloco.core.roll.goes_to` says which of
 them has the others come, and leads; with a single address that is process 0. It waits until all have come, with
-``processes.least`` until so many have, and nobody else comes any more (:class:`~diloco.core.roll.Roll`). Then it listens on,
+``processes.least`` until so many have, and no other one comes any more (:class:`~diloco.core.roll.Roll`). Then it listens on,
 and those that come later wait.
 
 Each that comes says who it is, where it can be reached, and what has to be the same everywhere. The answer is a secret, by
@@ -32,7 +32,7 @@ from diloco.settings.service import ProcessesSettings, host_and_port
 from diloco.wire.framing import Message
 from diloco.wire.island import Address, Arrival, Facts, Ping, Refused, Standing, Welcome, difference
 
-RETRY_S = 0.2  # until somebody listens at an address
+RETRY_S = 0.2  # until a process listens at an address
 REACH_S = 5.0  # to connect: a host that is gone says nothing
 MAX_CONNECTIONS = 2048  # twice the processes that there may be
 STANDING_S = 0.5  # between two words on what a process does; several within the least `processes.silent_s`
@@ -419,7 +419,7 @@ class Meeting:
 
 
 def free_port(host: str) -> int:
-    """Return a port of this host that nobody listens at."""
+    """Return a free port of this host."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.bind((host, 0))

@@ -111,7 +111,7 @@ class Member:
     # ---- loop thread
 
     async def join(self, initial: Callable[[Fragment], Vector] | None = None) -> None:
-        """Be admitted, found the run if nobody else does (with ``initial``), load the log, and begin to follow it.
+        """Be admitted, found the run (with ``initial``) if no other process does, load the log, and begin to follow it.
 
         A learner that was ejected is not, and waits until it is readmitted. ``initial`` gives the parameters of a fragment,
         float32 [its size]; None: this member founds no run, or gathers them.
@@ -375,7 +375,7 @@ class Member:
     def dump(self) -> Dump | None:
         """Return the state as of the last boundary, for a checkpoint; None if that must wait for a later one.
 
-        Nobody writes to its arrays any more: they may be saved while training goes on.
+        Its arrays are not written to any more: they may be saved while training goes on.
         """
         with self._shared.lock:
             return _copied(self) if self.learner.may_dump else None

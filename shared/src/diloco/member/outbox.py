@@ -1,4 +1,4 @@
-"""A member's messages on subjects of its own name, which nobody stores: heartbeats, answers to markers, samples."""
+"""A member's messages on subjects of its own name, which are not stored: heartbeats, answers to markers, samples."""
 
 from __future__ import annotations
 

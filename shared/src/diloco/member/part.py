@@ -59,7 +59,7 @@ class Saving:
     number: int  # of the decision
     save: Save
     accounts: dict[str, Any]  # plain values: the leader's part has them
-    arrays: dict[str, NDArray[Any]]  # of the carried fragments, any dtype [...] by name; nobody writes to them
+    arrays: dict[str, NDArray[Any]]  # of the carried fragments, any dtype [...] by name; they are not written to
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Part:
         try:
             self._take_in(source, message, content)
         except Exception as error:
-            self.fail(error)  # a message from here to here has nobody else who would hear of it
+            self.fail(error)  # a process's message to itself fails nowhere else
             raise
 
     def _take_in(self, source: int, message: Message, content: memoryview) -> None:

@@ -2,7 +2,7 @@
 
 The key is :attr:`diloco.nats.identity.Identity.meeting_key`, of the identity that all processes of a learner share. Each end
 sends 32 random bytes, and returns a keyed hash of both ends' and of which end it is, so that no answer serves twice or for the
-other end. Nothing that is sent tells whose key it is: consumers are named by the public key, which nobody is to know. In a run
+other end. Nothing that is sent tells whose key it is: consumers are named by the public key, which is to stay secret. In a run
 without identities the key is :data:`OPEN`, which everybody knows.
 """
 
@@ -47,7 +47,7 @@ async def prove(stream: Stream, key: bytes) -> None:
 
 
 class Door:
-    """Where connections come in. Few are strangers at a time, and the oldest gives way: it keeps nobody from proving."""
+    """Where connections come in. Few are strangers at a time, and the oldest is closed, so that others can prove themselves."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key

@@ -28,7 +28,7 @@ EMPTY = memoryview(b"")
 
 
 class Stream(asyncio.BufferedProtocol):
-    """One connection's messages. ``connected`` is called with it once somebody has connected.
+    """One connection's messages. ``connected`` is called with it once the other end has connected.
 
     All that comes is read into one buffer, which is no larger than the messages that have come. While it is full the system
     holds back what follows.
@@ -54,7 +54,7 @@ class Stream(asyncio.BufferedProtocol):
         """Connect to an address.
 
         Raises:
-            OSError: nobody is there.
+            OSError: no process listens there.
         """
         _, stream = await asyncio.get_running_loop().create_connection(lambda: cls(run), host, port)
         return stream

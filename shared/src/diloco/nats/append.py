@@ -65,7 +65,7 @@ async def append(
     fence, it returns the sequence of the last message there.
 
     Raises:
-        FenceError: somebody else appended; nothing was stored.
+        FenceError: another process appended; nothing was stored.
         StorageFullError: nothing was stored (of a batch, perhaps some parts).
         AppendUncertainError: no answer; it may or may not be stored.
         BrokerError: the server refuses, or the connection was closed for good.
@@ -114,7 +114,7 @@ async def _append_batch(
         await batch.stop()
     if sequence:
         return sequence
-    if fence is None:  # nobody else writes there
+    if fence is None:  # no other process writes there
         return await streams.last_sequence(link, subject)
     stored = await streams.last(link, batch.stream, subject)
     return stored.sequence if stored is not None and stored.data == data else 0
@@ -246,7 +246,7 @@ def _translate(subject: str, error: Mapping[str, Any]) -> BrokerError:
     code, text = int(error.get("err_code", 0)), str(error.get("description", error))
     if code in _WRONG_LAST_SEQUENCE:
         kind = _FenceOnItsWayError if code == _FENCE_ON_ITS_WAY else FenceError
-        return kind(f"{subject}: somebody else appended first: {text}")
+        return kind(f"{subject}: another process appended first: {text}")
     if code in _STORAGE_FULL:
         return StorageFullError(f"{subject}: storage is full: {text}; free space, or raise the stream's or server's limit")
     if int(error.get("code", 0)) == 503 or code in (_ON_ITS_WAY, _BATCH_UNKNOWN):

@@ -31,7 +31,7 @@ class _Parser(Parser):  # type: ignore[misc]  # nats-py is not typed
     """Takes messages whatever their writers put into them, and measures how fast they come in, packet by packet.
 
     A packet that continues a message was on its way since the packet before it: the server sends whole messages. Between two
-    messages nobody knows whether there was anything to send.
+    messages it is not known whether there was anything to send.
     """
 
     def __init__(self, client: Client) -> None:
@@ -172,7 +172,7 @@ class Client(library.Client):  # type: ignore[misc]  # nats-py is not typed
         await self._transport.connect(server.uri, READ_BUFFER_BYTES, self.options["connect_timeout"])
 
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
-        # before anything is answered: somebody on the way may have taken the offer of TLS out
+        # before anything is answered: an attacker on the way may have removed the offer of TLS
         if self._identity is not None and initial_connection and not info.get("tls_required"):
             raise nats.errors.Error(
                 "the server offers no TLS, which an identity is never used without: add a tls block to its configuration"
@@ -215,7 +215,7 @@ class _Transport(TcpTransport):  # type: ignore[misc]  # nats-py is not typed
             super().writelines(payload)
 
     async def wait_closed(self) -> None:
-        if not self._handshaking:  # else asyncio tells nobody that it was closed: the handshake has taken the protocol's place
+        if not self._handshaking:  # else asyncio reports no close: the handshake has taken the protocol's place
             await super().wait_closed()
 
     async def read(self, buffer_size: int) -> bytes:

@@ -192,7 +192,7 @@ def _version(client: Client) -> tuple[int, ...] | None:
 
 
 async def ask(client: Client, name: str, subject: str, data: bytes, timeout_s: float) -> bytes | None:
-    """Return the first answer to a message, or None if there is none in time, or nobody listens.
+    """Return the first answer to a message, or None if there is none in time, or no process listens.
 
     It comes on a subject of the run that only ``name`` may listen to. So members that answer need no permission to write to
     inboxes, where the server's own answers arrive.
@@ -208,8 +208,8 @@ async def ask(client: Client, name: str, subject: str, data: bytes, timeout_s: f
                 await subscription.unsubscribe()
     except (nats.errors.Error, TimeoutError):
         return None
-    nobody = answer.headers is not None and answer.headers.get("Status") == "503"
-    return None if nobody else bytes(answer.data)
+    unserved = answer.headers is not None and answer.headers.get("Status") == "503"
+    return None if unserved else bytes(answer.data)
 
 
 async def subscribe(client: Client, subject: str, heard: Callable[[Any], Awaitable[None]]) -> Subscription:

@@ -55,7 +55,7 @@ class Identity:
 
     @property
     def inbox(self) -> str:
-        """The prefix of inboxes that nobody else may listen to."""
+        """The prefix of inboxes that only this identity may listen to."""
         return f"_INBOX_{self.name}"
 
     @property

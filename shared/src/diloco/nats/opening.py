@@ -132,7 +132,7 @@ class Opening:
             self._complain(error)
         elif _turns_away(error):
             await self._turn_away(error)
-        # after the end nobody asks, while it is being remade every attempt fails, and a lost server is logged as a disconnect
+        # after the end there are no requests; remade, every attempt may fail; a lost server is logged as a disconnect
         elif not (self.client.is_closed or self.client.is_reconnecting or isinstance(error, nats.errors.UnexpectedEOF)):
             reason = _said(error, self.identity)
             if "permissions violation" in reason.lower():  # nothing else shows it: the request is never answered
@@ -184,7 +184,7 @@ def _checked_one(url: str) -> str:
     try:
         parts = urlsplit(full)
         named = parts.port != 0 and re.fullmatch(r"[\w.:-]+", parts.hostname or "") is not None
-        # nobody would read what stands behind the port, and the client takes "none" for no name
+        # what stands behind the port would not be read, and the client takes "none" for no name
         plain = parts.hostname != "none" and not (parts.path.strip("/") or parts.query or parts.fragment)
         valid = parts.scheme in ("nats", "tls") and named and plain
     except ValueError:

@@ -9,7 +9,7 @@ with all of them in use it waits. A consumer that the process had before it was 
 has, is left alone where another name is free, and replaced otherwise. A reader whose consumer was replaced makes another one.
 
 A server takes an answer without a byte for the last one to a request that came from another account (docs/security.md), and
-drops those that follow. So an empty message that somebody stores ends a request, and others are lost on the way. The numbers
+drops those that follow. So an empty message in the stream ends a request, and others are lost on the way. The numbers
 of the consumer's deliveries tell. Until the reader has caught up, each of its requests is for one message: none can be lost.
 """
 
@@ -43,7 +43,7 @@ HEARTBEAT_S = 0.5  # of an idle consumer: four fit into SILENCE_S
 SILENCE_S = 2.0  # without message or heartbeat for so long, the consumer or the server is gone
 FAR_SILENCE_S = 20.0  # over thin links, where a part of 512 KiB may share one with others
 LOOK_S = 0.1  # a connection that was remade is noticed so soon
-INACTIVE_S = 30.0  # a consumer that nobody reads for so long goes: longer than a connection needs to be remade
+INACTIVE_S = 30.0  # a consumer that is not read for so long is removed: longer than a connection needs to be remade
 REQUESTS = 2
 
 _NAME_IN_USE = 10148  # error code of the JetStream API

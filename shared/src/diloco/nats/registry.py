@@ -82,7 +82,7 @@ class Registry:
         if len(value) > MAX_VALUE_BYTES:
             raise FormatError(
                 f"bucket {self._name}: key {key!r} holds {len(value)} bytes, at most {MAX_VALUE_BYTES} are allowed; "
-                "somebody else wrote it: choose another run name, or delete the bucket"
+                "another program wrote it: choose another run name, or delete the bucket"
             )
         return value, stored.sequence
 
@@ -140,7 +140,7 @@ class Registry:
                 if revision == 0 and stored is not None and _deleted(headers) and expected != stored.sequence:
                     expected = stored.sequence  # a deleted key does not exist
                     continue
-                raise FenceError(f"bucket {self._name}: key {key!r} was set by somebody else") from None
+                raise FenceError(f"bucket {self._name}: key {key!r} was set by another process") from None
 
     def _subject(self, key: str) -> str:
         return f"$KV.{self._name}.{key}"

@@ -305,7 +305,7 @@ async def _get(link: Link, stream: str, subject: str | None = None, seq: int | N
             raise _missing(stream) from None
         return None
     except AppendUncertainError:
-        if await exists(link, stream):  # nobody answers for a stream that is not there
+        if await exists(link, stream):  # a request about a stream that is not there has no answer
             raise
         raise _missing(stream) from None
     stored_at_s = message.time.timestamp() if message.time is not None else math.inf
@@ -388,7 +388,7 @@ async def _answer(call: Awaitable[T], stream: str) -> T:
     except nats.js.errors.APIError as error:
         if error.err_code == OTHER_CONFIGURATION:
             raise _Exists from None
-        # a direct get that nobody answers, as without JetStream, has no code at all
+        # a direct get that is not answered, as without JetStream, has no code at all
         unanswered = error.code in (None, 503)
         text = f"stream {stream}: {error.description or 'JetStream does not answer'} (code {error.err_code})"
         raise (AppendUncertainError if unanswered else BrokerError)(text) from None

@@ -131,7 +131,7 @@ class NatsTransport(Link):
         """Await a request as :meth:`_answered`, once there is a connection.
 
         Without one the client keeps the request, and sends it with all repetitions when there is one again: their
-        answers, to nobody, may fill a thin link for a minute.
+        answers that are not read may fill a thin link for a minute.
         """
         await wait_connected(self.bulk, streams.TIMEOUT_S, what)
         return await self._answered(asking(), what)

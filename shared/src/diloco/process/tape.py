@@ -1,7 +1,7 @@
 """Tapes as files: one for each process, in ``tapes/`` of its state directory (:mod:`diloco.core.tape` is the format).
 
 No decision of a service depends on its tape. Flushed events are with the operating system, so that they survive the process;
-they are not forced to the disk, so that nobody waits for that.
+they are not forced to the disk, so that no step waits for that.
 """
 
 from __future__ import annotations

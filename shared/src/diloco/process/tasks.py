@@ -81,5 +81,5 @@ async def unbroken(work: Awaitable[T]) -> T:
     if cancelled is None:
         return task.result()
     if not task.cancelled():
-        task.exception()  # retrieved, or asyncio logs it: nobody asks for the result any more
+        task.exception()  # retrieved, or asyncio logs it, since the result is not asked for any more
     raise cancelled

@@ -38,7 +38,7 @@ class RunDirectory:
     init: str | None = None  # file or folder of the weights that it begins with; None: as the task makes them
     init_names: str | None = None  # file of the names that tensors have there
     torch: dict[str, str] | None = None  # by learner: the task of one that computes with PyTorch; None: none does
-    units: str | None = None  # of the loss, as the task says them; None: it does not, or nobody has asked it
+    units: str | None = None  # of the loss, as the task says them; None: it does not, or was not asked
 
     @property
     def learner_names(self) -> list[str]:

@@ -45,7 +45,7 @@ def check(folder: Path, run: str) -> None:
     try:
         with path.open() as file:
             text = file.read(MAX_BYTES)
-    except OSError:  # nobody's yet
+    except OSError:  # it has no owner yet
         return
     except UnicodeDecodeError as error:
         raise _damaged(path, error) from None

@@ -1,6 +1,6 @@
 """Grants: how much work a learner may state, as its operator has it signed.
 
-A grant travels as the bytes that were signed, so that nobody encodes again to check the signature
+A grant travels as the bytes that were signed, so that they are not encoded again to check the signature
 (:mod:`diloco.nats.grants`). It also binds the learner's public key to its name.
 """
 

@@ -51,7 +51,7 @@ class Guard:
 
     Args:
         address: HOST:PORT that it is served at.
-        token: that is asked for; None: nobody is asked.
+        token: that is asked for; None: it is not asked for.
         acts: whether the page has actions; then it is served to this machine alone, and has a token.
         identified: whether all who connect have shown a certificate of the run.
     """
@@ -89,7 +89,7 @@ class Guard:
         return ("POST",) if posted else ("GET", "HEAD")
 
     async def take_token(self, request: Request) -> Response:
-        """Answer the form in which somebody gives the token."""
+        """Answer the form with the token."""
         sent = b""
         async for piece in request.stream():
             sent += piece
@@ -128,7 +128,7 @@ class Guard:
 
 
 def new_token() -> str:
-    """Return a token that nobody guesses."""
+    """Return a token that cannot be guessed."""
     return secrets.token_hex(TOKEN_BYTES)
 
 
@@ -229,7 +229,7 @@ def _field(form: bytes) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether nobody but this machine reaches an address of this host."""
+    """Whether only this machine reaches an address of this host."""
     if host == "localhost":
         return True
     try:

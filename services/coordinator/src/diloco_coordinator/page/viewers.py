@@ -16,7 +16,7 @@ LAST_FRAME_S = 2.0  # for viewers to take the end of a run: as long as they need
 class Viewers:
     """Viewers of one drawing, which is drawn again and again while there are any.
 
-    ``frames``: drawn while somebody watched. ``dropped``: of these, those that a viewer did not take before the next one was
+    ``frames``: drawn while there was a viewer. ``dropped``: of these, those that a viewer did not take before the next one was
     drawn, or before it was cut off.
     """
 

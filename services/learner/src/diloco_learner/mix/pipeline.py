@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from diloco_learner.mix.stored import TokenArray
 
-AHEAD = 8  # batches made beforehand: a disk that is asleep or far away for as many steps holds nobody up
+AHEAD = 8  # batches made beforehand: a disk that is asleep or far away for as many steps delays no step
 
 
 @dataclass(frozen=True)

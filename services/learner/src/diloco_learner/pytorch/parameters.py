@@ -323,7 +323,7 @@ def _check(what: str, tensor: Any) -> None:
     """
     if not isinstance(tensor, torch.Tensor):
         raise SettingsError(f"{what} is a {type(tensor).__name__}, expected a tensor, as the others")
-    distributed = sys.modules.get("torch.distributed.tensor")  # nobody has a DTensor who has not imported it
+    distributed = sys.modules.get("torch.distributed.tensor")  # a DTensor exists only once it is imported
     if distributed is not None and isinstance(tensor, distributed.DTensor):
         raise SettingsError(
             f"{what} is a DTensor, which is spread over processes: join with the whole module in one process, "

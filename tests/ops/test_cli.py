@@ -1,0 +1,116 @@
+"""``diloco`` without a command: help in groups, without an import of what commands need."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+from tests.pace import DEADLINE_S
+
+from diloco import __version__
+from diloco_ops import command_list
+
+HEAVY = ("numpy", "jax", "numba", "textual", "uvicorn", "torch", "scipy", "pydantic", "nats", "rich", "typer", "asyncio")
+PROGRAM = (
+    "import atexit, sys\n"
+    "sys.argv = ['diloco', *sys.argv[1:]]\n"
+    "atexit.register(lambda: print(*sorted(sys.modules), file=sys.stderr))\n"
+    "from diloco_ops.cli import main\n"
+    "main()\n"
+)
+
+
+def diloco(*arguments: str, columns: int = 100) -> subprocess.CompletedProcess[str]:
+    """Run the command; all modules that it had imported at its end follow on stderr."""
+    environment = os.environ | {"COLUMNS": str(columns)}
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM, *arguments], capture_output=True, text=True, check=False, env=environment
+    )
+
+
+@pytest.mark.tool
+@pytest.mark.parametrize(("arguments", "code"), [(("--help",), 0), ((), 2), (("--version",), 0)])
+def test_help_imports_nothing_heavy(arguments: tuple[str, ...], code: int) -> None:
+    ended = diloco(*arguments)
+    assert ended.returncode == code
+    imported = {name.partition(".")[0] for name in ended.stderr.split()}
+    assert imported & {"diloco", "diloco_ops"} == {"diloco", "diloco_ops"}
+    assert imported & set(HEAVY) == set()
+    assert ended.stdout == f"diloco {__version__}\n" if arguments == ("--version",) else "Usage: diloco COMMAND" in ended.stdout
+
+
+@pytest.mark.tool
+def test_a_command_imports_no_other() -> None:
+    imported = set(diloco("keys", "--help").stderr.split())
+    assert "diloco_ops.keys.command" in imported
+    assert imported & {"diloco_ops.up", "diloco_ops.verify", "diloco_lab", "numba", "jax", "textual", "uvicorn"} == set()
+
+
+@pytest.mark.tool
+def test_a_misspelt_command_is_answered_with_a_close_one() -> None:
+    ended = diloco("statu")
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("diloco: No such command 'statu'. Did you mean 'status'? (diloco --help)\n")
+    assert "diloco_ops.inspect" not in ended.stderr
+
+
+def test_every_command_has_its_group() -> None:
+    listed = [name for lines in command_list.GROUPS.values() for name in lines]
+    assert sorted(listed) == sorted(point.name for point in entry_points(group="diloco.commands"))
+    assert list(command_list.GROUPS) == ["Run", "Watch", "Operate", "Weights", "Data", "Study"]
+
+
+@pytest.mark.parametrize("columns", [40, 80, 200])
+def test_help_has_groups_in_order_and_fits_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    installed = dict.fromkeys([name for lines in command_list.GROUPS.values() for name in lines], "diloco-ops")
+    text = command_list.help_text(installed)
+    assert re.findall(r"^(\w+)$", text, re.MULTILINE) == [*command_list.GROUPS, "Options"]
+    assert max(map(len, text.splitlines())) <= columns
+    assert re.findall(r"^  ([a-z]+)  ", text, re.MULTILINE) == list(installed)
+
+
+def test_help_shows_commands_of_other_distributions_and_none_that_is_not_installed() -> None:
+    text = command_list.help_text({"up": "diloco-ops", "mine": "my-package"})
+    assert re.findall(r"^(\w+)$", text, re.MULTILINE) == ["Run", "Other", "Options"]
+    assert re.search(r"^  mine +From my-package\.$", text, re.MULTILINE)
+    assert "lab" not in text
+
+
+@pytest.mark.tool
+def test_up_prints_a_line_before_its_modules_are_imported(tmp_path: Path) -> None:
+    """The line comes while an import of `diloco_ops.up` waits for its turn."""
+    (tmp_path / "diloco_ops_held.py").write_text(
+        "import sys\n"
+        "class Held:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'diloco_ops.up':\n"
+        "            sys.stdin.readline()\n"
+        "sys.meta_path.insert(0, Held())\n"
+    )
+    program = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import diloco_ops_held\n{PROGRAM}"
+    up = subprocess.Popen(
+        [sys.executable, "-c", program, "up", "--nats", "no address"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert up.stdout is not None
+    try:
+        assert up.stdout.readline() == "diloco up: starting\n"
+        out, err = up.communicate("go on\n", timeout=DEADLINE_S)
+    finally:
+        up.kill()
+        up.wait()
+    assert out == ""
+    assert err.startswith("diloco: ")
+    assert up.returncode == 2
+
+
+@pytest.mark.tool
+def test_up_as_json_prints_no_line() -> None:
+    ended = diloco("up", "--json", "--nats", "no address")
+    assert (ended.returncode, ended.stdout) == (2, "")
