@@ -17,7 +17,7 @@ from tests.pace import DEADLINE_S
 from diloco.core import merging
 from diloco.core.fold import Replica
 from diloco.core.fragments import TensorSpec, build_map
-from diloco.core.quorum import CLAIM_STEP, MAX_COPIED, LogHead
+from diloco.core.quorum import CLAIM_STEP, MAX_COPIED, MAX_UNCOMMITTED, LogHead
 from diloco.core.round import Held, Merge
 from diloco.errors import RunError
 from diloco.log import entries
@@ -190,6 +190,23 @@ async def test_uncommitted_entries_take_bounded_memory_and_are_read_again_when_t
         (values + n).tobytes() for n in (1, 2, 3)
     ]
     assert (refused, kept[0].kept_bytes) == ([], 0)
+
+
+async def test_a_log_that_was_copied_without_notices_between_is_whole_for_all_who_read_it_to_its_end(region: Region) -> None:
+    """Syncers of version 0.2 copied any number of entries to a region that came back, and told of the last one alone."""
+    log, chain, genesis = region.log, region.replica.chain, await region.log.reader.genesis()
+    assert genesis is not None
+    for epoch in range(1, MAX_UNCOMMITTED + 10):
+        await region.entry(epoch)
+    await log.region.notice(0, 0, chain.epoch, chain.head, region.fence)
+
+    refused: list[Refusal] = []
+    loaded = await LogFollower(log, genesis, refused.append, get_logger(), in_place=True).load(0)
+    heads = [head async for head in log.entries.heads(refused.append, stop_sequence=await log.reader.end_sequence(0))]
+
+    assert (loaded.replica.chain.epoch, loaded.replica.chain.head) == (chain.epoch, chain.head)
+    assert [head.record.epoch for head in heads] == list(range(1, chain.epoch + 1))
+    assert refused == []
 
 
 async def test_what_is_no_entry_and_no_notice_stops_no_owner(region: Region) -> None:

@@ -1,7 +1,8 @@
 """Write one fragment's log to all regions: claim it, bring it up to date, and append until a majority has each entry.
 
 The rules are in :mod:`diloco.core.quorum`. Each region has a writer of its own, so that one which is slow or away keeps no
-other one waiting: it gets the entries that it misses when it is there again.
+other one waiting: it gets the entries that it misses when it is there again. Readers hold back few entries until a notice
+comes, so a region is told every :data:`~diloco.core.quorum.NOTICE_EVERY` entries which of them are committed.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ class _Place:
     stored: int = -1  # number of the last entry of those in memory that it holds
     noticed: int = -1  # number of the last entry that it was told is committed
     copied: int = 0  # entries of earlier epochs that were stored behind the last claim there
+    untold: int = 0  # entries that it holds behind the last one that it was told is committed; many: not known
     refused: bool = False  # behind the fence stands what has not been looked at
     level: bool = False  # it had everything since it was last away: the entries that it misses now have waited for its link
 
@@ -73,10 +75,11 @@ class Replication:
         self.regions, self.fragment, self.syncer, self.log = regions, fragment, syncer, log
         self.genesis_check = genesis_check
         self.epoch, self._known_epoch = epoch, known_epoch
-        self.committed = -1  # number of the last entry that a majority holds
+        self.committed = -1  # number of the last entry that a majority holds, or that a notice in the claimed log names
         self._entries: deque[_Queued] = deque()  # the newest
         self._numbered = 0  # entries so far, those included that were dropped from memory
         self._places = {region: _Place(region) for region in regions.names}
+        self._known = b""  # name of the last entry that a notice in the claimed log names
         self._end = genesis_check, 0  # name and version of the last entry that was claimed and is right
         self._wrong: Container[bytes] = ()  # entries that regions may have after that
         self._before = genesis_check  # name of the entry before those in memory; the own region has it
@@ -114,6 +117,9 @@ class Replication:
             # the own region is so far behind that the entries between are gone elsewhere
             await source.region.install_snapshot(self.fragment, self.regions.home.region, self._places[self.regions.own].fence)
             raise OutbidError(f"fragment {self.fragment}: the own region was far behind, and has a keyframe now", self.epoch)
+        if path:
+            notice = await until_available(partial(source.region.last_notice, self.fragment), self.log)
+            self._known = notice.entry_hash if notice is not None else b""
         return path
 
     def go_on(self, chain: Chain, path: Sequence[Packed], wrong: Container[bytes]) -> None:
@@ -121,7 +127,9 @@ class Replication:
         self._before = path[0].previous if path else chain.head
         self._end, self._wrong = (chain.head, chain.version), wrong
         for packed in path:
-            self._add(packed)
+            number = self._add(packed)
+            if packed.entry_hash == self._known:
+                self.committed = number
 
     async def _claim(self, place: _Place, log_heads: dict[str, LogHead]) -> None:
         log, complaint = await self.regions.log(place.region), Complaint(self.log)
@@ -285,9 +293,13 @@ class Replication:
             raise OutbidError(f"fragment {self.fragment}: region {place.region} is at epoch {epoch}, not {self.epoch}", epoch)
         notice = await log.region.last_notice(self.fragment)
         place.older.clear()
+        place.untold = 0
         if log_head.entry_hash in self._wrong:  # it has all that leads up to them
+            place.untold = NOTICE_EVERY
             await self._reached(place, *self._end, log_head.sequence)
         elif self._number(log_head.entry_hash) is not None or log_head.entry_hash == self._before:
+            if notice is None or notice.entry_hash != log_head.entry_hash:
+                place.untold = NOTICE_EVERY
             await self._reached(place, log_head.entry_hash, log_head.version, log_head.sequence)
         elif notice is not None:  # and after it, perhaps, a dead branch
             await self._reached(place, notice.entry_hash, notice.version, notice.sequence)
@@ -318,6 +330,9 @@ class Replication:
         sequence = await self._append(place, log, packed)
         self.regions.tried(place.region, stored=True)
         await self._reached(place, packed.entry_hash, packed.record.version, sequence)
+        place.untold += 1
+        if place.untold >= NOTICE_EVERY and place.stored <= self.committed:
+            await self._tell(place, log, packed)
 
     async def _append(self, place: _Place, log: Log, packed: Packed) -> int:
         """Store an entry in a region, and return its sequence there; claim again what too many entries would hide."""
@@ -339,8 +354,15 @@ class Replication:
         sequence = await self._append(place, log, packed)
         place.older.popleft()
         await self._reached(place, packed.entry_hash, packed.record.version, sequence)
-        if len(place.older) % NOTICE_EVERY == 0:
-            await log.region.notice(self.fragment, packed.record.version, packed.record.epoch, packed.entry_hash, sequence)
+        place.untold += 1
+        if place.untold >= NOTICE_EVERY or not place.older:  # what has left the memory is committed
+            await self._tell(place, log, packed)
+
+    async def _tell(self, place: _Place, log: Log, packed: Packed) -> None:
+        """Store a notice of the last entry that a region holds, which is committed."""
+        record = packed.record
+        await log.region.notice(self.fragment, record.version, record.epoch, packed.entry_hash, place.sequence)
+        place.untold = 0
 
     async def _older(self, place: _Place, log: Log) -> list[Packed]:
         """Return the entries that a region misses of those that have left the memory; the own region's log has them.
@@ -356,7 +378,7 @@ class Replication:
         jumped = await home.region.install_snapshot(self.fragment, log.region, place.fence)
         if jumped is None:
             raise AppendUncertainError(f"fragment {self.fragment}: the own region has no keyframe to go on from")
-        place.fence = jumped.entry_sequence
+        place.fence, place.untold = jumped.entry_sequence, 0
         self.log.info("region_given_keyframe", fragment=self.fragment, other_region=place.region, version=jumped.version)
         await self._reached(place, jumped.entry_hash, jumped.version, place.fence)
         return []
@@ -375,9 +397,8 @@ class Replication:
     async def _notice(self, place: _Place, log: Log) -> None:
         number = place.stored
         packed = self._entries[number - self._numbered].packed
-        record = packed.record
         began_s = asyncio.get_running_loop().time()
-        await log.region.notice(self.fragment, record.version, record.epoch, packed.entry_hash, place.sequence)
+        await self._tell(place, log, packed)
         self._took(place, began_s, 0)
         async with self._changed:
             place.noticed = number

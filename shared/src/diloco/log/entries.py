@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Iterable
 from typing import TypeVar
 
 from diloco.core.chain import Chain, WrongEntries
 from diloco.core.fold import Replica
-from diloco.core.quorum import UncommittedEntries
+from diloco.core.quorum import MAX_UNCOMMITTED, UncommittedEntries
 from diloco.errors import ChainError, FormatError, MessageError, StateError, WrongEntryError
 from diloco.log.stream import Entry, Head, LogStream, Packed, Refusal, Refuse
 from diloco.process import observe
@@ -58,12 +58,14 @@ class Entries:
     ) -> AsyncIterator[Entry]:
         """Yield committed entries from ``start_sequence`` on, in order: for ever, or up to and with ``stop_sequence``.
 
-        A message that cannot be an entry is told to ``refuse`` and passed over.
+        A message that cannot be an entry is told to ``refuse`` and passed over. With ``stop_sequence`` every entry is held
+        back until a notice leads to it, however many stand between two notices. Without it the newest ones are held back
+        (:data:`diloco.core.quorum.MAX_UNCOMMITTED`), since any syncer may store more.
 
         Raises (while iterating):
             RewoundError: the stream lost messages that were read, or the message to stop at.
         """
-        uncommitted: dict[int, UncommittedEntries[Head]] = {fragment: UncommittedEntries() for fragment in fragments}
+        uncommitted = _held_back(fragments, stop_sequence)
         bodies = Bodies(self.stream.most_parts_bytes)
         async for stored, message in self._read(fragments, start_sequence, refuse, stop_sequence):
             if isinstance(message, Packed):
@@ -85,7 +87,7 @@ class Entries:
         names, count = self.stream.subjects, len(self.stream.map.fragments)
         of = "*" if fragment is None else fragment
         wanted = names.heads_and_notices(of) if self.stream.regions else names.record(of)
-        uncommitted: dict[int, UncommittedEntries[Head]] = {index: UncommittedEntries() for index in range(count)}
+        uncommitted = _held_back(range(count), stop_sequence)
         async for stored in self.stream.pull([wanted], start_sequence, stop_sequence):
             index = subjects.fragment_of(stored.subject)
             if (
@@ -245,6 +247,12 @@ def fold(replica: Replica, entry: Entry, *, in_place: bool = True) -> None:
 def judged(replica: Replica, entry: Entry) -> None:
     """Fold an entry into a replica, unless it is wrong, as :meth:`diloco.core.fold.Replica.judge` does and raises."""
     replica.judge(entry.record, entry.entry_hash, entry.sequence, entry.body)
+
+
+def _held_back(fragments: Iterable[int], stop_sequence: int | None) -> dict[int, UncommittedEntries[Head]]:
+    """Return what a reader holds entries back by, for each fragment: all of them where the stream is read to an end."""
+    limit = MAX_UNCOMMITTED if stop_sequence is None else None
+    return {fragment: UncommittedEntries(limit) for fragment in fragments}
 
 
 def _commit(uncommitted: dict[int, UncommittedEntries[H]], message: H | CommitNotice, *, regions: bool) -> list[H]:
