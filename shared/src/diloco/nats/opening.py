@@ -137,7 +137,7 @@ class Opening:
             reason = _said(error, self.identity)
             if "permissions violation" in reason.lower():  # nothing else shows it: the request is never answered
                 if self.identity is not None:
-                    reason += f": the server's auth.conf does not give it to {self.identity.name} (diloco keys refresh)"
+                    reason += f": {_lacks(self.identity)}"
                 self.log.error("permission_denied", connection=self.name, reason=reason)
             else:
                 self.log.warning("nats_error", connection=self.name, reason=reason)
@@ -208,6 +208,17 @@ def shown(urls: list[str]) -> str:
 
 def _turns_away(error: Exception) -> bool:
     return "authorization" in str(error).lower()
+
+
+def _lacks(identity: Identity) -> str:
+    """Return why a server may deny an identity something, and what to do."""
+    text = f"the server's auth.conf does not give it to {identity.name}; "
+    if identity.founder:
+        text += (
+            "its identity says that it founds the run, and 'diloco keys founded' ends that right, which nobody needs then; "
+            f"'diloco keys renew {identity.name}' makes an identity without it; else "
+        )
+    return f"{text}the file may be older than the identity, or of another version: write it again with 'diloco keys refresh'"
 
 
 def _said(error: Exception, identity: Identity | None) -> str:
