@@ -22,6 +22,7 @@ CONNECT_TIMEOUT_S = 2.0  # a few round trips over the longest link; TCP would tr
 FLUSH_TIMEOUT_S = 5  # longer than PING_S notices a dead server, so that this never ends first
 RETRY_S = 0.5  # between two attempts to connect: a server that starts is used soon, and is not flooded
 PING_S = 2.0  # a frozen server is noticed at the third ping
+NOT_YET_VALID, HAS_EXPIRED = 9, 10  # of a certificate, as OpenSSL numbers them
 COMPLAIN_EVERY_S = 10.0  # of the same trouble: often enough to see it go on, seldom enough to read the rest
 REFUSALS = 2  # of an identity, to be believed: a server that reads its users again refuses a client just connecting, too
 TURNED_AWAY_S = 10.0  # an identity that a server does not know for so long will not be known again
@@ -229,6 +230,10 @@ def _said(error: Exception, identity: Identity | None) -> str:
         return f"{text}: the server does not know {who}"
     if isinstance(error, ssl.SSLCertVerificationError):
         hint = "the server wants TLS: set an identity" if identity is None else "make it with 'diloco keys add server'"
+        if error.verify_code == NOT_YET_VALID:
+            hint = "this machine's clock is behind, or that of the machine that made it was ahead: set the clock"
+        elif error.verify_code == HAS_EXPIRED and identity is not None:
+            hint = "make it again with 'diloco keys renew' and the server's name, unless this machine's clock is ahead"
         return f"the server's certificate is not accepted: {error.verify_message.rstrip('.')}; {hint}"
     if isinstance(error, ssl.SSLError):
         whose = "ours" if identity is None else f"that of {identity.path}"
