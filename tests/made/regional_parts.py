@@ -99,7 +99,7 @@ class Apart:
             return await self.open(other)
 
         others = {name: partial(connect, name) for name in NAMES if name != region}
-        regions = Regions(region, store, run, self.map, others)
+        regions = Regions(region, store, run, self.map, others, f"syncer-{region}")
         own = SyncerSettings(name=f"syncer-{region}", run="run", region=region)
         roster, refused, refusals = Roster(self.settings), Counted(logger), RefusalReporter(run, logger)
         context = Context(link, run, self.map, own, logger, store, regions, roster, refused, refusals)

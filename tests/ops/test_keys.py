@@ -127,6 +127,8 @@ def test_certificates_say_whose_they_are_and_what_for(command: Command, tmp_path
     names = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert names.get_values_for_type(x509.DNSName) == ["nats.us.example"]
     assert [str(address) for address in names.get_values_for_type(x509.IPAddress)] == ["10.0.0.1"]
+    began = datetime.now(UTC) - timedelta(hours=23)  # a clock in another time zone takes nobody off
+    assert all(each.not_valid_before_utc < began for each in (leaf, server, authority))
 
 
 def test_servers_know_whom_they_have_to(command: Command, tmp_path: Path) -> None:

@@ -303,12 +303,16 @@ async def test_a_region_whose_server_comes_back_empty_begins_again_and_the_other
 
     await run.until(lambda: bool(missing()), "its stream is missed")
     assert missing() == {"eu"}
+    missed = run.heartbeats["toy-0"][-1].versions
 
     run.services.remove(syncer)
     run.syncer(1)
     run.toy(1)
     incarnation = run.heartbeats["toy-1"][-1].incarnation
     await run.until(lambda: run.heartbeats["toy-1"][-1].incarnation > incarnation, "eu's learner is back")
+    first = next(heartbeat for heartbeat in run.heartbeats["toy-1"] if heartbeat.incarnation > incarnation)
+    assert np.greater_equal(first.versions, missed).all()  # it never steps on what is older
+    assert run.events("region_brought_back", "syncer-1")
     await some_versions(run, of=["toy-1"])
     demand_one_log(*[await run.read(region, closed=False) for region in REGIONS])
 

@@ -25,7 +25,7 @@ from tests.services.forking import Nursery
 from tests.services.guarded import REGIONS, two_regions
 from tests.services.secured import Guest, guest, make_keys, members, put, serving
 
-from diloco.control import creation
+from diloco.control import admission, creation
 from diloco.control.changes import read_changes
 from diloco.core.fragments import TensorSpec, build_map
 from diloco.errors import BrokerError
@@ -198,6 +198,32 @@ async def test_a_coordinator_creates_a_run_and_sets_nothing_of_it_later(tmp_path
                 await coordinator.link.control.publish(subject, b"{}")
             assert await coordinator.refused(*own) == []
             assert await creation.stored_settings(await coordinator.link.bucket(NAMES.bucket, create=False), RUN) == small()
+
+
+async def test_a_founder_starts_again_once_the_run_is_founded(tmp_path: Path) -> None:
+    keys = make_keys(tmp_path / "keys", RUN, members(1, 1))
+    fragment_map = build_map([TensorSpec("w", (64,))], 1)
+
+    async def join(learner: Guest, incarnation: int) -> int:
+        run = await creation.open_run(learner.link, RUN, small())
+        founds, digest = learner.link.founds, small().digest()
+        assert founds  # its identity says so, before and after
+        joining = admission.join(run, "toy-0", incarnation, fragment_map, digest, founds=founds, grant=learner.link.grant)
+        return await asyncio.wait_for(joining, DEADLINE_S)
+
+    with serving(keys, tmp_path / "nats") as server:
+        async with guest(server, keys, "coordinator") as coordinator:
+            await creation.create(coordinator.link, RUN, small())
+        async with guest(server, keys, "toy-0") as founder:
+            assert await join(founder, 1) == 1
+        keys.replace(*(entry.model_copy(update={"founder": False}) for entry in keys.roster.identities))  # diloco keys founded
+        server.reload()
+        async with guest(server, keys, "toy-0") as founder:
+            assert await join(founder, 2) == 2
+            assert founder.told == ""
+            await founder.link.control.publish(f"$KV.{NAMES.bucket}.map", b"x")
+            assert await founder.refused(f"$KV.{NAMES.bucket}.map") == []
+            assert "diloco keys founded" in founder.told
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import ssl
 import subprocess
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from nats.aio.msg import Msg
@@ -24,7 +24,7 @@ from diloco.core.bandwidth import Moved
 from diloco.errors import AppendUncertainError, BrokerError, SettingsError
 from diloco.nats import connection, opening
 from diloco.nats.connection import Link, subscribe, wait_connected
-from diloco.nats.identity import load
+from diloco.nats.identity import Identity, load
 from diloco.process.observe import get_logger
 from diloco_ops.broker.server import Server, find_binary, free_port
 from diloco_ops.keys.permissions import Who
@@ -473,3 +473,17 @@ async def test_no_message_makes_a_listener_deaf(nats_server: Server, events: Eve
     assert link.control.stats["reconnects"] == 0
     await link.close()
     await liar.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (9, "this machine's clock is behind, or that of the machine that made it was ahead: set the clock"),
+        (10, "make it again with 'diloco keys renew' and the server's name, unless this machine's clock is ahead"),
+        (62, "make it with 'diloco keys add server'"),  # another host's
+    ],
+)
+def test_a_certificate_that_is_not_accepted_names_the_clock_where_that_may_be_the_cause(code: int, said: str) -> None:
+    error = ssl.SSLCertVerificationError()
+    error.verify_code, error.verify_message = code, "why"
+    assert opening._said(error, cast(Identity, object())) == f"the server's certificate is not accepted: why; {said}"

@@ -62,13 +62,14 @@ def main() -> int:
     parser.add_argument("--faulty", action="store_true", help="of clusters in which a syncer's memory goes bad")
     parser.add_argument("--hostile", action="store_true", help="of clusters whose heads a stranger stores nonsense on")
     parser.add_argument("--state", action="store_true", help="of clusters that merge state beside parameters")
+    parser.add_argument("--empties", action="store_true", help="of clusters in three regions, one of which loses its disk")
     parser.add_argument("--islands", action="store_true", help="of clusters whose learners are islands of several processes")
     parser.add_argument("--even", action="store_true", help="of clusters of eight fragments, whose versions are made evenly")
     parser.add_argument("--replay", type=int, metavar="SEED", help="play one schedule, and print what happened")
     arguments = parser.parse_args()
-    kinds = ("regions", "merged", "rollbacks", "faulty", "hostile", "state", "islands", "even")
+    kinds = ("regions", "merged", "rollbacks", "faulty", "hostile", "state", "empties", "islands", "even")
     kind = {name: getattr(arguments, name) for name in kinds}
-    kind["regions"] |= kind["merged"]
+    kind["regions"] |= kind["merged"] | kind["empties"]
     for alone in ("islands", "even"):
         if kind[alone] and sum(kind.values()) > 1:
             parser.error(f"--{alone} goes with no other kind")

@@ -26,6 +26,7 @@ class _Kept:
     version: int = 0  # the newest that a notice named
     entries: dict[bytes, int] = field(default_factory=dict)  # name and sequence, as stored last
     keyframes: list[tuple[int, int]] = field(default_factory=list)  # sequences of head and entry
+    lost: dict[bytes, int] = field(default_factory=dict)  # entries that it held before its disk was lost
 
 
 class Regional:
@@ -44,12 +45,30 @@ class Regional:
         """The newest version of each fragment that is known in a region."""
         return {index: self._kept[region, index].version for index in range(len(self.reference.logs))}
 
+    def lose(self, region: str) -> None:
+        """A region has lost its disk: it counts for what it held, and for nothing new until its genesis record is back."""
+        for (name, _), kept in self._kept.items():
+            if name == region:
+                kept.lost |= kept.entries
+                kept.entries, kept.keyframes, kept.epoch = {}, [], 0
+
+    def _see_genesis(self, region: str) -> None:
+        """A region counts from now on: it must have all that may have been committed with its voice."""
+        for (name, index), kept in self._kept.items():
+            if name == region and kept.lost:
+                oldest = min((self._entries[entry][0].version for entry in kept.entries), default=0) if kept.keyframes else -1
+                missing = kept.lost.keys() & self._committed.keys() - kept.entries.keys()
+                late = [self._committed[entry][0] for entry in missing if self._committed[entry][0] > oldest]
+                demand(not late, f"region {region} counts again without versions {late} of fragment {index}")
+                kept.lost = {}
+
     def observe(self, region: str, subject: str, data: bytes, sequence: int, writer: Writer) -> str:
         """Look at a message as it is stored; what it is, in a few words."""
         reference, token = self.reference, subject.rsplit(".", 1)[-1]
         if subject == reference.subjects.genesis:
             if self._genesis:
                 demand(data == self._genesis, f"region {region} begins otherwise than the others")
+                self._see_genesis(region)
                 return "genesis again"
             self._genesis = data
         elif subject.split(".")[2] == "fragment" and token == "head":
@@ -93,6 +112,8 @@ class Regional:
         notice, _, _ = framing.unpack(data, CommitNotice, self.reference.run)
         index, what = notice.fragment, f"notice of fragment {notice.fragment}, version {notice.version}, epoch {notice.epoch}"
         kept = self._kept[region, index]
+        if notice.entry_hash in kept.lost and notice.entry_hash not in kept.entries:
+            return f"{what}, of what was lost with the disk"  # it was under way, and readers pass over it
         demand(kept.entries.get(notice.entry_hash) is not None, f"{what}: {region} does not hold the entry")
         self._commit(index, notice.entry_hash, what)
         if (index, notice.entry_hash) not in self.reference.wrong:
@@ -101,7 +122,8 @@ class Regional:
 
     def _commit(self, index: int, entry_hash: bytes, what: str) -> None:
         """A process goes by an entry: a majority must have it, and all that leads up to it."""
-        holders = [name for name in self.regions if entry_hash in self._kept[name, index].entries]
+        kept = {name: self._kept[name, index] for name in self.regions}
+        holders = [name for name in self.regions if entry_hash in kept[name].entries or entry_hash in kept[name].lost]
         demand(len(holders) > len(self.regions) // 2, f"{what}: only {holders} hold the entry")
         path, log = [], self.reference.logs[index]
         while entry_hash not in self._committed and entry_hash != log.head:

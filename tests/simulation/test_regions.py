@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -17,11 +18,12 @@ from diloco.core import merging
 from diloco.core.chain import Chain
 from diloco.core.regional_round import RegionalRound
 from diloco.core.round import Held, Round
-from diloco.errors import ChainError
+from diloco.errors import BrokerError, ChainError, MessageError, RunError
 from diloco.log.entries import Entries
 from diloco.log.stream import Entry
 from diloco.wire.entries import Record
 from diloco_syncer import regions, replication
+from diloco_syncer.regions import Regions
 
 SEARCHED = 400
 
@@ -57,6 +59,16 @@ def test_where_offers_are_merged_in_their_regions_nothing_is_lost_nor_merged_twi
     happens(total, (*faults, "state restored", "keyframe", "takeover", "merged in its region"), seeds)
     # learners' own offers cross where their region has no syncer for a while
     assert 0 < total["delta crossed"] < total["regional crossed"] / 2
+
+
+@in_blocks(60, 15)
+def test_a_region_whose_server_is_empty_counts_for_nothing_until_it_has_all_that_it_was_counted_for(seeds: range) -> None:
+    total = survived(play_all(seeds, regions=True, empties=True).outcomes, "--empties ")
+    happens(
+        total,
+        ("region lost its disk", "syncer stands still as a region is lost", "region lags behind one that is lost", "takeover"),
+        seeds,
+    )
 
 
 def test_an_offer_that_a_region_combined_too_late_for_its_round_is_merged_later() -> None:
@@ -126,6 +138,17 @@ def of_the_heaviest(patch: Patch) -> None:
     patch.setattr(merging, "sum", max, raising=False)
 
 
+def an_empty_region_counts(patch: Patch) -> None:
+    """A region that has lost its log begins as a new one does."""
+
+    async def begin(self: Regions, frame: bytes, *_: Any) -> None:
+        for log in self.others:
+            with contextlib.suppress(BrokerError, MessageError, RunError):
+                await self.home.region.begin_from(log.region, frame)
+
+    patch.setattr(Regions, "_bring_back", begin)
+
+
 # with the schedule that has found it, which is played first; whether offers are merged in their regions
 MUTATIONS: list[tuple[Callable[[Patch], None], int, bool, str]] = [
     (one_is_a_majority, 0, False, r"only \['..'\] hold the entry"),
@@ -134,14 +157,17 @@ MUTATIONS: list[tuple[Callable[[Patch], None], int, bool, str]] = [
     (held_beside_one_another, 0, True, "merged before|merged twice|made without knowing|made of|each may be named once"),
     (left_over_twice, 1, True, "merged before|merged twice|made without knowing|made of"),
     (of_the_heaviest, 1, True, "is not the mean"),
+    (an_empty_region_counts, 0, False, "counts again without|fork|hold the entry"),
 ]
+
+EMPTIES = {an_empty_region_counts}
 
 
 @pytest.mark.parametrize(("mutate", "seed", "merged", "found"), MUTATIONS, ids=lambda value: getattr(value, "__name__", ""))
 def test_the_defect_is_found(mutate: Callable[[Patch], None], seed: int, merged: bool, found: str, monkeypatch: Patch) -> None:
     mutate(monkeypatch)
     for number in (seed, *range(SEARCHED)):
-        error = play(number, regions=True, merged=merged).error
+        error = play(number, regions=True, merged=merged, empties=mutate in EMPTIES).error
         if error is not None:
             with pytest.raises((Violation, ValueError), match=found):  # a message may refuse to be made
                 raise error

@@ -370,7 +370,7 @@ class World(virtual.World):
 
     ``rollbacks``: the run is ordered back now and then. ``faulty``: the memory of a syncer is bad for a moment.
     ``hostile``: a syncer that is none of these stores what is no entry among the heads of fragments. ``state``: the second
-    fragment is of state that is merged.
+    fragment is of state that is merged. ``empties``: the disk of a region's server is lost.
     """
 
     def __init__(
@@ -385,6 +385,7 @@ class World(virtual.World):
         faulty: bool = False,
         hostile: bool = False,
         state: bool = False,
+        empties: bool = False,
     ) -> None:
         super().__init__(seed, REGIONS if regions else ())
         self.seed, self.map = seed, self._make_map(state=state)
@@ -447,6 +448,10 @@ class World(virtual.World):
         if hostile:
             strange = random.Random(f"heads {seed}")  # likewise
             self.later(strange.uniform(0.5, 2.0), self._store_nonsense, strange, strange.choice((0.02, 0.1, 0.5)))
+        if empties:
+            losing = random.Random(f"empties {seed}")  # likewise
+            self.chaos.until_s += 2.0
+            self.later(losing.uniform(0.5, self.chaos.until_s - 1.0), self._empty, losing)
         self.later(self.chaos.until_s, self._calm)
 
     def _draw_chaos(self, possible: Sequence[str]) -> Chaos:
@@ -703,6 +708,47 @@ class World(virtual.World):
         self.note("world", f"links of {region}: {rate:g} bytes a second")
         self.wires.rates[region] = rate
         self.later(rng.uniform(0.5, 1.5), self.wires.rates.clear)
+
+    def _empty(self, rng: random.Random) -> None:
+        """The disk of a region's server is lost; another region may have been cut off before, so that it lags behind."""
+        if self._is_ending():
+            return
+        logs = [self.servers[region].streams.get(self.subjects.log_stream) for region in REGIONS]
+        begun = all(log is not None and log.last(self.subjects.genesis) for log in logs)
+        if not begun or self.reference.versions_made < 3:  # of a majority that is not there nothing comes back
+            self.later(0.2, self._empty, rng)
+            return
+        region, lagging = rng.sample(REGIONS, 2)
+        if rng.random() < 0.5 and not self.calm and not self.apart | self.parted:
+            self.note("world", f"{lagging} lags behind")
+            self.stats["region lags behind one that is lost"] += 1
+            self.apart.add(lagging)
+            self.later(rng.uniform(0.5, 2.0), self._lose_disk, rng, region)
+            self.later(rng.uniform(2.0, 6.0), self._together, self.apart)
+        else:
+            self._lose_disk(rng, region)
+
+    def _lose_disk(self, rng: random.Random, region: str) -> None:
+        """A region's server loses its disk, and all processes there die; perhaps an owner elsewhere stands still meanwhile."""
+        if self._is_ending():
+            return
+        assert self.regional is not None
+        self.note("world", f"{region} loses its disk")
+        self.stats["region lost its disk"] += 1
+        others = [process for process in self.processes if process.name.startswith("syncer") and process.region != region]
+        if rng.random() < 0.5:
+            frozen = rng.choice(others)
+            self.note("world", f"{frozen.name} stands still")
+            self.stats["syncer stands still as a region is lost"] += frozen.alive
+            frozen.loop.freeze()
+            self.later(rng.uniform(1.0, 4.0), frozen.thaw)
+        self.away.add(region)
+        self.servers[region].lose()
+        self.regional.lose(region)
+        for process in self.processes:
+            if process.region == region:
+                process.crash("with its region")
+        self.later(rng.uniform(1.0, 2.0), self._back, region)
 
     def _mark(self) -> None:
         """A checkpoint of the whole run is taken."""

@@ -32,15 +32,16 @@ async def test_an_owner_whose_own_region_is_far_behind_brings_it_up_so_that_all_
     make_server: MakeServer, behind: int, lost: bool
 ) -> None:
     async with begun_apart(make_server) as apart, asyncio.TaskGroup() as group:
-        if lost:
-            absent = await apart.member("eu", group)
-            await lose_log(apart, "eu")
-            await absent.regions.close()
-        us = await apart.member("us", group, unreached=["eu"])
+        absent = await apart.member("eu", group)
         ap = await apart.member("ap", group)
+        us = await apart.member("us", group, unreached=["eu"])
+        await apart.run.registry.put("owners", b"")  # there have been some
+        await absent.regions.close()
         old = await us.take(group)
         await make_versions(old, behind)
         await old.stop()
+        if lost:
+            await lose_log(apart, "eu")
 
         eu = await apart.member("eu", group)
         refused: list[Refusal] = []

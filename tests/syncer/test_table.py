@@ -70,10 +70,11 @@ class ChunkAssembler:
         settings = type("Settings", (), {"name": "a"})()
         transport = type("Transport", (), {"wall_s": lambda self: 1.5})()
         fragment_map = type("Map", (), {"fragments": [None, None]})()
+        self.regions = type("Regions", (), {"begun": True})()
         context = cast(
             Context,
             type("Context", (), {"run": run, "settings": settings, "log": get_logger(), "map": fragment_map,
-                                 "transport": transport})(),
+                                 "transport": transport, "regions": self.regions})(),
         )  # fmt: skip
         self.ownership = Ownership("a", 1, [1, 1], 1, 1.5)
         tape = cast(Recorder, self.tape)
@@ -97,6 +98,17 @@ async def test_the_first_table_is_set_announced_and_recorded(parts: ChunkAssembl
     assert parts.ownership.table == OwnersTable(["a"], ["a", "a"])
     assert (parts.ownership.revision, parts.announced, parts.changed) == (1, 1, 0)
     assert parts.tape.events == [Owners(1500, 1, (0, 1))]
+
+
+async def test_there_is_no_table_before_a_majority_of_regions_has_begun(parts: ChunkAssembler) -> None:
+    """So without a table no region can have been counted, and each may begin with version 0."""
+    parts.ownership.hear(shard_heartbeat("a", 1), clock_s())
+    parts.regions.begun = False
+    await parts.registry.settle()
+    assert (parts.ownership.table, parts.bucket.revision) == (None, 0)
+    parts.regions.begun = True
+    await parts.registry.settle()
+    assert parts.ownership.table == OwnersTable(["a"], ["a", "a"])
 
 
 async def test_anothers_table_is_adopted_and_the_heads_of_owned_fragments_are_not_trusted(parts: ChunkAssembler) -> None:

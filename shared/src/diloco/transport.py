@@ -98,6 +98,10 @@ class Transport(Protocol):
         """Whether messages can come and go right now, as far as is known."""
 
     @property
+    def connections(self) -> int:
+        """How often the connection to the server that has the streams was made: that server may be another one each time."""
+
+    @property
     def incoming(self) -> Moved:
         """Bytes of streams that came in at a measurable rate, and the time that they took."""
 
@@ -143,6 +147,12 @@ class Transport(Protocol):
         self, stream: str, subjects: list[str], *, max_msgs_per_subject: int = -1, max_bytes: int = -1, replicas: int = 1
     ) -> int | None:
         """Make a stream, or find that it exists as it should; return the bytes it may hold if fewer than asked for."""
+
+    async def made_at(self, stream: str) -> str | None:
+        """Return when a stream was made, as its server says it: no other stream of the name has the same. None: it is missing.
+
+        AppendUncertainError: the server is silent.
+        """
 
     async def rooms(self, names: Sequence[str]) -> list[Room]:
         """Return how full those of these streams are that have a bound, and the account of this process if it has one.

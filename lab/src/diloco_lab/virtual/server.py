@@ -82,6 +82,11 @@ class Stream:
         self.identifiers = {name: stored for name, stored in self.identifiers.items() if stored[1] <= sequence}
         self.rewinds += 1
 
+    def lose(self) -> None:
+        """Lose all messages: it is another stream of the same name."""
+        self.messages, self.by_subject, self.identifiers, self.synced = [], {}, {}, 0
+        self.rewinds += 1
+
     def keeps(self, read: Stored) -> bool:
         """Whether this still is the stream that a message was read from, as :class:`diloco.nats.pull.Puller` finds it out."""
         stored = self.get(read.sequence)
@@ -165,8 +170,15 @@ class Server:
         self.streams: dict[str, Stream] = {}
         self.buckets: dict[str, Keys] = {}
         self.observe = observe
+        self.losses = 0  # of its disk
         self.wall_s: Callable[[], float] = lambda: math.inf  # Unix time here; inf: it is not asked for
         self._stream_of: dict[str, Stream] = {}
+
+    def lose(self) -> None:
+        """Lose the disk: the streams are made again, with nothing in them."""
+        self.losses += 1
+        for stream in self.streams.values():
+            stream.lose()
 
     def stream_of(self, subject: str) -> Stream:
         stream = self._stream_of.get(subject)

@@ -79,6 +79,10 @@ class VirtualTransport:
         return self.process.reaches(self.region)
 
     @property
+    def connections(self) -> int:
+        return self.world.servers[self.region].losses
+
+    @property
     def founds(self) -> bool:
         return True
 
@@ -152,13 +156,13 @@ class VirtualTransport:
     ) -> Any:
         """Have the server do something; AppendUncertainError if no answer comes in time, whether or not it was done."""
         world, process, loop = self.world, self.process, self.loop
-        future, session = loop.create_future(), world.rewinds
-        fate = world.fate(process, what) if lossy else "plain"
         where = self.region if where is None else where
+        future, session = loop.create_future(), self._session(where)
+        fate = world.fate(process, what) if lossy else "plain"
         if fate == "crash_before":
             process.crash(what)
         if fate == "late":  # the caller gives up, and then it is done all the same
-            world.later(timeout_s * (1 + world.rng.random()), self._try, action, session)
+            world.later(timeout_s * (1 + world.rng.random()), self._try, action, session, where)
         elif fate != "lost":
             world.later(world.delay_s() + crossing_s, self._arrive, action, future, fate, what, session, where)
         timer = loop.call_later(timeout_s, self._settle, future, None, AppendUncertainError(f"{what}: no answer"))
@@ -167,15 +171,19 @@ class VirtualTransport:
         finally:
             timer.cancel()
 
-    def _try(self, action: Callable[[], Any], session: int) -> None:
-        if session == self.world.rewinds:
+    def _session(self, where: str) -> tuple[int, int]:
+        """Return what a connection to a server ends with: the server has lost something."""
+        return self.world.rewinds, self.world.servers[where].losses
+
+    def _try(self, action: Callable[[], Any], session: tuple[int, int], where: str) -> None:
+        if session == self._session(where):
             with contextlib.suppress(BrokerError):
                 action()
 
     def _arrive(
-        self, action: Callable[[], Any], future: asyncio.Future[Any], fate: str, what: str, session: int, where: str
+        self, action: Callable[[], Any], future: asyncio.Future[Any], fate: str, what: str, session: tuple[int, int], where: str
     ) -> None:
-        if not self.process.reaches(where) or session != self.world.rewinds:
+        if not self.process.reaches(where) or session != self._session(where):
             return  # lost with the connection
         result, error = None, None
         try:
@@ -186,6 +194,13 @@ class VirtualTransport:
             self.process.crash(f"after {what}")
         elif fate != "unanswered":
             self.world.answer(self.loop, self._settle, future, result, error)
+
+    async def made_at(self, stream: str) -> str | None:
+        server = self.world.servers[self.region]
+        made: str | None = await self.ask(
+            lambda: str(server.losses) if stream in server.streams else None, READ_TIMEOUT_S, f"made {stream}"
+        )
+        return made
 
     async def rooms(self, names: Sequence[str]) -> list[Room]:
         return []  # nothing has a bound here

@@ -16,7 +16,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from diloco.errors import SettingsError
 
 AUTHORITY_DAYS = 3650
-CLOCKS = timedelta(minutes=10)  # a peer's clock may be behind by so much
+CLOCKS = timedelta(days=1)  # a peer's clock may be behind by so much: a wrong time zone is, too
 
 Purpose = x509.ObjectIdentifier
 

@@ -1,4 +1,10 @@
-"""The other regions, as one region's syncer reaches them: a client of each one's server, and of each one's log."""
+"""The other regions, as one region's syncer reaches them: a client of each one's server, and of each one's log.
+
+A region counts, in claims and for majorities, once its log has its genesis record. Whether it has is asked again whenever the
+connection was made again, since its server may have lost its disk: then the stream is another one, and holds nothing of what
+the region said to hold. The record is the last thing that a syncer of the region stores there. Before, it brings all that the
+region may have been counted for (:meth:`Regions.bring_genesis`).
+"""
 
 from __future__ import annotations
 
@@ -9,18 +15,22 @@ from diloco.control.creation import Run
 from diloco.control.genesis import decided_genesis
 from diloco.core.bandwidth import Appends
 from diloco.core.fragments import FragmentMap
-from diloco.core.quorum import majority
-from diloco.errors import BrokerError, MessageError, RunError, StorageFullError
+from diloco.core.quorum import best, majority
+from diloco.errors import AppendUncertainError, BrokerError, FenceError, MessageError, RunError, StorageFullError
 from diloco.log.log import Log
 from diloco.process.observe import Logger
 from diloco.process.retry import Complaint
 from diloco.process.tasks import end
 from diloco.transport import Transport
+from diloco.wire import framing
+from diloco.wire.entries import Genesis
 
 RETRY_S = 0.5  # until a region is asked again whether the run has begun there
 # fragments that are brought up to date in a region at the same time: enough to keep a long link busy, few enough that the first
 # of them is there, and merged with again, long before the last
 CATCHING_UP = 2
+# after so long a region may have lost its log, and have been brought back: its server starts again, and others' logs are read
+COMES_BACK_S = 0.5
 
 Connect = Callable[[], Awaitable[Transport]]
 
@@ -31,13 +41,20 @@ class Regions:
     ``connect`` opens a connection to each other region, however long that takes.
     """
 
-    def __init__(self, own: str, log: Log, run: Run, fragment_map: FragmentMap, connect: Mapping[str, Connect]) -> None:
+    def __init__(
+        self, own: str, log: Log, run: Run, fragment_map: FragmentMap, connect: Mapping[str, Connect], name: str
+    ) -> None:
+        """``name``: of the syncer."""
+        self.name = name
         self.own, self.run, self.map = own, run, fragment_map
         self.names = list(run.created.regions.names)
         self.majority = majority(len(self.names))
         self.appends = {name: Appends() for name in self.names}
         self.stores = True  # the last entry that was to be stored in the own region, was
         self.turns = {name: asyncio.Semaphore(CATCHING_UP) for name in self.names}  # to catch up in each region
+        self.brings = False  # the own region's log was lost, and is not whole again yet
+        self._made: dict[str, str] = {}  # by region: which stream it was that had its genesis record
+        self._asked: dict[str, int] = {}  # and over which connection that was found
         self._logs = {own: log}
         self._connect = connect
         self._connected = {name: asyncio.Event() for name in self.names if name != own}
@@ -56,15 +73,76 @@ class Regions:
 
     async def _open(self, region: str) -> None:
         transport = await self._connect[region]()
-        log = self._logs[region] = Log(transport, self.run.name, self.run.identity, self.map, self.run.created)
-        while not await self._has_begun(log):
+        self._logs[region] = Log(transport, self.run.name, self.run.identity, self.map, self.run.created)
+        while not await self.look(region):
             await asyncio.sleep(RETRY_S)
         self._connected[region].set()
+        await self.watch(region)
 
-    async def _has_begun(self, log: Log) -> bool:
+    async def watch(self, region: str) -> None:
+        """Ask a region again whether it counts, whenever the connection to it was made again; for ever.
+
+        Raises:
+            RunError: the own region has lost its log.
+        """
+        while True:
+            if not self.counts(region) and not await self.look(region) and region == self.own and await self._is_lost():
+                raise RunError(
+                    f"region {region}: its server has lost the log of run {self.run.name!r}; this syncer ends, and brings the "
+                    "log back when it is started again"
+                )
+            await asyncio.sleep(RETRY_S)
+
+    async def _is_lost(self) -> bool:
+        """Whether the own region's log is another stream than the one that counted."""
         try:
-            return await log.reader.genesis() is not None
+            return await self.home.transport.made_at(self.home.subjects.log_stream) != self._made[self.own]
+        except BrokerError:
+            return False
+
+    async def look(self, region: str) -> bool:
+        """Ask a region whether its log has its genesis record."""
+        log = self._logs[region]
+        connections, name = log.transport.connections, log.subjects.log_stream
+        try:
+            made = await log.transport.made_at(name)
+            if made is None:
+                return False
+            known = made == self._made.get(region)
+            if not known and (await log.reader.genesis() is None or made != await log.transport.made_at(name)):
+                return False
         except BrokerError:  # the server is away, or its own syncer has not made the streams yet
+            return False
+        self._made[region], self._asked[region] = made, connections
+        return True
+
+    def counts(self, region: str) -> bool:
+        """Whether a region counts in claims and for a majority, as far as the connection that there is now says."""
+        log = self._logs.get(region)
+        return log is not None and self._asked.get(region) == log.transport.connections
+
+    @property
+    def begun(self) -> bool:
+        """Whether a majority of regions with the own one has begun: nobody may own anything before."""
+        return self.own in self._made and len(self._made) >= self.majority
+
+    async def counted(self, region: str) -> str:
+        """Return which stream a region's log is, by its making, once the region counts.
+
+        Raises:
+            AppendUncertainError: it does not.
+        """
+        await self.log(region)
+        if not self.counts(region) and not await self.look(region):
+            raise AppendUncertainError(f"region {region}: its log is away, or has no genesis record")
+        return self._made[region]
+
+    async def same(self, region: str, made: str) -> bool:
+        """Ask a region whether its log still is the stream that was made then."""
+        log = await self.log(region)
+        try:
+            return await log.transport.made_at(log.subjects.log_stream) == made
+        except BrokerError:
             return False
 
     @property
@@ -80,7 +158,7 @@ class Regions:
     @property
     def commits(self) -> bool:
         """Whether a version could be committed from here: the own region stores it, and with it a majority can be reached."""
-        reached = {region for region, log in self._logs.items() if log.transport.connected}
+        reached = {region for region, log in self._logs.items() if log.transport.connected and self.counts(region)}
         return self.own in reached and len(reached) >= self.majority and self.stores
 
     def tried(self, region: str, *, stored: bool) -> None:
@@ -100,11 +178,17 @@ class Regions:
         return [(region, transport.bytes_out, transport.bytes_in) for region, transport in others]
 
     async def bring_genesis(self, log: Logger) -> None:
-        """Have the own region's log begin as the run does: with version 0, which its founder stored in some region."""
-        home, complaint = self.home, Complaint(log)
-        while await home.reader.genesis() is None:
+        """Have the own region's log begin as the run does: with version 0, which its founder stored in some region.
+
+        Once fragments have had owners, the region may have been counted before it lost its log. Then it is brought back.
+        """
+        home, complaint, waiting = self.home, Complaint(log), Complaint(log)
+        while not await self.look(self.own):
             frame = await decided_genesis(self.run)
-            if frame is not None:
+            if frame is not None and await self.run.registry.get("owners") is not None:
+                self.brings = True
+                await self._bring_back(frame, log, waiting)
+            elif frame is not None:
                 sources = [home, *(self._logs[region] for region in self.names if region in self._logs and region != self.own)]
                 for source in sources:
                     try:
@@ -115,3 +199,48 @@ class Regions:
                     except (BrokerError, MessageError, RunError) as error:
                         log.debug("genesis_not_brought", reason=str(error))
             await asyncio.sleep(RETRY_S)
+        self.brings = False
+
+    async def _bring_back(self, frame: bytes, log: Logger, complaint: Complaint) -> None:
+        """Bring the own region's log, which was lost, to all that the region may have been counted for; at last its genesis.
+
+        What a majority with this region has held, one of so many others holds, that only one less would be a majority without
+        this region. The claims that they hold are kept here, too.
+        """
+        needed = len(self.names) - self.majority + 1
+        others = {region: self._made[region] for region in self._connected if self.counts(region)}
+        if len(others) < needed:
+            missing = sorted(self._connected.keys() - others.keys())
+            complaint.warn("region_waits_for_others", regions=missing, needed=needed)
+            return
+        complaint.over()
+        genesis, entry_hash, _ = framing.unpack(frame, Genesis, self.run.identity)
+        try:
+            for fragment in self.map.fragments:
+                await self._bring_fragment(fragment.index, list(others), genesis, entry_hash)
+            answers = [await self.same(region, made) for region, made in others.items()]
+            if all(answers):
+                await self.home.writer.append_genesis(frame)
+                log.info("region_brought_back", regions=sorted(others))
+        except StorageFullError as error:
+            complaint.error("storage_full", reason=str(error))
+        except FenceError as error:  # another syncer of this region brings it back, too
+            log.debug("region_not_brought_back", reason=str(error))
+        except (BrokerError, MessageError, RunError) as error:
+            log.debug("region_not_brought_back", reason=str(error))
+
+    async def _bring_fragment(self, fragment: int, others: list[str], genesis: Genesis, entry_hash: bytes) -> None:
+        logs = {region: self._logs[region].region for region in others}
+        # before the last entries, which they lead to, since the others go on meanwhile
+        notices = {region: await log.last_notice(fragment) for region, log in logs.items()}
+        known_epoch = max((notice.epoch for notice in notices.values() if notice is not None), default=0)
+        found = {region: await log.log_head(fragment, entry_hash, known_epoch) for region, log in logs.items()}
+        log_heads = {region: log_head for region, (log_head, _, _) in found.items()}
+        chosen, highest = best(log_heads, self.own), max(epoch for _, epoch, _ in found.values())
+        home = self.home.region
+        notice = notices[chosen]
+        noticed = notice.entry_hash if notice is not None else None
+        await home.bring_from(logs[chosen], fragment, log_heads[chosen], noticed, genesis, entry_hash)
+        last, epoch, fence = await home.log_head(fragment, entry_hash, known_epoch)
+        if epoch < highest:
+            await home.claim(fragment, highest, self.name, last, fence)

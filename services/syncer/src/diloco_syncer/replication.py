@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from diloco.core.chain import Chain
@@ -24,6 +24,7 @@ from diloco.process.tasks import end
 from diloco.wire import framing
 from diloco.wire.body import ATTEMPT_BYTES
 from diloco.wire.entries import Record
+from diloco_syncer.places import Place, Places
 from diloco_syncer.regions import Regions
 
 LOOK_S = 0.25  # from one look whether a claim is still wanted to the next
@@ -37,24 +38,6 @@ class OutbidError(FenceError):
     def __init__(self, text: str, epoch: int) -> None:
         super().__init__(text)
         self.epoch = epoch
-
-
-@dataclass
-class _Place:
-    """How far one region's log is."""
-
-    region: str
-    fence: int = 0  # sequence of the last message among the heads there
-    at: bytes | None = None  # name of the entry after which it goes on; None: its log has to be looked at
-    version: int = 0  # of that entry
-    sequence: int = 0  # of that entry, there
-    older: deque[Packed] = field(default_factory=deque)  # entries that come next, and have left the memory
-    stored: int = -1  # number of the last entry of those in memory that it holds
-    noticed: int = -1  # number of the last entry that it was told is committed
-    copied: int = 0  # entries of earlier epochs that were stored behind the last claim there
-    untold: int = 0  # entries that it holds behind the last one that it was told is committed; many: not known
-    refused: bool = False  # behind the fence stands what has not been looked at
-    level: bool = False  # it had everything since it was last away: the entries that it misses now have waited for its link
 
 
 @dataclass(frozen=True)
@@ -78,7 +61,7 @@ class Replication:
         self.committed = -1  # number of the last entry that a majority holds, or that a notice in the claimed log names
         self._entries: deque[_Queued] = deque()  # the newest
         self._numbered = 0  # entries so far, those included that were dropped from memory
-        self._places = {region: _Place(region) for region in regions.names}
+        self._places = Places(regions, fragment)
         self._known = b""  # name of the last entry that a notice in the claimed log names
         self._end = genesis_check, 0  # name and version of the last entry that was claimed and is right
         self._wrong: Container[bytes] = ()  # entries that regions may have after that
@@ -99,7 +82,7 @@ class Replication:
             OutbidError: it has to be done again: another syncer is at it, or the own region is too far behind.
         """
         log_heads: dict[str, LogHead] = {}
-        claims = [asyncio.ensure_future(self._claim(place, log_heads)) for place in self._places.values()]
+        claims = [asyncio.ensure_future(self._claim(place, log_heads)) for place in self._places.all]
         try:
             while len(log_heads) < self.regions.majority or self.regions.own not in log_heads:
                 if not wanted():
@@ -110,12 +93,13 @@ class Replication:
                 claims = [task for task in claims if not task.done()]
         finally:
             await end(*claims)
+        await self._places.demand_claimed(log_heads)
         chosen = best(log_heads, self.regions.own)
         source = await self.regions.log(chosen)
         path = await until_available(lambda: self._between(source, chain, log_heads[chosen]), self.log)
         if path is None:
             # the own region is so far behind that the entries between are gone elsewhere
-            await source.region.install_snapshot(self.fragment, self.regions.home.region, self._places[self.regions.own].fence)
+            await source.region.install_snapshot(self.fragment, self.regions.home.region, self._places.own.fence)
             raise OutbidError(f"fragment {self.fragment}: the own region was far behind, and has a keyframe now", self.epoch)
         if path:
             notice = await until_available(partial(source.region.last_notice, self.fragment), self.log)
@@ -131,14 +115,16 @@ class Replication:
             if packed.entry_hash == self._known:
                 self.committed = number
 
-    async def _claim(self, place: _Place, log_heads: dict[str, LogHead]) -> None:
+    async def _claim(self, place: Place, log_heads: dict[str, LogHead]) -> None:
         log, complaint = await self.regions.log(place.region), Complaint(self.log)
         while True:
             try:
+                place.made = await self.regions.counted(place.region)
                 log_head, epoch, head = await log.region.log_head(self.fragment, self.genesis_check, self._known_epoch)
                 if epoch >= self.epoch:
                     raise OutbidError(f"fragment {self.fragment}: region {place.region} is at epoch {epoch}", epoch)
                 place.fence = await log.region.claim(self.fragment, self.epoch, self.syncer, log_head, head)
+                self._places.demand_counted(place)
                 log_heads[place.region] = log_head
                 return
             except OutbidError:
@@ -160,7 +146,7 @@ class Replication:
 
     def begin(self, group: asyncio.TaskGroup) -> None:
         """Start the writers."""
-        self._writers = [group.create_task(self._write(place)) for place in self._places.values()]
+        self._writers = [group.create_task(self._write(place)) for place in self._places.all]
 
     async def stop(self) -> None:
         """Write no more; an append that waits fails."""
@@ -182,41 +168,44 @@ class Replication:
         if self.committed < number:
             assert self._lost is not None
             raise self._lost
-        return self._places[self.regions.own].sequence
+        return self._places.own.sequence
 
     async def settled(self, timeout_s: float) -> None:
         """Wait until all regions have everything, and know that it is committed; but not for ever."""
         newest = self._numbered - 1
 
         def done() -> bool:
-            return self._lost is not None or all(place.noticed >= newest for place in self._places.values())
+            return self._lost is not None or all(place.noticed >= newest for place in self._places.all)
 
         try:
             async with asyncio.timeout(timeout_s), self._changed:
                 await self._changed.wait_for(done)
         except TimeoutError:
-            away = [place.region for place in self._places.values() if place.noticed < newest]
+            away = [place.region for place in self._places.all if place.noticed < newest]
             self.log.warning("regions_behind", fragment=self.fragment, regions=away)
 
     def waits_s(self, region: str, now_s: float) -> float:
         """Return for how long the oldest entry that a region misses has waited; 0 while it catches up after an absence."""
-        place = self._places[region]
+        place = self._places.by_region[region]
         missing = range(max(place.stored + 1, self._numbered - len(self._entries)), self._numbered)
         return now_s - self._entries[missing[0] - self._numbered].made_s if missing and place.level else 0.0
 
     def away(self, region: str) -> None:
         """Note that a region cannot be reached: entries that it misses from now on do not wait because of its link's rate."""
-        self._places[region].level = False
+        self._places.by_region[region].level = False
 
     def _add(self, packed: Packed) -> int:
         self._entries.append(_Queued(packed, asyncio.get_running_loop().time()))
         self._numbered += 1
         return self._numbered - 1
 
-    async def _write(self, place: _Place) -> None:
+    async def _write(self, place: Place) -> None:
         log, complaint = await self.regions.log(place.region), Complaint(self.log)
         while self._lost is None:
             try:
+                if self._places.forget(place) and not await self.regions.look(place.region):
+                    await asyncio.sleep(RETRY_S)
+                    continue
                 if place.refused:
                     await self._look_behind(place, log)
                 if place.at is None:
@@ -246,25 +235,25 @@ class Replication:
                 self._failed(place, error, complaint)
                 await asyncio.sleep(RETRY_S)
 
-    def _failed(self, place: _Place, error: BrokerError, complaint: Complaint) -> None:
+    def _failed(self, place: Place, error: BrokerError, complaint: Complaint) -> None:
         """Note that a region stored nothing, and complain if it has no room; one that is away needs no word."""
         self.regions.tried(place.region, stored=False)
         if isinstance(error, StorageFullError):
             complaint.error("storage_full", fragment=self.fragment, other_region=place.region, reason=str(error))
 
-    def _is_behind(self, place: _Place) -> bool:
+    def _is_behind(self, place: Place) -> bool:
         """Whether a region misses more than the newest entry."""
         last = self._entries[-1].packed.previous if self._entries else self._newest
         return bool(place.older) or place.at not in (self._newest, last)
 
-    async def _catch_up(self, place: _Place, log: Log) -> None:
+    async def _catch_up(self, place: Place, log: Log) -> None:
         while self._lost is None and self._is_behind(place):
-            await (self._store_older(place, log) if place.older else self._store_next(place, log))
+            await (self._store(place, log, place.older[0]) if place.older else self._store_next(place, log))
 
-    def _is_unnoticed(self, place: _Place) -> bool:
+    def _is_unnoticed(self, place: Place) -> bool:
         return place.noticed < place.stored <= self.committed
 
-    def _has_work(self, place: _Place) -> bool:
+    def _has_work(self, place: Place) -> bool:
         return self._lost is not None or place.at != self._newest or self._is_unnoticed(place)
 
     @property
@@ -277,7 +266,7 @@ class Replication:
             self._lost = error
             self._changed.notify_all()
 
-    async def _look_behind(self, place: _Place, log: Log) -> None:
+    async def _look_behind(self, place: Place, log: Log) -> None:
         """Move a region's fence behind what everyone passes over; have its log looked at if there is anything else."""
         end = await log.reader.passed_over(self.fragment, place.fence, partial(outbids, epoch=self.epoch))
         place.refused = False
@@ -286,8 +275,9 @@ class Replication:
         else:
             place.fence = end
 
-    async def _settle(self, place: _Place, log: Log) -> None:
+    async def _settle(self, place: Place, log: Log) -> None:
         """Find out the last entry of a region, and so the next one to store there."""
+        place.made, place.since_s = await self.regions.counted(place.region), asyncio.get_running_loop().time()
         log_head, epoch, place.fence = await log.region.log_head(self.fragment, self.genesis_check, self._known_epoch)
         if epoch > self.epoch:
             raise OutbidError(f"fragment {self.fragment}: region {place.region} is at epoch {epoch}, not {self.epoch}", epoch)
@@ -306,38 +296,47 @@ class Replication:
         else:
             await self._reached(place, self.genesis_check, 0, 0)
 
-    async def _reached(self, place: _Place, entry_hash: bytes, version: int, sequence: int) -> None:
+    async def _reached(self, place: Place, entry_hash: bytes, version: int, sequence: int) -> None:
         async with self._changed:
             place.at, place.version, place.sequence = entry_hash, version, sequence
             number = self._number(entry_hash)
             if number is not None:
                 place.stored = number
-                self._count(number)
             place.level = place.level or entry_hash == self._newest
             self._changed.notify_all()
+        if number is not None:
+            await self._count(number)
 
     def _number(self, entry_hash: bytes) -> int | None:
         """Return the number of an entry that is in memory; None: it is not."""
         first = self._numbered - len(self._entries)
         return next((first + index for index, entry in enumerate(self._entries) if entry.packed.entry_hash == entry_hash), None)
 
-    async def _store_next(self, place: _Place, log: Log) -> None:
+    async def _store_next(self, place: Place, log: Log) -> None:
         """Store the next entry, from memory; look for it in the own region's log, if it has left the memory."""
         packed = next((entry.packed for entry in self._entries if entry.packed.previous == place.at), None)
         if packed is None:
             place.older.extend(await self._older(place, log))
             return
+        await self._store(place, log, packed)
+
+    async def _store(self, place: Place, log: Log, packed: Packed) -> None:
+        """Store an entry in a region, and every so often a notice of one that is committed: what left the memory is."""
         sequence = await self._append(place, log, packed)
+        if place.older:
+            place.older.popleft()
         self.regions.tried(place.region, stored=True)
         await self._reached(place, packed.entry_hash, packed.record.version, sequence)
         place.untold += 1
         if place.untold >= NOTICE_EVERY and place.stored <= self.committed:
             await self._tell(place, log, packed)
 
-    async def _append(self, place: _Place, log: Log, packed: Packed) -> int:
+    async def _append(self, place: Place, log: Log, packed: Packed) -> int:
         """Store an entry in a region, and return its sequence there; claim again what too many entries would hide."""
         began_s, record = asyncio.get_running_loop().time(), packed.record
         sequence = place.fence = await log.region.append_packed(packed, place.fence)
+        self._places.demand_counted(place)
+        place.since_s = began_s
         self._took(place, began_s, packed.size_bytes)
         place.copied = place.copied + 1 if record.epoch < self.epoch else 0
         if place.copied >= MAX_COPIED:
@@ -346,30 +345,21 @@ class Replication:
             place.copied = 0
         return sequence
 
-    def _took(self, place: _Place, began_s: float, size_bytes: int) -> None:
+    def _took(self, place: Place, began_s: float, size_bytes: int) -> None:
         self.regions.appends[place.region].done(began_s, asyncio.get_running_loop().time(), size_bytes)
 
-    async def _store_older(self, place: _Place, log: Log) -> None:
-        packed = place.older[0]
-        sequence = await self._append(place, log, packed)
-        place.older.popleft()
-        await self._reached(place, packed.entry_hash, packed.record.version, sequence)
-        place.untold += 1
-        if place.untold >= NOTICE_EVERY or not place.older:  # what has left the memory is committed
-            await self._tell(place, log, packed)
-
-    async def _tell(self, place: _Place, log: Log, packed: Packed) -> None:
+    async def _tell(self, place: Place, log: Log, packed: Packed) -> None:
         """Store a notice of the last entry that a region holds, which is committed."""
         record = packed.record
         await log.region.notice(self.fragment, record.version, record.epoch, packed.entry_hash, place.sequence)
         place.untold = 0
 
-    async def _older(self, place: _Place, log: Log) -> list[Packed]:
+    async def _older(self, place: Place, log: Log) -> list[Packed]:
         """Return the entries that a region misses of those that have left the memory; the own region's log has them.
 
         If they are gone there, the region gets a keyframe first, and the entries after that.
         """
-        home, stop, last = self.regions.home, self._places[self.regions.own].sequence, self._before
+        home, stop, last = self.regions.home, self._places.own.sequence, self._before
         assert place.at is not None
         start = await home.region.before(self.fragment, place.version)
         path = await home.region.path(self.fragment, start, stop, place.at, last)
@@ -383,18 +373,22 @@ class Replication:
         await self._reached(place, jumped.entry_hash, jumped.version, place.fence)
         return []
 
-    def _count(self, number: int) -> None:
+    async def _count(self, number: int) -> None:
         """Commit the entries that a majority with the own region holds: those of the own epoch, and with them all before."""
-        held = sum(place.stored >= number for place in self._places.values())
-        own = self._places[self.regions.own]
-        record = self._entries[number - self._numbered].packed.record
-        if held >= self.regions.majority and own.stored >= number and record.epoch == self.epoch:
-            self.committed = max(self.committed, number)
+        own = self._places.own
+        is_own = self._entries[number - self._numbered].packed.record.epoch == self.epoch
+        while is_own and self.committed < number and self._lost is None and self._places.may_hold(number):
+            if await self._places.is_held(number):
+                async with self._changed:
+                    self.committed = max(self.committed, number)
+                    self._changed.notify_all()
+            else:
+                await asyncio.sleep(RETRY_S)  # a region that said to hold it does not answer
         # only the newest stay in memory, once the own region has them; writers of regions further behind read them there
         while len(self._entries) > KEPT and self._numbered - len(self._entries) < min(self.committed, own.stored):
             self._before = self._entries.popleft().packed.entry_hash
 
-    async def _notice(self, place: _Place, log: Log) -> None:
+    async def _notice(self, place: Place, log: Log) -> None:
         number = place.stored
         packed = self._entries[number - self._numbered].packed
         began_s = asyncio.get_running_loop().time()

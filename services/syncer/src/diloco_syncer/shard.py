@@ -71,7 +71,7 @@ class Shard:
         store = Log(transport, run.name, run.identity, fragment_map, run.created)
         self.subjects = store.subjects
         region = settings.region or ""
-        regions = Regions(region, store, run, fragment_map, connect or {}) if run.regions else None
+        regions = Regions(region, store, run, fragment_map, connect or {}, settings.name) if run.regions else None
         roster = Roster(run.in_force, claims.step_bounds(run.created, fragment_map))
         refused, refusals = Counted(log), RefusalReporter(run, log)
         self.context = Context(
@@ -161,6 +161,7 @@ class Shard:
         if self.run.created.adapts:
             tasks.append(group.create_task(self.links.fit(regions)))
         await until_available(partial(regions.bring_genesis, self.log), self.log)
+        tasks.append(group.create_task(regions.watch(regions.own)))
         return tasks
 
     async def _settle_regions(self) -> None:
@@ -286,6 +287,9 @@ class Shard:
 
     def waits_for(self) -> str | None:
         """Return what it waits for before it serves fragments or stands by; None: it does."""
+        regions = self.context.regions
+        if regions is not None and regions.brings:
+            return "the other regions' logs: its own region's was lost, and is brought back"
         if self.links.unable:
             return "regions in which entries can be stored"
         if self.ownership.leaving:
@@ -295,7 +299,8 @@ class Shard:
         return "the fragments that it takes over" if self.governor.taking and not self.owned else None
 
     def _state(self) -> State:
-        if self.links.unable:
+        regions = self.context.regions
+        if self.links.unable or (regions is not None and regions.brings):
             return "unable"
         if self.ownership.leaving:
             return "leaving"

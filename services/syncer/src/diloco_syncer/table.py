@@ -43,6 +43,9 @@ class OwnersRegistry:
         ownership = self.ownership
         if ownership.must_read(clock_s()):
             await self._read()
+        regions = self.context.regions
+        if regions is not None and ownership.table is None and not regions.begun:
+            return  # that there is a table says that regions may have been counted
         planned = ownership.propose(clock_s())
         if planned is None:
             return

@@ -75,7 +75,12 @@ async def join(
 
 
 async def _propose(run: Run, packed: bytes) -> bool:
-    """Propose a fragment map; return whether it has become the run's."""
+    """Propose a fragment map; return whether it has become the run's.
+
+    The key is read first: once a run was founded, its founder may write it no more, and the server answers nothing.
+    """
+    if await run.registry.get("map") is not None:
+        return False
     try:
         await run.registry.create("map", packed)
     except FenceError:

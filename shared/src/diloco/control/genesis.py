@@ -69,7 +69,7 @@ async def await_genesis(
         if found is not None:
             return found
         founds = learner is not None and run.created.continues is None
-        before = not run.regions and await _was_founded(run, log, founds, complaint)
+        before = await _was_founded(run, log, founds, complaint)
         if founds and not before:
             assert learner is not None
             _, revision = await founder.read()
@@ -89,8 +89,8 @@ async def await_genesis(
 async def _was_founded(run: Run, log: Log, founds: bool, complaint: Complaint) -> bool:
     """Return whether the key ``genesis`` exists; a member that ``founds`` stores the missing record from it."""
     decided = await decided_genesis(run)
-    if decided is None:
-        return False
+    if decided is None or run.regions:  # a region's syncer stores the record, once its log is whole
+        return decided is not None
     if await _is_empty(log):
         if founds:
             raise RunError(_emptied(run))

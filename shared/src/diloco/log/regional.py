@@ -9,7 +9,7 @@ from dataclasses import replace
 import msgspec
 
 from diloco.core.chain import NO_ENTRY, Chain
-from diloco.core.quorum import MAX_COPIED, LogHead, UncommittedEntries, counts
+from diloco.core.quorum import MAX_COPIED, NOTICE_EVERY, LogHead, UncommittedEntries, counts
 from diloco.errors import FenceError, MessageError, RunError
 from diloco.log.reader import Reader
 from diloco.log.stream import Head, LogStream, Packed, decode_keyframe
@@ -207,6 +207,56 @@ class RegionalLog:
             await self.writer.append_genesis(genesis_frame)
         except FenceError:
             return
+
+    async def bring_from(
+        self,
+        source: RegionalLog,
+        fragment: int,
+        last: LogHead,
+        noticed: bytes | None,
+        genesis: Genesis,
+        entry_hash: bytes,
+    ) -> None:
+        """Store what leads up to the last entry of another region, ``last``, before this log has its genesis record.
+
+        That is the newest keyframe there, or version 0, unless this log goes on from one already; the entries after it; and
+        notices up to the entry named ``noticed``, which the last notice there named when ``last`` was read.
+        ``entry_hash``: of the genesis record.
+
+        Raises:
+            FenceError: another process brings it, too.
+            MessageError, RunError: ``source`` does not have all of it.
+        """
+        log_head, _, fence = await self.log_head(fragment, entry_hash, last.epoch)
+        path: list[Packed] | None = None
+        if await self.reader.newest_keyframe(fragment) is not None or (
+            fence and await self.reader.begins_with(fragment, entry_hash)
+        ):
+            path = await self._path_from(source, fragment, log_head.version, log_head.entry_hash, last)
+        if path is None:
+            keyframe = await source.install_snapshot(fragment, self, fence)
+            if keyframe is None:
+                if await self.reader.oldest_keyframe(fragment) is None:
+                    await self._begin_fragment_as(source, fragment, genesis, entry_hash, fence)
+                version, after = 0, entry_hash
+            else:
+                version, after, fence = keyframe.version, keyframe.entry_hash, keyframe.entry_sequence
+            path = await self._path_from(source, fragment, version, after, last)
+            if path is None:
+                raise RunError(f"fragment {fragment}: the entries after version {version} are not all there")
+        names = [packed.entry_hash for packed in path]
+        known = names.index(noticed) + 1 if noticed in names else 0
+        for number, packed in enumerate(path, 1):
+            fence = await self.append_packed(packed, fence)
+            if number <= known and (number % NOTICE_EVERY == 0 or number == known):
+                await self.notice(fragment, packed.record.version, packed.record.epoch, packed.entry_hash, fence)
+
+    async def _path_from(
+        self, source: RegionalLog, fragment: int, version: int, after: bytes, last: LogHead
+    ) -> list[Packed] | None:
+        if after == last.entry_hash:
+            return []
+        return await source.path(fragment, await source.before(fragment, version), last.sequence, after, last.entry_hash)
 
     async def _begin_fragment_as(
         self, source: RegionalLog, fragment: int, genesis: Genesis, entry_hash: bytes, expected_sequence: int

@@ -105,7 +105,8 @@ def load(path: Path) -> Identity:
         raise SettingsError(f"identity {path}: {error}; make it again with 'diloco keys add'") from None
     if identity.expires <= datetime.now(UTC):
         raise SettingsError(
-            f"identity {path}: its certificate ended on {identity.expires:%Y-%m-%d}; make it again with 'diloco keys add'"
+            f"identity {path}: its certificate ended on {identity.expires:%Y-%m-%d}, by this machine's clock; make it again "
+            f"with 'diloco keys renew {identity.name}'"
         )
     return identity
 

@@ -22,6 +22,7 @@ CONNECT_TIMEOUT_S = 2.0  # a few round trips over the longest link; TCP would tr
 FLUSH_TIMEOUT_S = 5  # longer than PING_S notices a dead server, so that this never ends first
 RETRY_S = 0.5  # between two attempts to connect: a server that starts is used soon, and is not flooded
 PING_S = 2.0  # a frozen server is noticed at the third ping
+NOT_YET_VALID, HAS_EXPIRED = 9, 10  # of a certificate, as OpenSSL numbers them
 COMPLAIN_EVERY_S = 10.0  # of the same trouble: often enough to see it go on, seldom enough to read the rest
 REFUSALS = 2  # of an identity, to be believed: a server that reads its users again refuses a client just connecting, too
 TURNED_AWAY_S = 10.0  # an identity that a server does not know for so long will not be known again
@@ -137,7 +138,7 @@ class Opening:
             reason = _said(error, self.identity)
             if "permissions violation" in reason.lower():  # nothing else shows it: the request is never answered
                 if self.identity is not None:
-                    reason += f": the server's auth.conf does not give it to {self.identity.name} (diloco keys refresh)"
+                    reason += f": {_lacks(self.identity)}"
                 self.log.error("permission_denied", connection=self.name, reason=reason)
             else:
                 self.log.warning("nats_error", connection=self.name, reason=reason)
@@ -210,6 +211,17 @@ def _turns_away(error: Exception) -> bool:
     return "authorization" in str(error).lower()
 
 
+def _lacks(identity: Identity) -> str:
+    """Return why a server may deny an identity something, and what to do."""
+    text = f"the server's auth.conf does not give it to {identity.name}; "
+    if identity.founder:
+        text += (
+            "its identity says that it founds the run, and 'diloco keys founded' ends that right, which nobody needs then; "
+            f"'diloco keys renew {identity.name}' makes an identity without it; else "
+        )
+    return f"{text}the file may be older than the identity, or of another version: write it again with 'diloco keys refresh'"
+
+
 def _said(error: Exception, identity: Identity | None) -> str:
     """Return an error's reason, with the certificate or identity that it is about."""
     text = str(error) or type(error).__name__
@@ -218,6 +230,10 @@ def _said(error: Exception, identity: Identity | None) -> str:
         return f"{text}: the server does not know {who}"
     if isinstance(error, ssl.SSLCertVerificationError):
         hint = "the server wants TLS: set an identity" if identity is None else "make it with 'diloco keys add server'"
+        if error.verify_code == NOT_YET_VALID:
+            hint = "this machine's clock is behind, or that of the machine that made it was ahead: set the clock"
+        elif error.verify_code == HAS_EXPIRED and identity is not None:
+            hint = "make it again with 'diloco keys renew' and the server's name, unless this machine's clock is ahead"
         return f"the server's certificate is not accepted: {error.verify_message.rstrip('.')}; {hint}"
     if isinstance(error, ssl.SSLError):
         whose = "ours" if identity is None else f"that of {identity.path}"

@@ -290,6 +290,15 @@ async def exists(link: Link, stream: str) -> bool:
     return True
 
 
+async def made_at(link: Link, stream: str) -> str | None:
+    """Return when a stream was made, by its server's clock; None: the server does not have it. Raises as :func:`last`."""
+    try:
+        info = await _answer(link.bulk.jetstream(timeout=TIMEOUT_S).stream_info(stream), stream)
+    except nats.js.errors.NotFoundError:
+        return None
+    return str(info.created)
+
+
 async def _get(link: Link, stream: str, subject: str | None = None, seq: int | None = None) -> Stored | None:
     api = link.bulk.jetstream(timeout=TIMEOUT_S)
     try:

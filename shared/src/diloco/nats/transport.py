@@ -49,6 +49,10 @@ class NatsTransport(Link):
     def connected(self) -> bool:
         return bool(self.control.is_connected and self.bulk.is_connected)
 
+    @property
+    def connections(self) -> int:
+        return int(self.bulk.stats["reconnects"])
+
     def wall_s(self) -> float:
         return time.time() + self._clock_offset_s()
 
@@ -87,6 +91,9 @@ class NatsTransport(Link):
         return await streams.ensure(
             self, stream, subjects, max_msgs_per_subject=max_msgs_per_subject, max_bytes=max_bytes, replicas=replicas
         )
+
+    async def made_at(self, stream: str) -> str | None:
+        return await self._asked(partial(streams.made_at, self, stream), stream)
 
     async def rooms(self, names: Sequence[str]) -> list[Room]:
         return await streams.rooms(self, names)
