@@ -87,7 +87,7 @@ class RegionalAggregator:
             self.news.set()
 
     def follow(self, chain: Chain, record: Record | None, usual: float) -> None:
-        """Take in that a fragment's log has the entry ``record``, or (None) was loaded; nobody may be folding ``chain``.
+        """Take in that a fragment's log has the entry ``record``, or (None) was loaded; no thread may be folding ``chain``.
 
         ``usual``: the norm that a merge of it usually has (:func:`diloco.core.excess.usual`); 0: not known.
         """

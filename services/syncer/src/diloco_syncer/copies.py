@@ -40,7 +40,7 @@ class Copies:
         return found
 
     async def as_stored(self, index: int) -> Copy:
-        """Return the fragment as its log has it, whatever copy there is; nobody else has it."""
+        """Return the fragment as its log has it, whatever copy there is; no other task has it."""
         return await until_available(partial(self._follower.load_once, index), self.log)
 
     def known(self) -> list[Copy]:

@@ -1,7 +1,7 @@
 """The fence of a fragment's log, as one syncer knows it: where the log ends, and what may stand behind that.
 
 Any syncer may store anything on a fragment's head subject, and every message there has the next append refused. If everyone
-passes over all that is stored behind the fence, nobody has taken the fragment over: the fence moves behind it.
+passes over all that is stored behind the fence, no process has taken the fragment over: the fence moves behind it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ async def append_behind(store: Log, copy: Copy, append: Callable[[int], Awaitabl
     """Return what ``append`` does, given the fence of a copy; do it again if the fence moves, :data:`TRIES` times at most.
 
     Raises:
-        FenceError: another process has appended, or somebody stores messages all the time.
+        FenceError: another process has appended, or messages are stored all the time.
     """
     for _ in range(TRIES - 1):
         fence = copy.fence

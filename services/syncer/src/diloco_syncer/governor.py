@@ -115,7 +115,7 @@ class Governor:
         """Let go of fragments whose log has another end than is known here, without having met a fence; for ever.
 
         Learners ignore an owner that has been replaced, and one whose server lost its last writes has learners that went back:
-        nobody answers, so nothing is appended.
+        no learner answers, so nothing is appended.
         """
         while True:
             self._unsure.clear()
@@ -249,7 +249,7 @@ class Governor:
         self.news.set()
 
     async def _hand_over(self, owner: FragmentOwner) -> None:
-        """Let go of a fragment; its residual, which nobody else knows, stays in a keyframe."""
+        """Let go of a fragment; its residual, which no other process knows, stays in a keyframe."""
         if not owner.chain.closed and not owner.has_keyframe:
             await owner.store_keyframe()
         await self.let_go(owner)

@@ -42,7 +42,7 @@ class Intake:
             others = set(range(len(self.context.map.fragments))) - owned.keys()
             self.aggregator.serve([index for index in sorted(others) if ownership.keeps(index, now_s)])
             takers |= self.aggregator.fragments
-        # where no syncer lives, nobody combines: its learners' own offers are read
+        # where no syncer lives, none combines: its learners' own offers are read
         inhabited = ownership.inhabited(now_s) if self.aggregator is not None else set()
         for region, collector in list(self.collectors.items()):
             if region == self.context.region:

@@ -19,7 +19,7 @@ from diloco_syncer.fence import append_behind
 
 
 class Keyframes:
-    """The keyframes of one fragment. ``copy`` is the fragment as this syncer has it; nobody may be folding it."""
+    """The keyframes of one fragment. ``copy`` is the fragment as this syncer has it; no thread may be folding it."""
 
     def __init__(self, context: Context, copy: Copy) -> None:
         self.context, self.copy = context, copy

@@ -1,4 +1,4 @@
-"""One fragment that a syncer owns: its rounds are held here, and nobody else appends to its log."""
+"""One fragment that a syncer owns: its rounds are held here, and no other process appends to its log."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Vector = NDArray[np.float32]
 
 STORAGE_RETRY_S = 1.0  # until a full server is asked again: people make room, which takes longer
 UNHEARD = ""  # stands for learners that are not heard of yet
-CHECK_EVERY_S = 10.0  # that nobody else has appended to a fragment which makes no versions
+CHECK_EVERY_S = 10.0  # that no other process has appended to a fragment which makes no versions
 CONFIRM_LOOK_S = 0.05  # from one look whether a learner has applied a version to the next
 SLOW_ROUND_S = 2.0  # of a fragment whose round is open for so long, the log's end is looked at as often
 
@@ -242,7 +242,7 @@ class FragmentOwner:
             )
             await self.append(record, inline, parts)
         except RunError as error:
-            # it was there when the change was ordered: somebody has dropped it since
+            # it was there when the change was ordered: it was dropped since
             context.log.error("rollback_failed", fragment=self.index, change=change, reason=str(error))
             self._failed_change = change
             return

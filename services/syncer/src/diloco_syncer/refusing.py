@@ -60,7 +60,7 @@ class RefusalReporter:
     async def _report(self, learner: str, refusals: list[Refusal]) -> None:
         admitted = await admitted_incarnation(self._run, learner)
         if admitted is None:
-            return  # nobody reads the key, and anyone could fill the bucket by inventing names
+            return  # no learner reads the key, and anyone could fill the bucket by inventing names
         refusals = [replace(each, incarnation=each.incarnation or admitted) for each in refusals]
 
         def unpack(stored: bytes | None) -> Refusals | None:

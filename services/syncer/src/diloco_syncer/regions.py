@@ -36,7 +36,7 @@ Connect = Callable[[], Awaitable[Transport]]
 
 
 class Regions:
-    """All regions' logs. One that cannot be reached yet is waited for by those who ask for it, and by nobody else.
+    """All regions' logs. One that cannot be reached yet is waited for only by those that ask for it.
 
     ``connect`` opens a connection to each other region, however long that takes.
     """
@@ -123,7 +123,7 @@ class Regions:
 
     @property
     def begun(self) -> bool:
-        """Whether a majority of regions with the own one has begun: nobody may own anything before."""
+        """Whether a majority of regions with the own one has begun: before, no syncer may own anything."""
         return self.own in self._made and len(self._made) >= self.majority
 
     async def counted(self, region: str) -> str:

@@ -28,7 +28,7 @@ from diloco_syncer.places import Place, Places
 from diloco_syncer.regions import Regions
 
 LOOK_S = 0.25  # from one look whether a claim is still wanted to the next
-DAMAGED_RETRY_S = 5.0  # until a log that somebody has damaged is looked at again: it rarely heals
+DAMAGED_RETRY_S = 5.0  # until a log that was damaged is looked at again: it rarely heals
 KEPT = 8  # entries that are kept in memory for regions that are a little behind
 
 
@@ -54,7 +54,7 @@ class Replication:
     def __init__(
         self, regions: Regions, fragment: int, syncer: str, genesis_check: bytes, log: Logger, epoch: int, known_epoch: int
     ) -> None:
-        """``epoch``: to claim with, where nobody is found to have a higher one; ``known_epoch``: of what is committed."""
+        """``epoch``: to claim with, where no higher one is found; ``known_epoch``: of what is committed."""
         self.regions, self.fragment, self.syncer, self.log = regions, fragment, syncer, log
         self.genesis_check = genesis_check
         self.epoch, self._known_epoch = epoch, known_epoch

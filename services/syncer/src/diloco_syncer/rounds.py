@@ -111,7 +111,7 @@ class RoundLoop:
         """Have the version made without the offers that cannot be in it.
 
         If these are all that are held, a fresh owner waits until it has heard of every learner: others may offer what is usual,
-        and if nobody else takes part, what everybody offers is the usual.
+        and if no other learner takes part, what all offer is the usual.
         """
         values = {"fragment": owner.index, "version": merge.version, "learners": list(error.learners)}
         wait_s = owner.acquainted_at_s - clock_s()

@@ -216,7 +216,7 @@ class Shard:
         self.aggregator.hear_round(announced)
 
     async def _hear_marker(self, marker: SnapshotMarker, heard: Heard) -> None:
-        """Keep the residuals of the versions that a snapshot marker of the whole run names: nobody else knows them."""
+        """Keep the residuals of the versions that a snapshot marker of the whole run names: no other process knows them."""
         fragments = len(self.context.map.fragments)
         if len(marker.versions) != fragments:
             raise FormatError(f"marker {marker.number} names {len(marker.versions)} fragments, not {fragments}")

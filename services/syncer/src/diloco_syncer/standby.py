@@ -70,7 +70,7 @@ class Standby:
             self.aggregator.follow(chain, record, await asyncio.to_thread(excess.usual, copy.replica))
         if context.regions is None:
             return
-        context.regions.tried(context.regions.own, stored=True)  # somebody's entry was
+        context.regions.tried(context.regions.own, stored=True)  # an entry of some process was
         if not self.ownership.keeps(chain.fragment, clock_s()):
             return
         copy.vouched, copy.fence = copy.keyframe_sequence, chain.sequence  # all was folded here

@@ -1,7 +1,7 @@
 """Drop messages from the stream of offers that can be part of no offer.
 
 A learner may write below its own name only, but a NATS server knows of no fragments: one could fill the disk with parts of
-fragments that the run does not have, or with ever more parts of one. Nobody reads such messages, so they are looked for. A
+fragments that the run does not have, or with ever more parts of one. No process reads such messages, so they are looked for. A
 sender that has stored any loses all that it has stored: one that goes by the protocol never does, and so one request is enough
 for each that does not.
 """

@@ -25,7 +25,7 @@ class Takeover:
     async def take(self, index: int, group: asyncio.TaskGroup) -> FragmentOwner | None:
         """Append the entry that makes this process the fragment's owner; None if that is not wanted any more, or not possible.
 
-        To a log that is closed nothing is appended. It is owned all the same: somebody has to say that it is closed, and to
+        To a log that is closed nothing is appended. It is owned all the same: its owner has to say that it is closed, and to
         notice if a server loses that.
         """
         context = self.context

@@ -191,7 +191,7 @@ class Roster:
         """Return the tokens that all learners have processed: those of a fragment's log, and those not merged yet.
 
         Of a learner's word of the latter no more counts than :func:`diloco.core.budget.unmerged` tokens, and nothing before
-        its first: nobody can end a run by a claim.
+        its first: no learner can end a run by a claim.
         """
         unmerged = 0
         for seen in self.live(now_s):

@@ -304,7 +304,7 @@ class Round:
             self.quorum_at_s = now_s
             self.quorum_average.add(now_s - self.opened_at_s)
         if not answers and self._used_up(now_s) and not self._not_in(now_s):
-            self.closing = True  # opened before the end, and nobody is left who could answer
+            self.closing = True  # opened before the end, and no learner is left that could answer
         return self._close(self.opened_at_s, now_s) if self._may_close(answers, now_s) else None
 
     def _may_close(self, answers: Collection[str], now_s: float) -> bool:
