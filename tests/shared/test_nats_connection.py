@@ -239,6 +239,21 @@ async def test_a_normal_start_and_end_log_nothing(make_server: MakeServer, event
 
 
 @pytest.mark.services
+async def test_a_flush_that_is_cancelled_leaves_the_connection_as_it_is(own: tuple[Server, Link], events: Events) -> None:
+    """The server's answer comes after the process has stopped waiting for it, as when a service is told to stop."""
+    _, link = own
+    flush = asyncio.create_task(link.control.flush())
+    await asyncio.sleep(0)  # its ping waits to be sent
+    await asyncio.sleep(0)
+    flush.cancel()
+    await asyncio.wait({flush})
+    assert flush.cancelled()
+    await link.control.flush()
+    assert link.control.is_connected
+    assert events == []
+
+
+@pytest.mark.services
 async def test_connections_are_remade_and_it_is_logged(own: tuple[Server, Link], events: Events) -> None:
     server, link = own
     heard: list[bytes] = []

@@ -159,6 +159,13 @@ class Client(library.Client):  # type: ignore[misc]  # nats-py is not typed
         if self._transport is not None:
             self._transport.end()
 
+    async def _process_pong(self) -> None:
+        # as the library's, which takes an answer to a flush that was cancelled for an error of the connection
+        if self._pongs and self._pongs[0].done():
+            self._pongs.pop(0)
+        else:
+            await super()._process_pong()
+
     async def _process_headers(self, block: bytes) -> dict[str, str] | None:
         return headers(block) if block else None
 
