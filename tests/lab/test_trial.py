@@ -30,12 +30,12 @@ LOCKSTEP: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 def test_an_interval_that_changes_in_the_middle_makes_other_numbers_of_versions(text: str) -> None:
-    """128 steps of both. An interval is a step longer than asked for, and one that was announced before stays as it is."""
+    """128 steps of both, 69 of them before the change. A cycle lasts as many steps as it is asked for."""
     settings = run_settings("decoupled", TINY_TRIAL | {"tokens": 256 * STEP_TOKENS})
     paces, task = Paces([steady(0.1), steady(0.1)]), load_task(settings.task, text)
     plain, changed = (Trial(settings, task, paces, changes).play().versions for changes in ((), [(0.5, {"round.steps": 14})]))
-    assert all(abs(versions - 128 / 5) < 1.5 for versions in plain)
-    assert all(abs(versions - (69 / 5 + 59 / 15)) < 1.5 for versions in changed)
+    assert all(abs(versions - 128 / 4) < 1.5 for versions in plain)
+    assert all(abs(versions - (69 / 4 + 59 / 14)) < 1.5 for versions in changed)
 
 
 @pytest.mark.slow

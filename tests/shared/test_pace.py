@@ -24,7 +24,8 @@ def test_an_average_is_its_first_value_and_then_moves_by_a_fifth() -> None:
     ("factor", "tau", "step_s", "quorum_s", "sync_s", "expected"),
     [
         (0.9, 2, 1, 0.75, 0.5, 0.675),  # 0.9 * (2 - 1.25)
-        (0.9, 2, 1, 0, 0, 1),  # at most one step
+        (0.9, 2, 1, 0, 0, 1.8),
+        (0.9, 20, 1, 0, 0, 12),  # at most half of a cycle of 24 steps
         (0.5, 5, 0.2, 0.5, 0.3, 0.1),  # 0.5 * (1 - 0.8)
         (0.9, 2, 1, 1.5, 0.5, 0),  # the budget is spent exactly
         (0.9, 2, 1, 5, 1, 0),  # and more than spent: never negative
@@ -34,6 +35,12 @@ def test_an_average_is_its_first_value_and_then_moves_by_a_fifth() -> None:
 def test_the_grace_window(factor: float, tau: float, step_s: float, quorum_s: float, sync_s: float, expected: float) -> None:
     settings = RoundSettings(grace_factor=factor, overlap_steps=tau)
     assert grace_s(settings, step_s, quorum_s, sync_s) == pytest.approx(expected)
+
+
+def test_a_capped_window_lasts_at_most_a_step() -> None:
+    settings = RoundSettings(grace_factor=0.9, overlap_steps=2, grace_capped=True)
+    assert grace_s(settings, 0.5, 0.0, 0.0) == 0.5  # and not 0.9 * 2 * 0.5
+    assert grace_s(settings, 0.5, 0.75, 0.0) == pytest.approx(0.225)  # 0.9 * (1 - 0.75)
 
 
 @pytest.mark.parametrize(

@@ -289,7 +289,7 @@ def test_without_a_grace_window_a_round_closes_at_its_quorum(quorum: object, clo
 def test_the_grace_window_by_hand() -> None:
     # gamma 0.9, tau 2, xi_step 1. First round: xi_quorum 0.5, xi_sync 0.25 (half of the quickest answer's time):
     # 0.9 * (2 - 0.5 - 0.25) = 1.125 after the quorum, but at most a step
-    round_ = round_of("ann", "bob", "cat", now_s=100)
+    round_ = round_of("ann", "bob", "cat", now_s=100, **{"round.grace_capped": True})
     open_at(round_, 100)
     assert round_.remaining_s(100.2) == pytest.approx(0.8)
     hold(round_, offer("ann"))

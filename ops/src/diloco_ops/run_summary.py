@@ -52,11 +52,13 @@ def on_missed(report: Mapping[str, Any]) -> str | None:
     least = min((missed / max(1, missed + merged) for missed, merged in pairs), default=0.0)
     if len(pairs) < 2 or least < MISSED:
         return None
-    steps = report["settings"]["round"]["overlap_steps"]
+    rounds = report["settings"]["round"]
+    steps = rounds["overlap_steps"]
+    capped = rounds.get("grace_capped", False)
+    remedy = " and at most one step (round.grace_capped); with a larger round.quorum" if capped else "; with more of them"
     return (
         f"each learner missed {share(least)} of the versions or more: its offers came after the grace window, which is a part "
-        f"of round.overlap_steps ({steps:g}) steps and at most one step; with a larger round.quorum versions wait for more "
-        "offers, and less work is dropped"
+        f"of round.overlap_steps ({steps:g}) steps{remedy} versions wait for more offers, and less work is dropped"
     )
 
 

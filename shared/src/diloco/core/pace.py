@@ -50,14 +50,15 @@ def grace_s(settings: RoundSettings, step_s: float, quorum_s: float, sync_s: flo
     """Return the grace window of a round, in seconds: the longest time that it stays open after its quorum.
 
     It is ``gamma * (tau * xi_step - xi_quorum - xi_sync)``, the part of the overlap budget that the quorum and the
-    synchronisation leave (Decoupled DiLoCo, arXiv 2604.21428, equation 3). It is never negative and at most one step (section
-    5.1). It is also at most half of a cycle, since a longer one would miss the fragment's next slot. ``sync_s`` is the time of
-    the merge, of storing the version, and of its way to the learners. The paper's xi_step is a moving average. Here ``step_s``
-    is to be a *long* step: where steps change in length, as on a machine that is shared, a learner that is in the middle of
-    one answers too late for a window made of mean steps.
+    synchronisation leave (Decoupled DiLoCo, arXiv 2604.21428, equation 3). It is never negative. With ``grace_capped`` it is
+    at most one step (section 5.1). It is at most half of a cycle, since a longer one would miss the fragment's next slot.
+    ``sync_s`` is the time of the merge, of storing the version, and of its way to the learners. The paper's xi_step is a moving
+    average. Here ``step_s`` is to be a *long* step: where steps change in length, as on a machine that is shared, a learner
+    that is in the middle of one answers too late for a window made of mean steps.
     """
     slack_s = settings.overlap_steps * step_s - quorum_s - sync_s
-    return min(max(0.0, settings.grace_factor * slack_s), min(1, settings.steps / 2) * step_s)
+    most_steps = min(1.0 if settings.grace_capped else math.inf, settings.steps / 2)
+    return min(max(0.0, settings.grace_factor * slack_s), most_steps * step_s)
 
 
 def first_due_steps(settings: RoundSettings, fragment: int, fragments: int) -> int:

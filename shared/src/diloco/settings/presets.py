@@ -24,6 +24,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
     # value (docs/user-guide.md): a limit of staleness of 0 would drop them, and with them what slow learners did.
     "published": {
         "inner": _ADAMW,
+        "round": {"grace_capped": True},
         "merge": {"granularity": "tensor", "against": "current"},
         "outer": {"learning_rate": 0.4, "momentum": 0.9},
         "carry": {"overlap": False},

@@ -91,6 +91,9 @@ class RoundSettings(_Section):
         4, ge=0, le=64, description="an offer whose base is more versions behind is not merged (unpublished)"
     )
     learners_wait: bool = Field(False, description="learners pause from their answer until the version arrives (DiLoCo)")
+    grace_capped: bool = Field(False, description="the grace window lasts at most one step, as published")
+
+    _LATER: ClassVar[frozenset[str]] = frozenset({"grace_capped"})
 
     @property
     def lockstep(self) -> bool:
