@@ -44,6 +44,7 @@ def peaks(parameters: int, fragments: int, learners: int, steps: int, cycles: in
             "round.steps": steps,
             "tokens": 10**12,
             "liveness.dead_s": 600,
+            "liveness.lease_s": 600,
         },
     )
     result: dict[str, dict[str, int]] = {}

@@ -47,6 +47,13 @@ STORAGE_BYTES = 8 << 20
         (["--set", "codec.offer_bit=8"], ["codec.offer_bit", "did you mean 'codec.offer_bits'"]),
         (["--set", "round.quorum=5", "--learners", "4"], ["round.quorum = 5", "learners = 4"]),
         (["--set", "round.steps=0"], ["round.steps = 0", "greater than or equal to 1"]),
+        (
+            ["--set", "liveness.dead_s=1", "--set", "liveness.heartbeat_s=2", "--plain"],
+            ["liveness.dead_s = 1", "liveness.heartbeat_s = 2"],
+        ),
+        (["--set", "liveness.lease_s=3", "--set", "liveness.dead_s=10"], ["liveness.lease_s = 3", "liveness.dead_s = 10"]),
+        (["--set", "liveness.takeover_s=0.001"], ["liveness.takeover_s = 0.001"]),
+        (["--set", "liveness.lease_s=0.1", "--set", "liveness.heartbeat_s=60"], ["liveness.heartbeat_s = 60"]),
         (["--set", "codec.offer_bits=5"], ["codec.offer_bits = 5", "4, 8, 16 or 32"]),
         (["--set", "codec.record_bits=0"], ["codec.record_bits = 0"]),
         (["--set", "round.steps"], ["round.steps", "KEY=VALUE"]),

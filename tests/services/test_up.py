@@ -40,6 +40,7 @@ STORY = {
     "round.learners_wait": "true",  # so that the budget bounds what learners do, however late they hear that it is used up
     "inner.warmup_fraction": 0,  # of a budget that is never used up
     "liveness.dead_s": DEADLINE_S,
+    "liveness.lease_s": DEADLINE_S,
 }
 REPORT_KEYS = {
     "wall_s", "val_loss", "val_loss_initial", "tokens_processed", "tokens_merged", "rounds", "versions", "learners",

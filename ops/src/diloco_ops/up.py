@@ -36,6 +36,7 @@ from diloco_ops.manifest import Checkpoint
 from diloco_ops.progress_lines import progress_line
 from diloco_ops.run_summary import summarise
 from diloco_ops.supervise import ServiceFailed
+from diloco_ops.time_limits import check_time_limits
 from diloco_ops.track import trackers
 from diloco_ops.track.trackers import TRACKERS
 
@@ -189,6 +190,7 @@ def _checked(
     """
     if (directory.path / "run.json").exists():
         return directory, True
+    check_time_limits(directory.settings, "diloco up")
     if not isinstance(source, continuing.Source):
         directory = task_check.check_task(directory)
     if source is not None:

@@ -58,7 +58,7 @@ def compiled_once(cache_dir: Path, name: str, stopping: Callable[[], bool]) -> I
 
     Raises:
         KeyboardInterrupt: this process is asked to end meanwhile.
-        SettingsError: the cache cannot be written.
+        SettingsError: the cache cannot be written, or its file system has no locks.
     """
     path = folders.made(cache_dir) / f"{name}.compiled"
     try:
@@ -66,7 +66,11 @@ def compiled_once(cache_dir: Path, name: str, stopping: Callable[[], bool]) -> I
     except OSError as error:  # the file is another user's
         raise folders.not_writable(path, error) from None
     with mark:
-        if _has_turn(mark, stopping):
+        try:
+            has_turn = _has_turn(mark, stopping)
+        except OSError as error:
+            raise folders.not_lockable(path.parent, error) from None
+        if has_turn:
             yield
             mark.write(b"\n")  # stored when the file is closed, which ends the lock, too
             return

@@ -118,16 +118,24 @@ def locked(path: Path) -> Iterator[None]:
     """Lock a run's directory until the process ends, and make it if need be, so that no two commands start its services.
 
     Raises:
-        RunError: another process holds it.
+        RunError: another process holds it; or it cannot be written, or its file system has no locks.
     """
-    path.mkdir(parents=True, exist_ok=True)
-    with (path / "lock").open("w") as lock:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = (path / "lock").open("w")
+    except OSError as error:
+        raise RunError(f"{path}: cannot be written: {error.strerror}; choose another --run-dir") from None
+    with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise RunError(
                 f"{path}: another `diloco up` is at work on this run: look at it with `diloco status {path}`, stop it, or "
                 "choose another --run-dir"
+            ) from None
+        except OSError as error:
+            raise RunError(
+                f"{path}: cannot be locked: {error.strerror}; choose a --run-dir on a local disk, which has locks"
             ) from None
         yield
 

@@ -64,6 +64,14 @@ def not_writable(path: Path, error: OSError) -> SettingsError:
     )
 
 
+def not_lockable(path: Path, error: OSError) -> SettingsError:
+    """Return the error that says that the file system of ``cache_dir`` has no locks."""
+    return SettingsError(
+        f"cache_dir: {path} cannot be locked: {error.strerror}; set {CACHE_SETTING} to a folder on a file system with locks, "
+        "such as a local disk"
+    )
+
+
 def can_write(folder: Path) -> bool:
     """Return whether this process may write a folder, or may make it; nothing is made."""
     for place in (folder, *folder.parents):

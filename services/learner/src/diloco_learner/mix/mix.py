@@ -221,7 +221,7 @@ def _locked(cache: Path) -> Iterator[Path]:
     """Make the folder of tokens, and let one process of the machine at a time fill it: the others then find it full.
 
     Raises:
-        SettingsError: it cannot be written.
+        SettingsError: it cannot be written, or its file system has no locks.
     """
     path = folders.made(cache) / "lock"
     try:
@@ -229,5 +229,8 @@ def _locked(cache: Path) -> Iterator[Path]:
     except OSError as error:  # the file is another user's
         raise folders.not_writable(path, error) from None
     with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:
+            raise folders.not_lockable(path.parent, error) from None
         yield path.parent
