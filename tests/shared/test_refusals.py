@@ -167,6 +167,19 @@ def test_what_was_merged_after_it_makes_a_refusal_none_of_a_row() -> None:
     assert account.offers == {"claim": 3}
 
 
+def test_offers_of_before_a_new_admission_end_no_learner() -> None:
+    """A server lost the admission, and the owners' report of offers 1 to 4 comes after the learner was admitted again."""
+    account = RefusalAccount()
+    known = _taken_in(account, None, [refused(1, reason="identity")], (0, 0))
+    account.forgive({0: 4})
+    known = _taken_in(account, known, [refused(n, reason="identity") for n in (2, 3, 4)], (0, 0))
+    assert account.in_a_row("run", "ann") is None
+    known = _taken_in(account, known, [refused(n, reason="identity") for n in (5, 6)], (0, 0))
+    assert account.in_a_row("run", "ann") is None
+    _taken_in(account, known, [refused(7, reason="identity")], (0, 0))
+    assert account.in_a_row("run", "ann") is not None
+
+
 def test_a_newest_refused_offer_is_named_once() -> None:
     account = RefusalAccount()
     known = report(None, [refused(1), refused(2), refused(5, fragment=3)])

@@ -92,6 +92,7 @@ class RefusalAccount:
         self.offers: Counter[RefusalReason] = Counter()
         self._in_a_row: Counter[int] = Counter()  # by fragment: refused since the last one was merged
         self._known: Counter[int] = Counter()  # by fragment: refused in all
+        self._forgiven: dict[int, int] = {}  # by fragment: refusals of offers up to this one end no learner
         self._merged: dict[int, tuple[int, int]] = {}  # by fragment: the offer merged last, as of the last look
         self._texts: dict[RefusalReason, str] = {}
 
@@ -117,11 +118,17 @@ class RefusalAccount:
             if offers > self._known[fragment]:
                 row = self._in_a_row[fragment] + offers - self._known[fragment]
                 # of the offers since the last one that was merged, however many were refused before it
-                most = newest[fragment] - at[1] if at[0] == refusals.incarnation else row
+                last = max(at[1] if at[0] == refusals.incarnation else 0, self._forgiven.get(fragment, 0))
+                most = newest[fragment] - last if last else row
                 self._in_a_row[fragment] = max(0, min(row, most))
                 more[fragment] = newest[fragment]
         self._known = known
         return more
+
+    def forgive(self, newest: Mapping[int, int]) -> None:
+        """End no learner for refusals of offers up to ``newest``, by fragment: they came while its admission was lost."""
+        self._forgiven = dict(newest)
+        self._in_a_row.clear()
 
     def remedies(self) -> dict[RefusalReason, str]:
         """Return what to do about each reason that there is."""

@@ -63,8 +63,8 @@ class AdmissionClient:
             self.log.info("waiting_for_founder")
         self.incarnation = await until_available(self._join, self.log)
 
-    async def look(self) -> bool:
-        """Be admitted again if the server has lost the admission; return whether it had.
+    async def is_lost(self) -> bool:
+        """Return whether the server has lost the admission.
 
         Raises:
             RunError: a younger process goes by this name.
@@ -79,8 +79,15 @@ class AdmissionClient:
         if admitted == self.incarnation:
             return False
         self.log.warning("admission_lost", incarnation=self.incarnation)
-        await self._join()
         return True
+
+    async def renew(self) -> None:
+        """Be admitted again, as the same process.
+
+        Raises:
+            BrokerError: the server is away.
+        """
+        await self._join()
 
     async def readmitted(self, closed: Callable[[], Awaitable[bool]]) -> None:
         """Wait while this learner is ejected, but not beyond the run's end, which ``closed`` tells."""

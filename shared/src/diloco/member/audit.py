@@ -24,12 +24,16 @@ class Audit:
         leases: Leases,
         log_holds: Callable[[], Awaitable[bool]],
         log_lost: Callable[[], Awaitable[None]],
+        forgive: Callable[[], None],
         log: Logger,
     ) -> None:
-        """``log_lost`` is called once ``log_holds`` says that the log lost what was read."""
+        """``log_lost`` is called once ``log_holds`` says that the log lost what was read.
+
+        ``forgive`` makes refusals of the offers so far end no learner.
+        """
         self.learner, self.lock = shared.learner, shared.lock
         self.admission, self.leases, self.log = admission, leases, log
-        self.log_holds, self.log_lost = log_holds, log_lost
+        self.log_holds, self.log_lost, self.forgive = log_holds, log_lost, forgive
         self.run, self.transport = admission.run, admission.transport
         self.subjects = Subjects(self.run.name)
         self._answered: dict[int, int] = {}  # by fragment: version of the round that was open and answered at the last look
@@ -45,7 +49,10 @@ class Audit:
             try:
                 if self.learner.role == "learner":
                     await self.leases.look(self.learner.ends(), asyncio.get_running_loop().time())
-                    if await self.admission.look():
+                    if await self.admission.is_lost():
+                        self.forgive()  # before the new admission, too: its answer may be long in coming
+                        await self.admission.renew()
+                        self.forgive()
                         self._reopen_all()
                     await self._look_at_offers()
                 if not await self.log_holds():

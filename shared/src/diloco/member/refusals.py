@@ -90,6 +90,11 @@ class RefusalWatch:
         if error is not None and not merged:
             raise error
 
+    def forgive(self) -> None:
+        """End no learner for refusals of the offers so far: its admission was lost, and they were refused for that."""
+        with self._shared.lock:
+            self._account.forgive({state.index: state.delta.next_number - 1 for state in self._learner.fragments})
+
     def _has_offered(self) -> bool:
         with self._shared.lock:
             return any(state.delta.next_number > 1 for state in self._learner.fragments)
