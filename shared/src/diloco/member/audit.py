@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from diloco.core.leases import LOOKS_A_LEASE
 from diloco.errors import BrokerError
 from diloco.member.admission import AdmissionClient
+from diloco.member.refusals import RefusalWatch
 from diloco.member.shared import SharedLearner
 from diloco.member.shares import Leases
 from diloco.process.observe import Logger
@@ -22,18 +23,15 @@ class Audit:
         shared: SharedLearner,
         admission: AdmissionClient,
         leases: Leases,
+        refusals: RefusalWatch,
         log_holds: Callable[[], Awaitable[bool]],
         log_lost: Callable[[], Awaitable[None]],
-        forgive: Callable[[], None],
         log: Logger,
     ) -> None:
-        """``log_lost`` is called once ``log_holds`` says that the log lost what was read.
-
-        ``forgive`` makes refusals of the offers so far end no learner.
-        """
+        """``log_lost`` is called once ``log_holds`` says that the log lost what was read."""
         self.learner, self.lock = shared.learner, shared.lock
         self.admission, self.leases, self.log = admission, leases, log
-        self.log_holds, self.log_lost, self.forgive = log_holds, log_lost, forgive
+        self.refusals, self.log_holds, self.log_lost = refusals, log_holds, log_lost
         self.run, self.transport = admission.run, admission.transport
         self.subjects = Subjects(self.run.name)
         self._answered: dict[int, int] = {}  # by fragment: version of the round that was open and answered at the last look
@@ -50,9 +48,9 @@ class Audit:
                 if self.learner.role == "learner":
                     await self.leases.look(self.learner.ends(), asyncio.get_running_loop().time())
                     if await self.admission.is_lost():
-                        self.forgive()  # before the new admission, too: its answer may be long in coming
+                        self.refusals.forgive()  # before the new admission, too: its answer may be long in coming
                         await self.admission.renew()
-                        self.forgive()
+                        self.refusals.forgive()
                         self._reopen_all()
                     await self._look_at_offers()
                 if not await self.log_holds():

@@ -172,8 +172,7 @@ class Member:
         self._begin_audit(self._following.holds, self._following.begin_again)
 
     def _begin_audit(self, holds: Callable[[], Awaitable[bool]], lost: Callable[[], Awaitable[None]]) -> None:
-        forgive = self.refusals.forgive
-        self._shared.tasks.spawn(Audit(self._shared, self.admission, self.shares, holds, lost, forgive, self.log).work())
+        self._shared.tasks.spawn(Audit(self._shared, self.admission, self.shares, self.refusals, holds, lost, self.log).work())
 
     async def _hear(self, subject: str, kind: type[M], handle: Callable[[M, Heard], Awaitable[None]]) -> None:
         await hear(self.transport, subject, kind, self.run.identity, handle, self.refused)
