@@ -317,6 +317,35 @@ async def test_a_region_whose_server_comes_back_empty_begins_again_and_the_other
     demand_one_log(*[await run.read(region, closed=False) for region in REGIONS])
 
 
+async def test_a_learner_that_joins_where_the_log_is_old_waits_for_what_the_others_have(regions: Regions) -> None:
+    """Its region is cut off from the other regions, and not from the control store: it hears how far the others are."""
+    run = await regions(apart(**LASTS))
+    await run.begin()
+    await some_versions(run)
+    toy, others = run.toys.pop(1), ["toy-0", "toy-2"]
+    await asyncio.to_thread(toy.stop)
+    bulk = [line for name, line in run.relay.lines.items() if "eu" in name.split("-") and "control" not in name]
+    run.relay.cut(bulk)
+    await some_versions(run, more=3, of=others)  # those that eu owned are taken over
+    incarnation = run.heartbeats["toy-1"][-1].incarnation
+
+    missed = run.heartbeats["toy-0"][-1].versions
+    run.toy(1)
+    await run.until(lambda: bool(run.events("region_catches_up", "toy-1")), "it waits")
+    [waits] = run.events("region_catches_up", "toy-1")
+    assert waits["region"] == "eu"
+    assert waits["stated_version"] > waits["version"]
+    assert run.heartbeats["toy-1"][-1].incarnation == incarnation  # it has said nothing: it takes no step
+
+    run.relay.heal(bulk)
+    await run.until(lambda: run.heartbeats["toy-1"][-1].incarnation > incarnation, "it has joined")
+    first = next(heartbeat for heartbeat in run.heartbeats["toy-1"] if heartbeat.incarnation > incarnation)
+    assert np.greater_equal(first.versions, missed).all()
+    assert not run.events("region_is_old")
+    assert not run.events("message_refused")
+    await some_versions(run, of=["toy-1"])
+
+
 @pytest.mark.slow
 async def test_a_region_whose_storage_is_full_keeps_only_itself_waiting(regions: Regions) -> None:
     run = await regions(apart(**LASTS))
