@@ -20,6 +20,7 @@ from tests.services.apart import REGIONS, Region, apart, demand_one_log
 from tests.services.cluster import NEVER_S, check_accounts, fill, small, some_versions
 from tests.services.toy import SAMPLES
 
+from diloco.core import catch_up
 from diloco.errors import SettingsError
 from diloco.nats.connection import Link
 from diloco.process.observe import get_logger
@@ -317,7 +318,9 @@ async def test_a_region_whose_server_comes_back_empty_begins_again_and_the_other
     demand_one_log(*[await run.read(region, closed=False) for region in REGIONS])
 
 
-async def test_a_learner_that_joins_where_the_log_is_old_waits_for_what_the_others_have(regions: Regions) -> None:
+async def test_a_learner_that_joins_where_the_log_is_old_waits_for_what_the_others_have(
+    regions: Regions, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its region is cut off from the other regions, and not from the control store: it hears how far the others are."""
     run = await regions(apart(**LASTS))
     await run.begin()
@@ -327,8 +330,18 @@ async def test_a_learner_that_joins_where_the_log_is_old_waits_for_what_the_othe
     bulk = [line for name, line in run.relay.lines.items() if "eu" in name.split("-") and "control" not in name]
     run.relay.cut(bulk)
     await some_versions(run, more=3, of=others)  # those that eu owned are taken over
-    incarnation = run.heartbeats["toy-1"][-1].incarnation
 
+    with monkeypatch.context() as impatient:
+        impatient.setattr(catch_up, "QUIET_S", 0.5)
+        toy = run.toy(1)
+        await run.until(lambda: toy.member is not None and toy.member.step > 0, "it trains on what its region has")
+        [old] = run.events("region_is_old", "toy-1")
+        assert (old["region"], old["version"] < old["stated_version"]) == ("eu", True)
+        assert old["fragment"] in range(len(run.heartbeats["toy-0"][-1].versions))
+        run.toys.remove(toy)
+        await asyncio.to_thread(toy.stop)
+    await run.until(lambda: run.heartbeats["toy-1"][-1].state == "left", "it has left")
+    incarnation = run.heartbeats["toy-1"][-1].incarnation
     missed = run.heartbeats["toy-0"][-1].versions
     run.toy(1)
     await run.until(lambda: bool(run.events("region_catches_up", "toy-1")), "it waits")
