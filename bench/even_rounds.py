@@ -30,7 +30,7 @@ LEARNERS, FRAGMENTS, H = 8, 24, 24
 STEP_S, SLOWER_S, ONE_WAY_S, ANSWER_S, COMMIT_S = 1.0, 0.01, 0.3, 0.02, 0.05
 CUT_S, HEALED_S, END_S = 120, 180, 420
 BEGUN_S = 2 * H  # from then on rounds are in full swing
-LEFT, TOP, HIGH, BETWEEN = 52, 34, 150, 56  # pixels; HIGH is of one panel
+LEFT, TOP, HIGH, BETWEEN = 52, 34, 150, 56  # pixels: left margin, top margin, height of a panel, gap between two panels
 
 
 def counts() -> list[int]:

@@ -110,7 +110,7 @@ def _signal(processes: Sequence[psutil.Process], number: signal.Signals) -> None
 
 
 def _guards(process: psutil.Process) -> bool:
-    """Whether it is the shell of the launcher that ends all services once that is killed, as only one that runs can."""
+    """Whether it is the launcher's shell, which ends all services once the launcher is killed. It must not be stopped."""
     return process.cmdline()[:1] == ["/bin/sh"]
 
 

@@ -15,7 +15,10 @@ MULTIPLE = 8  # of sequences
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Sizes of all parts; ``large`` are the layers of the largest case, and of those tried where it has no room."""
+    """Sizes of all parts.
+
+    ``large``: numbers of layers of the large model. The first one that the device has room for is measured.
+    """
 
     layers: int
     width: int

@@ -19,6 +19,7 @@ from diloco.core.chain import Chain
 from diloco.core.fragment_state import Version as Folded
 from diloco.core.pace import Average, grace_s
 from diloco.core.round import Round
+from diloco.core.slots import offset
 from diloco.settings.presets import changed_settings
 from diloco.settings.run import RoundSettings
 from diloco_lab.cluster import MICROS, Rounds, micros
@@ -57,7 +58,7 @@ class ReportClock:
 
     def is_due(self, fragment: int, fragments: int) -> bool:
         """Return whether a fragment is due at the present step."""
-        return self.step % self.settings.steps == self.settings.steps * fragment // fragments
+        return self.step % self.settings.steps == offset(self.settings.steps, fragment, fragments)
 
 
 @dataclass

@@ -19,6 +19,7 @@ from diloco.core.chain import Chain
 from diloco.core.fragment_state import Version as Folded
 from diloco.core.roster import Roster
 from diloco.core.round import Held, Merge, Round
+from diloco.core.slots import offset
 from diloco.wire.body import Body
 from diloco.wire.control import Announcement, Heartbeat
 from diloco_lab.cluster import MICROS, NEVER_US, Learner, Rounds, micros
@@ -157,7 +158,7 @@ class Syncer:
         if reference is None:
             return
         [member] = [member for member in self.listeners if member.learner.name == reference.heartbeat.learner]
-        begun = reference.heartbeat.step - steps * fragment // len(self.rounds)
+        begun = reference.heartbeat.step - offset(steps, fragment, len(self.rounds))
         done_us = member.steps.step_us(reference.heartbeat.step + steps - begun % steps)
         if done_us < NEVER_US:
             self._look_at(member.heard_us(done_us), fragment)

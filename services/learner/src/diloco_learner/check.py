@@ -96,7 +96,7 @@ def check(plan: Plan) -> Found:
         # its model follows from the settings, and from a mix
         if plan.mesh is None and plan.init is None and not (isinstance(own, Mix) and plan.fragment_map):
             folders.made(cache_dir)
-            return _found(settings, settings.task.batch * settings.task.context, own.units, own, torch=False)
+            return _found(settings, settings.task.tokens_per_batch, own.units, own, torch=False)
     found = checked(plan).found
     if not found.torch:
         folders.made(cache_dir)

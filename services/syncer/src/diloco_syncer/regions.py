@@ -16,7 +16,7 @@ from diloco.control.genesis import decided_genesis
 from diloco.core.bandwidth import Appends
 from diloco.core.fragments import FragmentMap
 from diloco.core.quorum import best, majority
-from diloco.errors import AppendUncertainError, BrokerError, FenceError, MessageError, RunError, StorageFullError
+from diloco.errors import AppendUncertainError, BrokerError, MessageError, RunError, StorageFullError
 from diloco.log.log import Log
 from diloco.process.observe import Logger
 from diloco.process.retry import Complaint
@@ -224,9 +224,7 @@ class Regions:
                 log.info("region_brought_back", regions=sorted(others))
         except StorageFullError as error:
             complaint.error("storage_full", reason=str(error))
-        except FenceError as error:  # another syncer of this region brings it back, too
-            log.debug("region_not_brought_back", reason=str(error))
-        except (BrokerError, MessageError, RunError) as error:
+        except (BrokerError, MessageError, RunError) as error:  # a FenceError: another syncer of this region brings it, too
             log.debug("region_not_brought_back", reason=str(error))
 
     async def _bring_fragment(self, fragment: int, others: list[str], genesis: Genesis, entry_hash: bytes) -> None:

@@ -49,7 +49,7 @@ def step_bounds(settings: RunSettings, fragments: FragmentMap) -> StepBounds:
     """
     if not is_built_in(settings.task, fragments):
         return OWN_TASK
-    batch_tokens = settings.task.batch * settings.task.context
+    batch_tokens = settings.task.tokens_per_batch
     return StepBounds(max(1, batch_tokens // ISLAND), ISLAND * batch_tokens)
 
 

@@ -57,7 +57,8 @@ def grace_s(settings: RoundSettings, step_s: float, quorum_s: float, sync_s: flo
     that is in the middle of one answers too late for a window made of mean steps.
     """
     slack_s = settings.overlap_steps * step_s - quorum_s - sync_s
-    most_steps = min(1.0 if settings.grace_capped else math.inf, settings.steps / 2)
+    half_cycle = settings.steps / 2
+    most_steps = min(1.0, half_cycle) if settings.grace_capped else half_cycle
     return min(max(0.0, settings.grace_factor * slack_s), most_steps * step_s)
 
 

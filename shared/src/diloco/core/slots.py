@@ -54,9 +54,14 @@ class Seen:
         return self.recent_steps.high() or self.step_s
 
 
+def offset(steps: int, fragment: int, fragments: int) -> int:
+    """Return the step at which a fragment's slot begins, in a cycle of ``steps`` steps."""
+    return steps * fragment // fragments
+
+
 def first_slot(steps: int, fragment: int, fragments: int) -> int:
     """Return the step of a fragment's first round, in a cycle of ``steps`` steps: its offset, or H where that is 0."""
-    return steps * fragment // fragments or steps
+    return offset(steps, fragment, fragments) or steps
 
 
 def choose(times_s: Sequence[float], quorum: int, known: int | None = None) -> int:
@@ -132,13 +137,17 @@ class ReferenceClock:
 
     def in_slot(self, steps: int, fragment: int, fragments: int) -> bool:
         """Return whether a fragment's slot has just begun, in a cycle of ``steps`` steps."""
-        late = (self.position - steps * fragment // fragments) % steps
+        late = self._since_slot(steps, fragment, fragments)
         step_s = None if self.reference is None else self.reference.step_s
         return late < min(max(LATE_STEPS, LATE_S / step_s if step_s else 0.0), steps / 2)
 
     def next_slot_s(self, steps: int, fragment: int, fragments: int) -> float:
         """Return the seconds until a fragment's next slot begins; inf if no learner's step time is known."""
-        return self.cycle_s(steps) * (1 - (self.position - steps * fragment // fragments) % steps / steps)
+        return self.cycle_s(steps) * (1 - self._since_slot(steps, fragment, fragments) / steps)
+
+    def _since_slot(self, steps: int, fragment: int, fragments: int) -> float:
+        """Return the steps since a fragment's slot began last."""
+        return (self.position - offset(steps, fragment, fragments)) % steps
 
 
 def _present_step_s(seen: Seen, now_s: float) -> float:

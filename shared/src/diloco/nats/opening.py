@@ -133,7 +133,7 @@ class Opening:
             self._complain(error)
         elif _turns_away(error):
             await self._turn_away(error)
-        # after the end there are no requests; remade, every attempt may fail; a lost server is logged as a disconnect
+        # errors that say nothing new: after the end, and of attempts to connect again; a lost server is logged as a disconnect
         elif not (self.client.is_closed or self.client.is_reconnecting or isinstance(error, nats.errors.UnexpectedEOF)):
             reason = _said(error, self.identity)
             if "permissions violation" in reason.lower():  # nothing else shows it: the request is never answered

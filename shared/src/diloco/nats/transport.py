@@ -137,8 +137,8 @@ class NatsTransport(Link):
     async def _asked(self, asking: Callable[[], Coroutine[Any, Any, T]], what: str) -> T:
         """Await a request as :meth:`_answered`, once there is a connection.
 
-        Without one the client keeps the request, and sends it with all repetitions when there is one again: their
-        answers that are not read may fill a thin link for a minute.
+        Without one the client keeps the request, and sends it with all repetitions when there is one again. Then answers
+        that no process reads may fill a thin link for a minute.
         """
         await wait_connected(self.bulk, streams.TIMEOUT_S, what)
         return await self._answered(asking(), what)

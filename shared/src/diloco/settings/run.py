@@ -296,6 +296,11 @@ class TaskSettings(_Section):
 
     _LATER: ClassVar[frozenset[str]] = frozenset({"dtype", "options", "mix"})
 
+    @property
+    def tokens_per_batch(self) -> int:
+        """Tokens of a step of a built-in task; a task of the user's own has its own number."""
+        return self.batch * self.context
+
     @field_validator("options")
     @classmethod
     def _plain(cls, options: dict[str, Any]) -> dict[str, Any]:
@@ -432,7 +437,7 @@ class RunSettings(_Section):
         The run that it continues went over the same data, if shares begin where that one's ended.
         """
         task, before = self.task, 0 if self.continues is None else sum(self.continues.batches)
-        return {} if task.mix is None else task.mix.epochs(tokens + before * task.batch * task.context)
+        return {} if task.mix is None else task.mix.epochs(tokens + before * task.tokens_per_batch)
 
     def with_mix(self, mix: MixSettings | None) -> RunSettings:
         """Return these settings of a run whose data is this mix, or none."""

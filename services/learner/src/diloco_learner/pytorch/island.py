@@ -210,9 +210,8 @@ class TorchIsland:
         loss, metrics = self._measure(batch, at)
         found = self._gradients()
         norm = torch.nn.utils.get_total_norm([gradient for gradient in found if gradient is not None])
-        value = (
-            loss.item()
-        )  # nothing is asked of a device once the optimizer's work is queued: the next step is queued behind it
+        # read now: a question that comes after the optimizer's work waits for it, and holds up the next step
+        value = loss.item()
         if not (math.isfinite(value) and math.isfinite(norm.item())):
             return math.nan, metrics
         if self._inner.clips:
