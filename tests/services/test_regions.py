@@ -318,6 +318,35 @@ async def test_a_region_whose_server_comes_back_empty_begins_again_and_the_other
     demand_one_log(*[await run.read(region, closed=False) for region in REGIONS])
 
 
+async def test_a_region_whose_server_loses_its_disk_under_living_services_is_brought_back(regions: Regions) -> None:
+    """Both notice that the stream is another one, end, and begin again where their launcher starts them again."""
+    run = await regions(apart(**LASTS))
+    await run.begin()
+    await some_versions(run)
+    [syncer] = [service for service in run.services if service.name == "syncer-1"]
+    toy = run.toys.pop(1)
+    server = run.server("eu")
+    server.kill()
+    shutil.rmtree(server.directory / "jetstream")
+    server.start()
+    [(code, said)] = await run.refused(syncer)
+    assert code == 4
+    assert re.fullmatch(r"diloco-syncer: stream DILOCO_run_\w+: does not exist on the server\n", said)
+    await run.until(lambda: toy.failure is not None, "eu's learner ends, too")
+    assert str(toy.failure).endswith("does not exist on the server")
+    incarnation = run.heartbeats["toy-1"][-1].incarnation
+    missed = run.heartbeats["toy-0"][-1].versions
+
+    run.services.remove(syncer)
+    run.syncer(1)
+    run.toy(1)
+    await run.until(lambda: run.heartbeats["toy-1"][-1].incarnation > incarnation, "eu's learner is back")
+    first = next(heartbeat for heartbeat in run.heartbeats["toy-1"] if heartbeat.incarnation > incarnation)
+    assert np.greater_equal(first.versions, missed).all()  # it never steps on what is older
+    await some_versions(run, of=["toy-1"])
+    demand_one_log(*[await run.read(region, closed=False) for region in REGIONS])
+
+
 async def test_a_learner_that_joins_where_the_log_is_old_waits_for_what_the_others_have(
     regions: Regions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
