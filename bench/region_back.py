@@ -58,6 +58,7 @@ class Watch:
     async def open(self) -> NatsTransport:
         await until(self._begun, "the run's servers are up")
         self.run = rundir.load(self.directory)
+        self.urls = dict(self.run.region_urls or {})
         self.identity = framing.run_id(self.run.name, self.run.settings.digest())
         link = await NatsTransport.open(self.run.nats_url, self.run.nats_url, "bench", get_logger(), give_up_after_s=60)
         await link.subscribe(Subjects(self.run.name).heartbeat(), self._hear_learner)
@@ -81,11 +82,11 @@ class Watch:
     def applied(self, region: str, *, outside: bool = False) -> Any:
         """Return the newest version of each fragment that a learner in this region has applied, or one outside it."""
         chosen = [each.versions for each in self.learners.values() if (each.region == region) is not outside]
-        return np.max(chosen or [np.zeros(self.run.settings.fragments.count)], axis=0)
+        return np.max(chosen or [[0] * self.run.settings.fragments.count], axis=0)
 
     def refused(self) -> int:
         """Return how many messages all processes that are heard have refused."""
-        return sum(heartbeat.refused for heartbeat in (*self.learners.values(), *self.syncers.values()))
+        return sum(each.refused for each in self.learners.values()) + sum(each.refused for each in self.syncers.values())
 
 
 async def until(predicate: Callable[[], bool], what: str) -> None:
@@ -147,7 +148,7 @@ async def verified(watch: Watch, folder: Path, region: str) -> tuple[bool, str]:
     """Whether ``diloco verify`` through a region's server holds, and what it said."""
     run, seen = watch.run, folder / "seen"
     shutil.rmtree(seen, ignore_errors=True)
-    attach = ["attach", str(seen), "--nats", run.nats_url, "--run", run.name, "--bulk", run.region_urls[region]]
+    attach = ["attach", str(seen), "--nats", run.nats_url, "--run", run.name, "--bulk", watch.urls[region]]
     said = b""
     for command in (attach, ["verify", str(seen)]):
         process = await asyncio.create_subprocess_exec(
@@ -162,7 +163,7 @@ async def verified(watch: Watch, folder: Path, region: str) -> tuple[bool, str]:
 async def measure(away_s: float, folder: Path) -> dict[str, Any]:
     async with training(folder) as watch:
         lost = REGIONS[LOST]
-        names, url = members(watch, lost), watch.run.region_urls[lost]
+        names, url = members(watch, lost), watch.urls[lost]
         before = watch.applied(lost)
         signal_all(watch, names, signal.SIGSTOP)
         await asyncio.sleep(away_s)
