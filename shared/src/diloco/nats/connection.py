@@ -91,15 +91,15 @@ class Link:
     async def open_bulk(cls, url: str, name: str, log: Logger, identity: Identity | None = None) -> Self:
         """Connect to another region's server, to use its streams alone: one connection serves for both.
 
-        A server that cannot be used is that region's own trouble: this waits until another one takes its place.
+        A server that cannot be used is that region's own trouble: this waits until another one takes its place. One that does
+        not know the identity may not have its new list yet, and is waited for, too: now, and if it refuses the identity later.
 
         Raises:
             SettingsError: a URL is none of NATS, or the identity is damaged.
-            BrokerError: the server turns us away; the URL is named.
         """
         urls = checked(url)
         async with contextlib.AsyncExitStack() as opened:
-            bulk = await Opening(urls, f"{name}-bulk", log, identity).open(None)
+            bulk = await Opening(urls, f"{name}-bulk", log, identity, waits_when_refused=True).open(None)
             opened.push_async_callback(_close, bulk)
             await _check_server(bulk, urls, log, None, wait_for_another=True)
             opened.pop_all()
