@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import time
@@ -38,7 +39,7 @@ STANDINS = {
     "git": 'test "$1" = clone && cp -r "$PUBLISHED" diloco',
     # the containers' user owns the keys then, anyone who runs the tests
     "sudo": 'exec docker run --rm -i --user 0 -v "$HOME:$HOME" -w "$PWD" --entrypoint "$1" python:3.11-slim-bookworm "${@:2}"',
-    "ssh": 'cd "$HOSTS/${1%%.*}" && exec sh -c "$2"',
+    "ssh": 'cd "$HOSTS/${1%%.*}" && . ./.environment && exec bash -c "$2"',
 }
 
 
@@ -79,6 +80,8 @@ class Machine:
     def __post_init__(self) -> None:
         self.home.mkdir(parents=True)
         self.place = self.home
+        known = self.environment | {"HOME": str(self.home)}
+        (self.home / ".environment").write_text("".join(f"export {key}={shlex.quote(value)}\n" for key, value in known.items()))
 
     def type(self, block: str, *, check: bool = True) -> subprocess.CompletedProcess[str]:
         """Run a block as it stands on the page."""

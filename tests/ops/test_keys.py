@@ -19,6 +19,7 @@ from tests.made.fixtures import Ended
 from tests.pace import DEADLINE_S
 
 from diloco.nats import identity
+from diloco.nats.server_list import ServerList
 from diloco.wire.subjects import reader_of
 from diloco_ops.broker.server import find_binary
 from diloco_ops.keys import accounts
@@ -26,6 +27,7 @@ from diloco_ops.keys.command import keys
 from diloco_ops.keys.permissions import CONTROL, Who, is_known, permissions
 
 REGIONS = ("us", "eu")
+LISTED = ServerList("nats-us", 3, "0123abcd")
 
 
 @pytest.fixture
@@ -355,13 +357,13 @@ def test_processes_of_a_learner_share_an_identity_and_each_has_consumers_of_its_
 
 def test_an_account_imports_what_its_identity_may_publish_and_nothing_else() -> None:
     people = {0: Who("a", "learner", "us"), 2: Who("b", "syncer", "us"), 3: Who("c", "observer"), 4: Who("d", "operator")}
-    made = {account.name: account for account in accounts.accounts("r", REGIONS, ["us", CONTROL], people, 5)}
-    assert list(made) == ["RUN", "SIGNALS", *(f"P{number}" for number in range(5 + accounts.SPARE))]
+    made = {account.name: account for account in accounts.accounts("r", REGIONS, ["us", CONTROL], people, 5, LISTED)}
+    assert list(made) == ["RUN", "SIGNALS", *(f"P{number}" for number in range(2 * accounts.SPARE))]
     assert [name for name, account in made.items() if account.user is None] == [
         "RUN",
         "SIGNALS",
         "P1",  # revoked, or of another region
-        *(f"P{number}" for number in range(5, 5 + accounts.SPARE)),
+        *(f"P{number}" for number in range(5, 2 * accounts.SPARE)),
     ]
     for number, who in people.items():
         own = made[f"P{number}"]

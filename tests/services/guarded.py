@@ -1,9 +1,10 @@
-"""A run in two regions under identities: servers that know each other as little as those who may use them."""
+"""A run in regions under identities: servers that know each other as little as those who may use them."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,14 @@ REGIONS = ("eu", "us")
 
 
 class Guarded(Cluster):
-    """A cluster in two regions; service ``n`` is in region ``n % 2``."""
+    """A cluster in regions, the first of them service 0's, the next one service 1's, and so on around."""
 
     servers: Mapping[str, Server] = {}  # of the control store and of each region
     keys: Folder
+    regions: Sequence[str] = REGIONS
 
     def place(self, number: int) -> dict[str, Any]:
-        region = REGIONS[number % len(REGIONS)]
+        region = self.regions[number % len(self.regions)]
         return {"region": region, "nats_bulk_url": self.servers[region].url}
 
     def coordinator(self) -> Service:
@@ -43,7 +45,7 @@ class Guarded(Cluster):
 
     def syncer(self, index: int) -> Service:
         own = self.place(index)
-        urls = {region: self.servers[region].url for region in REGIONS if region != own["region"]}
+        urls = {region: self.servers[region].url for region in self.regions if region != own["region"]}
         return self.start(f"syncer-{index}", "diloco_syncer", region_urls=urls, **own)
 
     def toy_process(self, share: int, **values: Any) -> Service:
@@ -52,7 +54,7 @@ class Guarded(Cluster):
     async def link(self) -> NatsTransport:
         """The test's own connection to the control store, and to the streams of the first region; it hears the heartbeats."""
         if self._link is None:
-            self._link = await self.link_to(REGIONS[0])
+            self._link = await self.link_to(self.regions[0])
             await self._listen(self._link)
         return self._link
 
@@ -80,22 +82,29 @@ class Guarded(Cluster):
 
 
 @contextlib.asynccontextmanager
-async def two_regions(
-    nursery: Nursery, path: Path, run: str, settings: RunSettings, more: Iterable[Who] = ()
+async def guarded_regions(
+    nursery: Nursery, path: Path, run: str, settings: RunSettings, regions: Sequence[str], more: Iterable[Who] = ()
 ) -> AsyncIterator[Guarded]:
     """A cluster of a run's members, and of ``more`` identities, at servers of its own."""
-    places = {CONTROL: ["control"], **{region: [region] for region in REGIONS}}
-    known = [*members(settings.learners, settings.shards, REGIONS), *more]
-    keys = make_keys(path / "keys", run, known, regions=REGIONS, servers=places)
+    places = {CONTROL: ["control"], **{region: [region] for region in regions}}
+    known = [*members(settings.learners, settings.shards, regions), *more]
+    keys = make_keys(path / "keys", run, known, regions=regions, servers=places)
     servers = {name: Server(path / name, keys=keys.server_folder(name)) for name in places}
     with contextlib.ExitStack() as started:
         for server in servers.values():
             server.start()
             started.callback(server.kill)
         cluster = Guarded(nursery, path / run, servers[CONTROL].url, run, settings)
-        cluster.servers, cluster.keys = servers, keys
+        cluster.servers, cluster.keys, cluster.regions = servers, keys, regions
         cluster.identity = str(keys.path / "identities" / "{name}.identity")
         try:
             yield cluster
         finally:
             await cluster.close()
+
+
+def two_regions(
+    nursery: Nursery, path: Path, run: str, settings: RunSettings, more: Iterable[Who] = ()
+) -> AbstractAsyncContextManager[Guarded]:
+    """A cluster as :func:`guarded_regions` in two regions."""
+    return guarded_regions(nursery, path, run, settings, REGIONS, more)

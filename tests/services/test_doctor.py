@@ -430,6 +430,7 @@ async def test_services_with_their_identities(
     assert [check for check in named(by_name, "skipped") if check != "metrics"] == [*unknown, "nats room", "nats sync"]
     assert by_name["nats tls"].verdict == "warning"  # its certificate is made for an hour
     assert by_name["nats link"].found.count("Mbit/s") == 2
+    assert re.match(r"list \d+ of server nats; 'diloco keys status' says", by_name["nats list"].found)
     assert by_name["nats round"].needed == "3 s (round.overlap_steps of 1 s)"  # as it was changed
     given = Examination(settings.model_copy(update={"role": "syncer"}), None, 1.0)
     assert (await anext(given.checks())).verdict == "warning"  # whose role is the identity's
@@ -439,16 +440,17 @@ async def test_services_with_their_identities(
 async def test_a_server_with_the_lists_of_an_older_version(tmp_path: Path) -> None:
     keys = make_keys(tmp_path / "keys", "demo", [Who("a", "learner"), Who("coordinator", "coordinator", None, True)])
     file = keys.server_folder("nats") / "auth.conf"
-    file.write_text(file.read_text().replace('"_R_.>"', '"diloco.demo.answer.*.*"'))  # as version 0.1.0 had it
+    text = file.read_text().replace('"_R_.>"', '"diloco.demo.answer.*.*"')  # as version 0.1.0 had it
+    file.write_text(re.sub(r'\n      "_INBOX_.*', "", text))
     server = Server(tmp_path / "server", keys=keys.server_folder("nats"))
     server.start()
     try:
         roles: dict[str, Role] = {"a": "learner", "coordinator": "coordinator"}
         for name, role in roles.items():
             settings = run_settings(overrides=QUICK)
-            check = (await examined(Guarded(server.url, keys).settings(name, role, tmp_path, settings=settings)))[
-                "nats permissions"
-            ]
+            found = await examined(Guarded(server.url, keys).settings(name, role, tmp_path, settings=settings))
+            assert found["nats list"].verdict == "warning"
+            check = found["nats permissions"]
             assert check.verdict == "failed"
             assert check.found == f"refused: to write to _R_.doctor; too wide: to write to diloco.demo.answer.{name}.doctor"
             assert "auth.conf" in check.remedy

@@ -18,7 +18,7 @@ from structlog.testing import capture_logs
 from tests.made import raw_messages
 from tests.made.fixtures import MakeServer
 from tests.pace import DEADLINE_S, scaled_s
-from tests.services.secured import make_keys
+from tests.services.secured import make_keys, put, serving
 
 from diloco.core.bandwidth import Moved
 from diloco.errors import AppendUncertainError, BrokerError, SettingsError
@@ -201,6 +201,42 @@ async def test_a_server_that_reads_its_users_again_keeps_nobody_out(tmp_path: Pa
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.mark.services
+async def test_another_regions_server_is_waited_for_until_it_knows_the_identity(
+    tmp_path: Path, events: Events, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the beginning, and when it is given a list without the identity later, by those who are late."""
+    monkeypatch.setattr(opening, "ASK_AGAIN_S", 0.1)
+    monkeypatch.setattr(opening, "COMPLAIN_EVERY_S", 0.2)
+    monkeypatch.setattr(opening, "TURNED_AWAY_S", 0.0)
+    keys = make_keys(tmp_path / "keys", "demo", [Who("known", "syncer")])
+    listed = keys.server_folder("nats") / "auth.conf"
+    before = listed.read_text()
+    own = load(put(keys, Who("late", "syncer")))
+    newest = listed.read_text()
+    listed.write_text(before)
+    with serving(keys, tmp_path / "nats") as server:
+        connecting = asyncio.create_task(Link.open_bulk(server.url, "late", get_logger(), own))
+        await until(lambda: len(named(events, "waiting_for_nats")) >= 3)
+        waits = named(events, "waiting_for_nats")
+        assert waits[0]["attempts"] == 1
+        assert all("does not know the identity" in event["reason"] for event in waits)
+        assert waits[2]["waited_s"] - waits[1]["waited_s"] >= 0.4  # twice as long as between the first two
+        listed.write_text(newest)
+        await asyncio.to_thread(server.reload)
+        link = await connecting
+
+        listed.write_text(before)
+        await asyncio.to_thread(server.reload)
+        await until(lambda: len(named(events, "nats_turns_away")) >= 2)
+        assert not link.bulk.is_closed
+        assert {event["log_level"] for event in named(events, "nats_turns_away")} == {"warning"}
+        listed.write_text(newest)
+        await asyncio.to_thread(server.reload)
+        await until(lambda: bool(named(events, "nats_reconnected")) and link.bulk.is_connected)
+        await link.close()
 
 
 @pytest.mark.services

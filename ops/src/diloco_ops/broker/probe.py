@@ -18,6 +18,7 @@ from diloco.errors import BrokerError
 from diloco.nats.connection import subscribe
 from diloco.nats.identity import Identity
 from diloco.nats.opening import Opening
+from diloco.nats.server_list import ServerList, ask_list
 from diloco.nats.transport import NatsTransport
 from diloco.process.observe import Logger
 from diloco.process.tasks import end
@@ -83,6 +84,10 @@ class Probe:
             return float(await self._client.rtt(PING_S))
         except _AWAY:
             raise BrokerError(f"no answer to a ping within {PING_S:g} s") from None
+
+    async def server_list(self) -> ServerList | None:
+        """Return the list of identities that the server goes by; None where it has no number. For a probe with an identity."""
+        return await ask_list(self._client, self.transport.name)
 
     async def publish(self, subject: str, data: bytes) -> None:
         """Send a message."""

@@ -224,6 +224,8 @@ class Examination:
     async def _look_at(self, opened: _Open) -> AsyncIterator[Check]:
         """Try all that can be tried at a place that let us in."""
         place = opened.place
+        if self._identity is not None:
+            yield await self._limited(f"{place.name} list", lambda: self._list(opened))
         yield await self._limited(f"{place.name} permissions", lambda: self._permissions(opened))
         if opened.jetstream:
             yield await self._limited(f"{place.name} storage", lambda: self._storage(opened))
@@ -256,6 +258,9 @@ class Examination:
         refused = await server.forbidden(opened.probe, tried)
         excess = await server.excessive(opened.probe, tried) if self._identity is not None else []
         return verdicts.allowed(opened.place.name, tried.needed, refused, excess)
+
+    async def _list(self, opened: _Open) -> Check:
+        return verdicts.listed(opened.place.name, await opened.probe.server_list())
 
     def _needed_storage(self, place: Place) -> dict[str, int] | None:
         """Return the bytes needed by stream; None: not known yet."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from diloco.core.bandwidth import steps_between
 from diloco.core.fragments import FragmentMap
+from diloco.nats.server_list import ServerList
 from diloco.settings.run import RunSettings
 from diloco_ops.doctor import needs
 from diloco_ops.doctor.check import Check, Role, skipped
@@ -197,7 +198,15 @@ def listening(address: str, error: str) -> Check:
     return Check("metrics", "ok", f"{address} is free")
 
 
-# ---- the run
+# ---- servers and the run
+
+
+def listed(place: str, found: ServerList | None) -> Check:
+    """Judge a server's list of identities. ``found``: None where it has no number."""
+    if found is None:
+        remedy = "have the operator run 'diloco keys refresh', hand the server its new auth.conf, and restart it"
+        return Check(f"{place} list", "warning", "the server's list of identities is of before lists had numbers", "", remedy)
+    return Check(f"{place} list", "ok", f"{found}; 'diloco keys status' says whether it is the newest")
 
 
 def members(name: str, found: Members, listened_s: float) -> list[Check]:

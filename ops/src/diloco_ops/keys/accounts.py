@@ -16,7 +16,8 @@ number
 ===========  ====================  ====================================================================================
 
 A server that is reloaded does not connect the services of an account that it did not know before (nats-server 2.15.1; the next
-reload does). So there are always :data:`SPARE` accounts without a user, of which identities take theirs when they are added.
+reload does). So there are always at least :data:`SPARE` accounts without a user, of which new identities take theirs. Their
+number grows by as many at a time, so that an identity that a server does not know changes nothing in its file.
 
 ``SIGNALS`` is apart from ``RUN`` because of consumers that push. The subject that they send to is the asker's choice as well,
 and the server sends in the account of the streams. No subscription of a process is there.
@@ -25,6 +26,9 @@ A signal leaves an account under ``sent.``, and enters all those that may hear i
 nats-server refuses imports that lead from one account to itself, even through another one, under names that overlap. The reply
 subject of a request becomes another one on each border, under ``_R_``, and leads back to the asker alone. So no process can be
 made to answer anywhere else.
+
+An identity asks which list its server goes by with a message to itself, which a mapping of its account gives another subject
+(:mod:`diloco.nats.server_list`).
 """
 
 from __future__ import annotations
@@ -33,7 +37,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from diloco.wire.subjects import Subjects
+from diloco.nats.server_list import ServerList
+from diloco.wire.subjects import Subjects, list_answer, list_request
 from diloco_ops.keys.permissions import ANSWERS, Allowed, Who, permissions
 
 STREAMS, SIGNALS = "RUN", "SIGNALS"  # names of processes are in lower case
@@ -67,23 +72,27 @@ class Account:
     streams: tuple[str, ...] = ()  # exported: others may hear these
     imports: tuple[Import, ...] = ()
     renames: tuple[str, str] | None = None  # the prefix of what comes in, and the one that it gets here
+    answer: tuple[str, str] | None = None  # where its user asks for the list, and where the answer comes
 
     @property
     def has_streams(self) -> bool:
         return self.name == STREAMS
 
 
-def accounts(run: str, regions: Sequence[str], serves: Collection[str], known: Mapping[int, Who], count: int) -> list[Account]:
+def accounts(
+    run: str, regions: Sequence[str], serves: Collection[str], known: Mapping[int, Who], count: int, listed: ServerList
+) -> list[Account]:
     """Return the accounts of a server of these regions, of the control store, or both.
 
     Args:
         known: the identities that may connect there, by the number of their account.
         count: accounts that identities of the run have, or had, at any server.
+        listed: the list that they make.
     """
     names = Subjects(run)
     own = [
-        _own(number, known[number], run, regions, serves) if number in known else Account(f"P{number}")
-        for number in range(count + SPARE)
+        _own(number, known[number], run, regions, serves, listed) if number in known else Account(f"P{number}")
+        for number in range((-(-count // SPARE) + 1) * SPARE)
     ]
     written = (*STORED, f"$KV.{names.bucket}.>", *names.log_filters(), *names.offer_filters(), *names.archive_filters())
     saved = tuple(one.subject for account in own for one in account.imports if one.kind == "stream")
@@ -93,7 +102,7 @@ def accounts(run: str, regions: Sequence[str], serves: Collection[str], known: M
     return [Account(STREAMS, services=written, streams=saved), hub, *own]
 
 
-def _own(number: int, who: Who, run: str, regions: Sequence[str], serves: Collection[str]) -> Account:
+def _own(number: int, who: Who, run: str, regions: Sequence[str], serves: Collection[str], listed: ServerList) -> Account:
     """Return the account of an identity."""
     allowed, signals, inbox = permissions(who, run, regions, serves), _signals(Subjects(run)), f"_INBOX_{who.name}.>"
 
@@ -108,7 +117,9 @@ def _own(number: int, who: Who, run: str, regions: Sequence[str], serves: Collec
     if any(subject.startswith("$JS.SNAPSHOT.") for subject in out):
         imports.append(Import("stream", STREAMS, inbox))  # a snapshot is no answer: the server sends it to a subject of RUN
     heard = tuple(HEARD + subject for subject in allowed.subscribe if is_signal(subject))
-    return Account(f"P{number}", who, allowed, heard, (), tuple(imports), (HEARD, ""))
+    asked = list_request(who.name, "*")
+    answer = asked, list_answer(who.name, "{{wildcard(1)}}", listed.server, listed.number, listed.digest)
+    return Account(f"P{number}", who, allowed, heard, (), tuple(imports), (HEARD, ""), answer)
 
 
 def _signals(names: Subjects) -> tuple[str, ...]:
@@ -151,9 +162,12 @@ def _text(account: Account) -> list[str]:
     exports = [f'{{ service: "{subject}"{answered} }}' for subject in account.services]
     exports += [f'{{ stream: "{subject}" }}' for subject in account.streams]
     imports = [_imported(one) for one in account.imports]
+    mappings = [account.answer] if account.answer is not None else []
     if account.renames is not None:
         coming, here = account.renames
-        lines.append(f'    mappings: {{ "{coming}diloco.>": "{here}diloco.>" }}')
+        mappings.append((f"{coming}diloco.>", f"{here}diloco.>"))
+    if mappings:
+        lines += ["    mappings: {", *(f'      "{subject}": "{to}"' for subject, to in mappings), "    }"]
     for what, items in (("exports", exports), ("imports", imports)):
         if items:
             lines += [f"    {what}: [", *(f"      {item}" for item in items), "    ]"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated
@@ -12,15 +14,19 @@ import typer
 
 from diloco.errors import SettingsError
 from diloco.nats.identity import ROLES, Role
+from diloco.process import observe
 from diloco.settings.run import RunSettings
 from diloco.settings.validation import nearest, parse
 from diloco_ops.keys.folder import Folder, write_for_browser
 from diloco_ops.keys.permissions import CONTROL
 from diloco_ops.keys.roster import IdentityEntry, Roster, ServerEntry
+from diloco_ops.keys.server_status import addresses, ask_servers, asking_identity
 
 DAYS = 365
 SOON_DAYS = 30
 MAX_DAYS = 3650
+EXIT_BEHIND = 1  # a server has not the newest list, or does not answer
+MAX_LIST_NUMBER = 10**15  # no folder counts so far; more digits than that are a slip
 KINDS = ("server", "page", *ROLES)
 
 keys = typer.Typer(no_args_is_help=True, help="Who may take part in a run: certificates and NATS keys, made and taken back.")
@@ -142,7 +148,7 @@ def _add_identity(
     print(f"{role} {name}: good until {entry.expires:%Y-%m-%d}; it gets {opened.identity_file(name)}")
     if role == "learner":
         print(f"granted: {_grant_of(entry)}; more with: diloco keys grant {opened.path} {name} --batch-tokens N --min-step-s S")
-    _say_reload(opened, [entry])
+    _say_reload(opened)
 
 
 @keys.command()
@@ -167,7 +173,7 @@ def renew(folder: Where, name: Named, processes: Processes = None, days: Days = 
     renewed = opened.put_identity(parse(IdentityEntry, before.model_dump() | changes, "diloco keys renew"))
     print(f"{renewed.role} {name}: good until {renewed.expires:%Y-%m-%d}; it gets {opened.identity_file(name)}")
     print("what it had before is of no use any more, once these have been reloaded:")
-    _say_reload(opened, [renewed])
+    _say_reload(opened)
 
 
 @keys.command()
@@ -205,7 +211,7 @@ def revoke(folder: Where, name: Named) -> None:
     opened.replace(entry)
     opened.identity_file(name).unlink(missing_ok=True)
     print(f"{entry.role} {name}: revoked")
-    _say_reload(opened, [entry])
+    _say_reload(opened)
 
 
 @keys.command()
@@ -217,16 +223,50 @@ def founded(folder: Where) -> None:
         raise SettingsError(f"{folder}: no identity may found run {opened.roster.run!r} (any more)")
     opened.replace(*(entry.model_copy(update={"founder": False}) for entry in founders))
     print(f"may create or found the run no more: {', '.join(entry.name for entry in founders)}")
-    _say_reload(opened, founders)
+    _say_reload(opened)
 
 
 @keys.command()
-def refresh(folder: Where) -> None:
+def refresh(
+    folder: Where,
+    above: Annotated[
+        int, typer.Option(help="Number the lists above this one: that of a server, where the folder is an older copy.")
+    ] = 0,
+) -> None:
     """Write the servers' files again: after an update of diloco, or when identities have ended."""
+    if not 0 <= above <= MAX_LIST_NUMBER:
+        raise SettingsError(f"--above {above}: expected 0 to {MAX_LIST_NUMBER}, the number of a server's list")
     opened = Folder.open(folder)
-    opened.refresh()
+    opened.refresh(above)
+    changed = {server.name for server in opened.relisted}
     for server in opened.roster.servers:
-        print(f"server {server.name} gets all of {opened.server_folder(server.name)}")
+        news = "which is new" if server.name in changed else "as before"
+        print(f"server {server.name} gets all of {opened.server_folder(server.name)}: list {server.list_number}, {news}")
+
+
+@keys.command()
+def status(
+    folder: Where,
+    at: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=URL",
+            help="A server's address; repeatable. Default: its first host, at port 4222, or 4223 of a control store alone.",
+        ),
+    ] = None,
+    by: Annotated[
+        Path | None, typer.Option("--identity", help="Whose identity asks. Default: an operator's or observer's of the folder.")
+    ] = None,
+) -> int:
+    """Ask every server which list of identities it has; the code is 1 unless all have the newest."""
+    opened = Folder.open(folder)
+    urls = addresses(opened, at or [])
+    own = asking_identity(opened, by)
+    observe.configure(own.name, own.run, level="error", fmt="console")
+    found = asyncio.run(ask_servers(opened, own, urls))
+    rows = [("server", "list here", "list there", ""), *((one.name, one.here, one.there, one.verdict) for one in found)]
+    _print_table(rows)
+    return 0 if all(one.current for one in found) else EXIT_BEHIND
 
 
 @keys.command()
@@ -251,7 +291,11 @@ def list_(folder: Where) -> None:
         until = "revoked" if entry.revoked else _until(entry.expires, now)
         rows.append((entry.role, entry.name, entry.region or "-", until, _notes(entry)))
     print(f"run {opened.roster.run}, regions: {', '.join(opened.roster.regions) or 'none'}")
-    widths = [max((len(row[column]) for row in rows), default=0) for column in range(5)]
+    _print_table(rows)
+
+
+def _print_table(rows: Sequence[Sequence[str]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
@@ -284,12 +328,19 @@ def _living(opened: Folder, name: str) -> IdentityEntry:
     return entry
 
 
-def _say_reload(opened: Folder, entries: list[IdentityEntry]) -> None:
-    """Print the servers that have to be reloaded."""
-    names = {server.name for entry in entries for server in opened.roster.servers_of(entry.who)}
-    for name in sorted(names):
-        path = opened.server_folder(name) / "auth.conf"
-        print(f"server {name} gets {path}, and is reloaded: nats-server --signal reload, or docker compose kill -s HUP nats")
+def _say_reload(opened: Folder) -> None:
+    """Print the servers whose lists have changed, which are to be reloaded."""
+    for server in opened.relisted:
+        path = opened.server_folder(server.name) / "auth.conf"
+        reload = f"nats-server --signal reload, or docker compose kill -s HUP {_container(opened, server)}"
+        print(f"server {server.name} gets {path}, its list {server.list_number}, and is reloaded: {reload}")
+
+
+def _container(opened: Folder, server: ServerEntry) -> str:
+    """Return how a server is called in the compose file of its datacenter, where ``bundle`` puts its files."""
+    if not server.name.startswith(CONTROL):
+        return "nats"
+    return "control" if sum(other.is_control for other in opened.roster.servers) == 1 else "control-of-three"
 
 
 def _say_routes(opened: Folder, entry: ServerEntry) -> None:

@@ -20,11 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
+from blake3 import blake3
 
 from diloco.errors import SettingsError
 from diloco.nats import grants, identity
 from diloco.nats.identity import FORMAT, OTHERS_MODES
 from diloco.nats.nkey import NatsKey
+from diloco.nats.server_list import DIGEST_LETTERS, ServerList
 from diloco.process import files
 from diloco.wire.grants import Grant
 from diloco_ops.keys import accounts, roster
@@ -41,6 +43,7 @@ class Folder:
 
     def __init__(self, path: Path, listed: Roster, authority: Authority, signer: NatsKey) -> None:
         self.path, self.roster, self._authority, self._signer = path, listed, authority, signer
+        self.relisted: list[ServerEntry] = []  # the servers whose lists have been changed since
 
     @classmethod
     def make(cls, path: Path, run: str, regions: Sequence[str]) -> Folder:
@@ -91,9 +94,10 @@ class Folder:
     def put_server(self, name: str, hosts: list[str], serves: list[str], expires: datetime) -> ServerEntry:
         """Make a server's keys, in the place of those that it has."""
         issued = self._put_certificate(self.server_folder(name), name, hosts, expires)
-        entry = ServerEntry(name=name, serial=issued.serial, expires=issued.expires, hosts=hosts, serves=serves)
-        others = [server for server in self.roster.servers if server.name != name]
-        self._save(self.roster.model_copy(update={"servers": sorted([*others, entry], key=lambda server: server.name)}))
+        made = {"serial": issued.serial, "expires": issued.expires, "hosts": hosts, "serves": serves}
+        before = self.roster.server(name)
+        entry = ServerEntry(name=name, **made) if before is None else before.model_copy(update=made)
+        self._save(self.roster.replaced(entry))
         return entry
 
     def put_page(self, name: str, hosts: list[str], expires: datetime) -> Path:
@@ -145,12 +149,16 @@ class Folder:
         named = {entry.name: entry for entry in self.roster.identities} | {entry.name: entry for entry in entries}
         self._save(self.roster.model_copy(update={"identities": [named[name] for name in sorted(named)]}))
 
-    def refresh(self) -> None:
-        """Write the servers' files again as this version has them."""
-        self._save(self.roster)
+    def refresh(self, above: int = 0) -> None:
+        """Write the servers' files again as this version has them; the lists get new numbers if ``above`` is a larger one."""
+        behind = [server for server in self.roster.servers if (server.list_number or 0) <= above] if above else []
+        self._save(self.roster.replaced(*(server.model_copy(update=_list_after(above)) for server in behind)))
 
     def _save(self, listed: Roster) -> None:
-        self.roster = listed = listed.numbered()
+        listed = listed.numbered()
+        before = {server.name: server for server in listed.servers}
+        self.roster = listed = listed.replaced(*(counted(listed, server) for server in listed.servers))
+        self.relisted = [server for server in listed.servers if server != before[server.name]]
         pins = [self._pin(server) for server in listed.servers if server.is_control]
         for server in listed.servers:
             _write(self.server_folder(server.name) / "auth.conf", authorization(listed, server), PUBLIC)
@@ -173,12 +181,27 @@ def routes(listed: Roster, pins: Sequence[str]) -> str:
 
 
 def authorization(listed: Roster, server: ServerEntry) -> str:
-    """Return a server's ``auth.conf``: who may connect, and what each may do."""
+    """Return a server's ``auth.conf``, its list: who may connect, and what each may do."""
     known = listed.known_to(server)
     numbered = {entry.account: entry.who for entry in known if entry.account is not None}
-    made = accounts.accounts(listed.run, listed.regions, server.serves, numbered, len(listed.identities))
-    head = f"# run {listed.run}, server {server.name}: written by diloco keys\nauthorization {{ timeout: 5 }}\n"
+    own = ServerList(server.name, server.list_number or 0, server.list_digest or "")
+    made = accounts.accounts(listed.run, listed.regions, server.serves, numbered, len(listed.identities), own)
+    head = f"# run {listed.run}, {own}: written by diloco keys\nauthorization {{ timeout: 5 }}\n"
     return head + accounts.authorization(made)
+
+
+def counted(listed: Roster, server: ServerEntry) -> ServerEntry:
+    """Return a server with its list's number and digest, which are other ones if the list's content is."""
+    text = authorization(listed, server.model_copy(update=_list_after(0)))
+    digest = blake3(text.encode()).hexdigest()[:DIGEST_LETTERS]
+    if digest == server.list_digest:
+        return server
+    return server.model_copy(update={"list_number": (server.list_number or 0) + 1, "list_digest": digest})
+
+
+def _list_after(number: int) -> dict[str, int | None]:
+    """Return the values of a server whose list is to get the number behind this one."""
+    return {"list_number": number or None, "list_digest": None}
 
 
 def _identity(run: str, entry: IdentityEntry, issued: Issued, key: NatsKey, authority: Authority) -> dict[str, Any]:

@@ -40,6 +40,8 @@ class ServerEntry(_Entry):
 
     hosts: list[Annotated[str, Field(pattern=HOST)]] = Field(min_length=1, max_length=64)
     serves: list[RegionName] = Field(max_length=65)  # empty in a run without regions: everything
+    list_number: Annotated[int, Field(ge=1, lt=10**18)] | None = None  # of its auth.conf; None: of an older version, or new
+    list_digest: Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")] | None = None  # of the file's content
 
     @property
     def is_control(self) -> bool:
@@ -88,6 +90,11 @@ class Roster(BaseModel):
             for entry in self.identities
         ]
         return self.model_copy(update={"identities": numbered})
+
+    def replaced(self, *servers: ServerEntry) -> Roster:
+        """Return the roster with these servers, in place of those of the same names."""
+        named = {server.name: server for server in (*self.servers, *servers)}
+        return self.model_copy(update={"servers": [named[name] for name in sorted(named)]})
 
     def server(self, name: str) -> ServerEntry | None:
         return next((server for server in self.servers if server.name == name), None)

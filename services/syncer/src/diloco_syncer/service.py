@@ -38,7 +38,7 @@ async def _serve(settings: SyncerSettings, exporter: Exporter, log: Logger) -> N
     transport = exporter.transport = await service.connect(settings, "syncer", log)
     try:
         run = await service.find_run(transport, settings, log)
-        connect = _ways(settings, run, transport.identity, log)
+        connect = _ways(settings, run, transport.identity, exporter, log)
         tape = TapeFile.begin(settings, run.identity, transport.wall_s(), log)
         exporter.starting = "the first learner, whose model is the run's"
         fragment_map = await until_available(partial(creation.find_map, run), log)
@@ -59,7 +59,7 @@ async def _serve(settings: SyncerSettings, exporter: Exporter, log: Logger) -> N
         await transport.close()
 
 
-def _ways(settings: SyncerSettings, run: Run, identity: Identity | None, log: Logger) -> dict[str, Connect]:
+def _ways(settings: SyncerSettings, run: Run, identity: Identity | None, exporter: Exporter, log: Logger) -> dict[str, Connect]:
     """Return how to reach the other regions, by name.
 
     Raises:
@@ -76,8 +76,13 @@ def _ways(settings: SyncerSettings, run: Run, identity: Identity | None, log: Lo
         )
 
     def way(region: str) -> Connect:
-        url = settings.region_urls[region]
-        return lambda: NatsTransport.open_bulk(url, f"{settings.name}-{region}", log.bind(other_region=region), identity)
+        url, name = settings.region_urls[region], f"{settings.name}-{region}"
+
+        async def connect() -> NatsTransport:
+            exporter.far[region] = opened = await NatsTransport.open_bulk(url, name, log.bind(other_region=region), identity)
+            return opened
+
+        return connect
 
     return {name: way(name) for name in others}
 

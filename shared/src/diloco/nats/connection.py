@@ -19,7 +19,9 @@ from diloco.nats.client import Client
 from diloco.nats.consumers import ConsumerNames
 from diloco.nats.identity import Identity
 from diloco.nats.opening import COMPLAIN_EVERY_S, FLUSH_TIMEOUT_S, RETRY_S, Opening, checked, shown
+from diloco.nats.server_list import ListWatch
 from diloco.process.observe import Logger
+from diloco.process.tasks import end
 from diloco.wire import subjects
 
 JETSTREAM_TIMEOUT_S = 2.0  # a cluster that has no leader yet does not answer
@@ -54,6 +56,8 @@ class Link:
         self.fences_heads_only = False  # found out by :func:`diloco.nats.append.append`
         self.replicas: dict[str, int] = {}  # by stream, found out by :mod:`diloco.nats.streams`
         self._consumer_names: dict[str, ConsumerNames] = {}  # by stream
+        self.lists: dict[str, ListWatch] = {}  # of the servers, by connection; none without an identity
+        self._watching: list[asyncio.Task[None]] = []
 
     @classmethod
     async def open(
@@ -85,25 +89,37 @@ class Link:
             for client, urls in ((control, control_urls), (bulk, bulk_urls)):
                 await _check_server(client, urls, log, give_up_after_s)
             opened.pop_all()
-        return cls(control, bulk, name, identity, process=process)
+        link = cls(control, bulk, name, identity, process=process)
+        link._watch_lists(log)
+        return link
 
     @classmethod
     async def open_bulk(cls, url: str, name: str, log: Logger, identity: Identity | None = None) -> Self:
         """Connect to another region's server, to use its streams alone: one connection serves for both.
 
-        A server that cannot be used is that region's own trouble: this waits until another one takes its place.
+        A server that cannot be used is that region's own trouble: this waits until another one takes its place. One that does
+        not know the identity may not have its new list yet, and is waited for, too: now, and if it refuses the identity later.
 
         Raises:
             SettingsError: a URL is none of NATS, or the identity is damaged.
-            BrokerError: the server turns us away; the URL is named.
         """
         urls = checked(url)
         async with contextlib.AsyncExitStack() as opened:
-            bulk = await Opening(urls, f"{name}-bulk", log, identity).open(None)
+            bulk = await Opening(urls, f"{name}-bulk", log, identity, waits_when_refused=True).open(None)
             opened.push_async_callback(_close, bulk)
             await _check_server(bulk, urls, log, None, wait_for_another=True)
             opened.pop_all()
-        return cls(bulk, bulk, name, identity, far=True)
+        link = cls(bulk, bulk, name, identity, far=True)
+        link._watch_lists(log)
+        return link
+
+    def _watch_lists(self, log: Logger) -> None:
+        if self.identity is None:
+            return
+        clients = {"bulk": self.bulk} if self.control is self.bulk else {"control": self.control, "bulk": self.bulk}
+        name = self.identity.name
+        self.lists = {connection: ListWatch(client, name, connection, log) for connection, client in clients.items()}
+        self._watching = [asyncio.create_task(watch.watch()) for watch in self.lists.values()]
 
     @property
     def bytes_in(self) -> int:
@@ -131,6 +147,7 @@ class Link:
 
     async def close(self) -> None:
         """Send what is buffered, and close."""
+        await end(*self._watching)
         for client in self._clients():
             await _close(client)
 

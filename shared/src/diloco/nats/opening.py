@@ -7,6 +7,7 @@ import enum
 import math
 import re
 import ssl
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
@@ -24,8 +25,11 @@ RETRY_S = 0.5  # between two attempts to connect: a server that starts is used s
 PING_S = 2.0  # a frozen server is noticed at the third ping
 NOT_YET_VALID, HAS_EXPIRED = 9, 10  # of a certificate, as OpenSSL numbers them
 COMPLAIN_EVERY_S = 10.0  # of the same trouble: often enough to see it go on, seldom enough to read the rest
+COMPLAIN_SELDOM_S = 320.0  # the pause between two complaints doubles until it is this long
+ASK_AGAIN_S = 3.0  # between two attempts at a server that refuses the identity, and logs each of them
 REFUSALS = 2  # of an identity, to be believed: a server that reads its users again refuses a client just connecting, too
 TURNED_AWAY_S = 10.0  # an identity that a server does not know for so long will not be known again
+WAITS = "waiting until it does: give that server its new auth.conf, and reload it"
 
 
 class _State(enum.Enum):
@@ -36,13 +40,33 @@ class _State(enum.Enum):
     TURNED_AWAY = enum.auto()  # it was open; a server now refuses the identity
 
 
+class _Failing:
+    """Attempts that fail one after another, and the pauses between complaints of them."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.attempts = 0
+        self._clock, self._refused = clock, False
+        self._due_s, self._pause_s = -math.inf, COMPLAIN_EVERY_S
+
+    def is_news(self, refused: bool) -> bool:
+        """Count an attempt; return whether to complain of it. ``refused``: the server answers, and refuses the identity."""
+        now_s = self._clock()
+        self.attempts += 1
+        if refused == self._refused and now_s < self._due_s:
+            return False
+        if self.attempts > 1 and refused == self._refused:
+            self._pause_s = min(2 * self._pause_s, COMPLAIN_SELDOM_S)
+        self._refused, self._due_s = refused, now_s + self._pause_s
+        return True
+
+
 class Opening:
     """Opens one connection, and hears from the client of its troubles.
 
     ===========  ==========================  ================================================================
     state        event                       action
     ===========  ==========================  ================================================================
-    OPENING      error                       complain, every ``COMPLAIN_EVERY_S``
+    OPENING      error                       complain: at once, after ``COMPLAIN_EVERY_S``, then ever more seldom
     OPENING      the identity is refused     try once more, then give up
     OPENING      connected                   OPEN
     OPEN         error                       log it, unless the connection is being remade, or closed
@@ -50,15 +74,22 @@ class Opening:
     TURNED_AWAY  refused for 10 s            close the connection
     TURNED_AWAY  connected again             OPEN
     ===========  ==========================  ================================================================
+
+    With ``waits_when_refused`` a server that refuses the identity is waited for like one that is away: it may get its new list
+    of identities later than other servers. Nothing is given up or closed then.
     """
 
-    def __init__(self, urls: list[str], name: str, log: Logger, identity: Identity | None) -> None:
+    def __init__(
+        self, urls: list[str], name: str, log: Logger, identity: Identity | None, *, waits_when_refused: bool = False
+    ) -> None:
         self.urls, self.name, self.log, self.identity = urls, name, log, identity
         self.client = Client(identity)
+        self._waits_when_refused = waits_when_refused
         self._clock = asyncio.get_running_loop().time
         self._state = _State.OPENING
         self._began_s = self._clock()
-        self._complained_s = self._turned_away_s = -math.inf
+        self._turned_away_s = -math.inf
+        self._failing = _Failing(self._clock)
         self._reason = "no answer; start a server there, or give another URL"
         self._refused = asyncio.Event()  # by the server that is being tried
         self._refusals = 0
@@ -73,7 +104,7 @@ class Opening:
         while not await self._try(None if ends_s == math.inf else max(0.0, ends_s - self._clock())):
             if self._clock() >= ends_s:
                 raise self._failure()
-            await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(ASK_AGAIN_S if self._refused.is_set() and self._refusals >= REFUSALS else RETRY_S)
             self.client = Client(self.identity)
             self._refused.clear()
         return self.client
@@ -120,7 +151,7 @@ class Opening:
                 await self.client.close()
         if self._refused.is_set():
             self._refusals += 1
-            if self._refusals < REFUSALS:
+            if self._refusals < REFUSALS or self._waits_when_refused:
                 return False
         raise self._failure()
 
@@ -146,21 +177,36 @@ class Opening:
     def _complain(self, error: Exception) -> None:
         if self._refused.is_set():
             return  # the refusal is the reason, not the broken pipe that follows it
-        now_s, self._reason = self._clock(), _said(error, self.identity)
-        if _turns_away(error):
+        self._reason, refuses = _said(error, self.identity), _turns_away(error)
+        if refuses:
             self._refused.set()
-        elif now_s - self._complained_s >= COMPLAIN_EVERY_S:
-            self._complained_s = now_s
-            waited_s = round(now_s - self._began_s, 1)
-            self.log.warning("waiting_for_nats", url=shown(self.urls), waited_s=waited_s, reason=self._reason)
+            if not self._waits_when_refused:
+                return
+            self._reason += f"; {WAITS}"
+        if self._failing.is_news(refuses):
+            waited_s = round(self._clock() - self._began_s, 1)
+            self.log.warning(
+                "waiting_for_nats",
+                url=shown(self.urls),
+                waited_s=waited_s,
+                attempts=self._failing.attempts,
+                reason=self._reason,
+            )
 
     async def _turn_away(self, error: Exception) -> None:
+        reason = _said(error, self.identity)
         if self._state is _State.OPEN:
             self._state, self._turned_away_s = _State.TURNED_AWAY, self._clock()
-            reason = _said(error, self.identity)
-            self.log.error("nats_turns_away", connection=self.name, url=shown(self.urls), reason=reason)
-        elif self._clock() - self._turned_away_s >= TURNED_AWAY_S:
+            self._failing = _Failing(self._clock)
+        elif not self._waits_when_refused and self._clock() - self._turned_away_s >= TURNED_AWAY_S:
             await self.client.close()
+        if not self._failing.is_news(True):
+            return
+        if self._waits_when_refused:
+            self.client.options["reconnect_time_wait"] = ASK_AGAIN_S
+            reason += f"; {WAITS}"
+        tell = self.log.warning if self._waits_when_refused else self.log.error
+        tell("nats_turns_away", connection=self.name, url=shown(self.urls), attempts=self._failing.attempts, reason=reason)
 
     async def _on_disconnect(self) -> None:
         if not self.client.is_closed:  # else it was us
@@ -168,6 +214,7 @@ class Opening:
 
     async def _on_reconnect(self) -> None:
         self._state = _State.OPEN
+        self.client.options["reconnect_time_wait"] = RETRY_S
         self.log.info("nats_reconnected", connection=self.name, url=shown(self.urls))
 
 

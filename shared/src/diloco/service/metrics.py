@@ -140,6 +140,7 @@ class Exporter:
     starting: str = "its run to be created"  # the thing waited for until ``observed`` is set
     port: int | None = None  # of the listener
     telemetry: Telemetry | None = None  # None: no endpoint is set for it
+    far: dict[str, NatsTransport] = field(default_factory=dict)  # connections to the servers of other regions, by region
     _server: asyncio.Server | None = None
     _connections: dict[asyncio.Task[None], asyncio.StreamWriter] = field(default_factory=dict)  # the oldest first
 
@@ -292,6 +293,16 @@ def _connections(exporter: Exporter, value: Callable[[Any], float]) -> Labelled:
     return {("control",): value(exporter.transport.control), ("bulk",): value(exporter.transport.bulk)}
 
 
+def _lists(exporter: Exporter) -> Labelled:
+    links = ({} if exporter.transport is None else {"": exporter.transport}) | exporter.far
+    return {
+        (connection, region, watch.server): float(watch.number)
+        for region, link in links.items()
+        for connection, watch in link.lists.items()
+        if watch.number is not None
+    }
+
+
 def _spans(exporter: Exporter) -> Labelled:
     kept = exporter.telemetry
     exported, dropped = (0, 0) if kept is None else (kept.exported, kept.dropped)
@@ -328,5 +339,12 @@ COMMON: tuple[Metric[Exporter], ...] = (
         "Times that a lost connection was made again",
         lambda exporter: _connections(exporter, lambda client: float(client.stats["reconnects"])),
         ("connection",),
+    ),
+    Metric(
+        "diloco_server_list_number",
+        "gauge",
+        "The number of a server's list of identities; 0: of a version before. `other_region` is empty at the own servers",
+        _lists,
+        ("connection", "other_region", "server"),
     ),
 )

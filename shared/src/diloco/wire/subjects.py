@@ -184,6 +184,19 @@ def reader_of(consumer: str) -> str:
     return found[1] if found else consumer
 
 
+def list_request(name: str, nonce: str) -> str:
+    """Return the subject on which an identity asks a server for its list; ``nonce`` may be ``*``.
+
+    The server itself answers, by a mapping of the subject in the identity's own account.
+    """
+    return f"_INBOX_{name}.list.{nonce}"
+
+
+def list_answer(name: str, nonce: str, server: str, number: int, digest: str) -> str:
+    """Return the subject that a server makes of :func:`list_request`: its name, and its list's number and digest."""
+    return f"{list_request(name, nonce)}.{server}.{number}.{digest}"
+
+
 def log_part(head: str, attempt: bytes, index: int) -> str:
     """Return the subject of part ``index`` of a log entry's or keyframe's body. Attempts never share a subject."""
     return f"{head.removesuffix('.head')}.part.{attempt.hex()}.{index}"
