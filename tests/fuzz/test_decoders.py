@@ -80,6 +80,7 @@ from diloco.log.stream import open_body
 from diloco.member import state, statefile
 from diloco.member.peer import Borrower, Layout
 from diloco.nats import append, grants, identity
+from diloco.nats import clock as server_clock
 from diloco.nats.nkey import NatsKey
 from diloco.process import logs
 from diloco.process import tape as tape_files
@@ -513,7 +514,7 @@ def _(data: bytes) -> None:
 @decoder("doctor.answered", _json({"ts": "2026-11-22T08:00:00.123456789Z", "state": {"bytes": 1}}), BrokerError)
 def _(data: bytes) -> None:
     answer = probe.answered(data, "INFO")
-    doctor.time_of(answer)
+    server_clock.offset(answer, 1.0, 0.5)
     doctor.number(answer, "state", "bytes")
 
 
