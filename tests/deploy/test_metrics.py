@@ -25,6 +25,7 @@ import diloco_syncer.metrics
 from diloco.core.learner import Activity
 from diloco.service import metrics
 from diloco.service.metrics import usual_kinds
+from diloco_coordinator.server_watch import metrics as server_watch
 from diloco_syncer.shard import STATES
 
 ROOT = Path(__file__).parents[2]
@@ -37,14 +38,16 @@ EVERYWHERE = {"run", "name", "region"}  # labels of all of a service's own metri
 SCRAPED = {"job", "instance"}  # labels that Prometheus adds
 TABLES = (
     metrics.COMMON,
+    metrics.CONNECTED,
     diloco_learner.metrics.METRICS,
     diloco_learner.metrics.OF_PROCESSES,
     diloco_syncer.metrics.METRICS,
     diloco_coordinator.metrics.METRICS,
+    server_watch.METRICS,
 )
 # of labels with few values: those that there are, by metric
 VALUES = {
-    ("diloco_build_info", "service"): {"coordinator", "syncer", "learner", "evaluator"},
+    ("diloco_build_info", "service"): {"coordinator", "syncer", "learner", "evaluator", "server-watch"},
     ("diloco_learner_state", "state"): set(get_args(Activity)),
     ("diloco_syncer_state", "state"): set(STATES),
     ("diloco_coordinator_run_state", "state"): set(diloco_coordinator.metrics.STATES),

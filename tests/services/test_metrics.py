@@ -226,7 +226,7 @@ async def test_what_services_tell_is_what_the_run_says(make_server: Callable[[],
     unseen: set[str] = set()
     for name, samples in told.items():
         assert samples["diloco_ready"] == samples["diloco_healthy"] == {(): 1}
-        stated = {metric.name for metric in (*STATED[name.partition("-")[0]], *metrics.COMMON)}
+        stated = {metric.name for metric in (*STATED[name.partition("-")[0]], *metrics.COMMON, *metrics.CONNECTED)}
         assert {family(sample) for sample in samples if sample.startswith("diloco_")} <= stated
         unseen |= stated
     unseen -= {family(sample) for samples in told.values() for sample in samples}

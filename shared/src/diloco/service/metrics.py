@@ -148,6 +148,7 @@ class Exporter:
     settings: ServiceSettings
     kind: str  # of the service
     log: Logger
+    connects: bool = True  # False: a process that has no connection to NATS, by its nature
     transport: NatsTransport | None = None
     observed: Observed | None = None
     starting: str = "its run to be created"  # the thing waited for until ``observed`` is set
@@ -221,15 +222,16 @@ class Exporter:
 
     def waits_for(self) -> str | None:
         """Name the thing that keeps the service from its work, or None."""
-        if self.transport is None:
+        if self.connects and self.transport is None:
             return "NATS"  # without its address, which may contain a password: the log has it
-        if not self.transport.connected:
+        if self.transport is not None and not self.transport.connected:
             return "its connection to NATS"
         return self.starting if self.observed is None else self.observed.waits_for()
 
     def silent_s(self) -> float | None:
         """Return the time since the last heartbeat if that is too long, else None."""
-        if self.transport is None or self.observed is None or not self.transport.connected:
+        connected = not self.connects if self.transport is None else self.transport.connected
+        if self.observed is None or not connected:
             return None  # it waits for others: a restart would not help, and would lose work
         beat_s = self.observed.beat_s()
         silent_s = 0.0 if beat_s is None else asyncio.get_running_loop().time() - beat_s
@@ -251,6 +253,8 @@ class Exporter:
     def collect(self) -> Iterator[Family]:
         """Yield all metrics; ``prometheus_client`` calls it."""
         yield from families(COMMON, self, self.labels())
+        if self.connects:
+            yield from families(CONNECTED, self, self.labels())
         if self.observed is not None:
             yield from self.observed.families()
 
@@ -374,6 +378,15 @@ COMMON: tuple[Metric[Exporter], ...] = (
     ),
     Metric("diloco_ready", "gauge", "1 if `/readyz` answers 200", lambda exporter: float(exporter.waits_for() is None)),
     Metric(
+        "diloco_start_timestamp_seconds",
+        "gauge",
+        "Unix time at which the process began",
+        lambda exporter: exporter.began_s,
+    ),
+)
+# of processes that are connected to NATS
+CONNECTED: tuple[Metric[Exporter], ...] = (
+    Metric(
         "diloco_broker_connected",
         "gauge",
         "1 while there is a connection to NATS",
@@ -393,12 +406,6 @@ COMMON: tuple[Metric[Exporter], ...] = (
         "Requests that the server denied to this process's identity; `permission_denied` in the log names the last",
         lambda exporter: _connections(exporter, lambda client: float(client.denied)),
         ("connection",),
-    ),
-    Metric(
-        "diloco_start_timestamp_seconds",
-        "gauge",
-        "Unix time at which the process began",
-        lambda exporter: exporter.began_s,
     ),
     Metric(
         "diloco_clock_offset_seconds",
