@@ -26,6 +26,7 @@ from diloco.settings.presets import PRESETS, run_settings
 from diloco.settings.run import RunSettings
 from diloco.settings.service import ServiceSettings, TorchLearnerSettings
 from diloco.settings.validation import all_names
+from diloco_coordinator.server_watch import metrics as server_watch
 from diloco_ops.keys.permissions import CONTROL, Who, is_known, permissions
 
 ROOT = Path(__file__).parent.parent
@@ -118,10 +119,12 @@ def metrics_rows() -> list[str]:
     """A line for every metric of every service, in the order of the page."""
     tables: list[tuple[Metric[Any], ...]] = [
         metrics.COMMON,
+        metrics.CONNECTED,
         diloco_learner.metrics.METRICS,
         diloco_learner.metrics.OF_PROCESSES,
         diloco_syncer.metrics.METRICS,
         diloco_coordinator.metrics.METRICS,
+        server_watch.METRICS,
     ]
     return [
         f"| `{metric.name}` | {metric.kind} | {', '.join(f'`{label}`' for label in metric.labels)} | {metric.meaning} |"

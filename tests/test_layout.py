@@ -19,7 +19,13 @@ SOURCES = {
     "diloco_syncer": ROOT / "services/syncer/src",
     "diloco_coordinator": ROOT / "services/coordinator/src",
 }
-SERVICES = ("diloco_learner.service", "diloco_learner.pytorch.service", "diloco_syncer.service", "diloco_coordinator.service")
+SERVICES = (
+    "diloco_learner.service",
+    "diloco_learner.pytorch.service",
+    "diloco_syncer.service",
+    "diloco_coordinator.service",
+    "diloco_coordinator.server_watch.service",
+)
 # of `diloco replay`, `diloco up`, `diloco eval`, `diloco data`, `diloco doctor` and `import diloco`, which find them by
 # name; and of tasks
 ENTRY_POINTS = tuple(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 from itertools import permutations
@@ -86,4 +87,9 @@ def test_prometheus_asks_every_service_at_the_port_that_it_listens_at() -> None:
     assert port is not None
     assert sorted(names[1].split(", ")) == sorted(ours)
     assert len(ours) == 8
-    assert text.count(f"DILOCO_METRICS_ADDRESS: 0.0.0.0:{port[1]}\n") == len(REGIONS)
+    assert text.count(f"DILOCO_METRICS_ADDRESS: 0.0.0.0:{port[1]}\n") == len(REGIONS) + 1  # and that of the servers' watches
+    watched = re.findall(r'^    network_mode: "service:([\w-]+)"$', text, re.MULTILINE)
+    assert sorted(watched) == sorted(f"{kind}-{region}" for kind in ("control", "nats") for region in REGIONS)
+    targets = re.search(r"targets: \[(.*)\]", asked)
+    assert targets is not None
+    assert sorted(json.loads(f"[{targets[1]}]")) == sorted(f"{server}:{port[1]}" for server in watched)

@@ -20,7 +20,13 @@ from diloco.process.observe import _Stamp
 from diloco.service.metrics import PATHS
 from diloco.settings.loading import read_toml
 from diloco.settings.run import RunSettings
-from diloco.settings.service import CoordinatorSettings, LearnerSettings, ServiceSettings, SyncerSettings
+from diloco.settings.service import (
+    CoordinatorSettings,
+    LearnerSettings,
+    ServerWatchSettings,
+    ServiceSettings,
+    SyncerSettings,
+)
 from diloco.settings.validation import parse
 
 ROOT = Path(__file__).parents[2]
@@ -33,8 +39,11 @@ SETTINGS: dict[str, type[ServiceSettings]] = {
     "evaluator": LearnerSettings,
     "syncer": SyncerSettings,
     "coordinator": CoordinatorSettings,
+    "server-watch": ServerWatchSettings,
 }
+ROLES = SETTINGS.keys() - {"server-watch"}
 SERVERS = {"nats", "control", "control-of-three"}
+WATCHES = {"server-watch": "nats", "server-watch-control": "control", "server-watch-control-of-three": "control-of-three"}
 SECRETS = re.compile(r"BEGIN|password|\bSU[A-Z0-9]{56}")
 
 
@@ -52,8 +61,9 @@ def compose() -> dict[str, Any]:
 
 
 def test_each_service_is_told_what_it_knows_and_sees_the_keys_of_its_role_alone(compose: dict[str, Any]) -> None:
-    assert compose["services"].keys() == SETTINGS.keys() | SERVERS
-    for name, service in compose["services"].items():
+    assert compose["services"].keys() == ROLES | SERVERS | WATCHES.keys()
+    for name in ROLES | SERVERS:
+        service = compose["services"][name]
         keys = [volume for volume in service["volumes"] if isinstance(volume, dict) and volume["target"] == "/keys"]
         folder = "control" if name.startswith("control") else name
         assert [(volume["source"], volume["read_only"]) for volume in keys] == [(f"./keys/{folder}", True)]
@@ -65,6 +75,24 @@ def test_each_service_is_told_what_it_knows_and_sees_the_keys_of_its_role_alone(
             assert service["environment"]["DILOCO_IDENTITY"] == "/keys/{name}.identity"
             for port in service.get("ports", ()):  # nothing but servers is reached from outside
                 assert (name, port) == ("coordinator", "127.0.0.1:${PAGE_PORT:-8420}:8420")
+
+
+def test_each_server_is_watched_in_its_own_network_by_a_process_that_cannot_change_it(compose: dict[str, Any]) -> None:
+    for name, server in WATCHES.items():
+        watch, watched = compose["services"][name], compose["services"][server]
+        assert watch["profiles"] == watched["profiles"]
+        assert watch["network_mode"] == f"service:{server}"
+        assert "ports" not in watch
+        data = next(volume.partition(":")[0] for volume in watched["volumes"] if str(volume).endswith(":/data"))
+        assert watch["volumes"] == [f"{data}:/data:ro"]
+        assert (watch["read_only"], watch["cap_drop"]) == (True, ["ALL"])
+        assert watch["environment"].keys() <= variables("server-watch")
+        pid_file = watched["command"][watched["command"].index("-P") + 1]
+        assert watch["environment"]["DILOCO_PID_FILE"] == pid_file
+        assert pid_file.startswith(watch["environment"]["DILOCO_STORE_DIR"])
+        # as the server's certificate and its alias call it
+        assert watch["environment"]["DILOCO_NAME"] == watched["networks"]["default"]["aliases"][0]
+    assert 'http: "127.0.0.1:8222"' in (DATACENTER / "nats.conf").read_text()
 
 
 def test_the_example_of_env_names_only_what_the_compose_file_takes(compose: dict[str, Any]) -> None:
@@ -195,11 +223,17 @@ def test_pods_are_as_closed_as_they_can_be_and_told_what_they_know(overlay: str)
             assert container["securityContext"] == closed
             assert container["resources"]["requests"].keys() == {"cpu", "memory"}
             assert container["image"].startswith("registry.example.org/diloco-")
-        (container,) = pod["containers"]
+        container, *beside = pod["containers"]
         secrets = {volume["secret"]["secretName"] for volume in pod["volumes"] if "secret" in volume}
         if name in SERVERS:
             assert secrets == {f"{name}-keys"}
+            [watch] = beside
+            told = {variable["name"] for variable in watch["env"]} | maps["datacenter"].keys()
+            assert told <= variables("server-watch")
+            assert {"name": "data", "mountPath": "/data", "readOnly": True} in watch["volumeMounts"]
+            assert "readinessProbe" not in watch  # the server serves without it
             continue
+        assert not beside
         assert secrets == {f"{name}-identities"}
         told = {variable["name"] for variable in container["env"]} | maps["datacenter"].keys()
         assert told - {"INDEX", "LEADER", "PROCESSES"} <= variables(name.removesuffix("-0"))
@@ -239,6 +273,13 @@ def test_a_unit_is_hardened_and_told_what_its_service_knows(unit: Path) -> None:
     assert HARDENED.items() <= values.items()
     assert values["User"].startswith("diloco")
     if "nats" in unit.name:
+        return
+    if "server-watch" in unit.name:
+        assert values["ExecStart"] == "/opt/diloco/bin/diloco-server-watch"
+        told = dict(item.split("=", 1) for item in values["Environment"].split())
+        example = (DEPLOY / "systemd" / "watch.env.example").read_text()
+        assert told.keys() | set(re.findall(r"^#?(DILOCO_\w+)=", example, re.MULTILINE)) <= variables("server-watch")
+        assert values["TemporaryFileSystem"] == "/etc/diloco/keys:ro"
         return
     service = unit.name.removeprefix("diloco-").removesuffix(".service").removesuffix("@")
     assert values["ExecStart"].split()[0] == f"/opt/diloco/bin/diloco-{service}"

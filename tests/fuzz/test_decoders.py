@@ -80,6 +80,7 @@ from diloco.log.stream import open_body
 from diloco.member import state, statefile
 from diloco.member.peer import Borrower, Layout
 from diloco.nats import append, grants, identity
+from diloco.nats import clock as server_clock
 from diloco.nats.nkey import NatsKey
 from diloco.process import logs
 from diloco.process import tape as tape_files
@@ -99,6 +100,7 @@ from diloco.wire.subjects import Subjects
 from diloco_coordinator import history
 from diloco_coordinator import service as coordinator
 from diloco_coordinator.series import SeriesFile
+from diloco_coordinator.server_watch import figures as server_watch
 from diloco_lab import sites, tapes, trace
 from diloco_lab.cluster import Learner
 from diloco_ops import failures, inspect, manifest
@@ -513,8 +515,32 @@ def _(data: bytes) -> None:
 @decoder("doctor.answered", _json({"ts": "2026-11-22T08:00:00.123456789Z", "state": {"bytes": 1}}), BrokerError)
 def _(data: bytes) -> None:
     answer = probe.answered(data, "INFO")
-    doctor.time_of(answer)
+    server_clock.offset(answer, 1.0, 0.5)
     doctor.number(answer, "state", "bytes")
+
+
+VARZ = {
+    "version": "2.15.1",
+    "start": "2026-11-28T06:31:58.594539748Z",
+    "mem": 1,
+    "connections": 1,
+    "max_connections": 1,
+    "slow_consumers": 1,
+    "in_bytes": 1,
+    "out_bytes": 1,
+    "tls_cert_not_after": "2027-11-28T00:00:00Z",
+}
+JSZ = {"streams": 1, "messages": 1, "storage": 1, "api": {"errors": 1}, "config": {"max_storage": 1}}
+
+
+@decoder("server_watch.varz", _json(VARZ).map(lambda answer: b"HTTP/1.0 200 OK\r\n\r\n" + answer), FormatError)
+def _(data: bytes) -> None:
+    server_watch.figures(server_watch.read_answer(data)[1], json.dumps(JSZ).encode())
+
+
+@decoder("server_watch.jsz", _json(JSZ), FormatError)
+def _(data: bytes) -> None:
+    server_watch.figures(json.dumps(VARZ).encode(), data)
 
 
 @decoder("doctor.foreign_files", sources(just(tape.Header(RUN, "a").pack())))

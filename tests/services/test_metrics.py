@@ -226,7 +226,7 @@ async def test_what_services_tell_is_what_the_run_says(make_server: Callable[[],
     unseen: set[str] = set()
     for name, samples in told.items():
         assert samples["diloco_ready"] == samples["diloco_healthy"] == {(): 1}
-        stated = {metric.name for metric in (*STATED[name.partition("-")[0]], *metrics.COMMON)}
+        stated = {metric.name for metric in (*STATED[name.partition("-")[0]], *metrics.COMMON, *metrics.CONNECTED)}
         assert {family(sample) for sample in samples if sample.startswith("diloco_")} <= stated
         unseen |= stated
     unseen -= {family(sample) for samples in told.values() for sample in samples}
@@ -237,10 +237,14 @@ async def test_what_services_tell_is_what_the_run_says(make_server: Callable[[],
     of_regions = {
         "diloco_syncer_crossing_bytes_total",
         "diloco_syncer_offer_precision_bits",
+        "diloco_syncer_region_connected",
         "diloco_coordinator_region_away",
     }
+    of_trouble = {"diloco_certificate_remaining_seconds", "diloco_refused_sender_age_seconds"}  # and of identities
     of_own_tasks = {"diloco_learner_task_metric"}  # the toy has no metrics of its own
-    assert unseen == of_regions | of_own_tasks
+    assert unseen == of_regions | of_trouble | of_own_tasks
+    offsets_s = [value for samples in told.values() for value in samples.get("diloco_clock_offset_seconds", {}).values()]
+    assert all(abs(offset_s) < 5 for offset_s in offsets_s)  # server and services share a clock
 
     # without NATS no process is ready, all are healthy, and the learner trains on
     server.stop()

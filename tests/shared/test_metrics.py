@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
+import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -15,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.pace import DEADLINE_S
 
 from diloco.errors import SettingsError
+from diloco.nats.identity import Identity
 from diloco.nats.transport import NatsTransport
 from diloco.process.observe import Counted, get_logger
 from diloco.service import metrics
@@ -29,16 +33,39 @@ LABELS = {"run": "mine", "name": "one", "region": ""}
 
 
 @dataclass
+class Answer:
+    data: bytes
+
+
+@dataclass
 class Connection:
     is_connected: bool = True
+    denied: int = 2
+    says: str = "1970-01-12T12:46:40Z"  # an hour behind the broker's now_s
+
+    async def request(self, subject: str, data: bytes, timeout: float) -> Answer:
+        assert subject in ("$JS.API.STREAM.INFO.KV_DILOCO_mine", "$JS.API.STREAM.INFO.DILOCO_mine_LOG")
+        return Answer(json.dumps({"ts": self.says}).encode())
+
     stats: Mapping[str, int] = field(default_factory=lambda: {"reconnects": 3})
+
+
+@dataclass
+class Certified:
+    expires: datetime
 
 
 class Broker:
     """As much of a transport as the exporter looks at."""
 
+    identity: Identity | None = None
+    now_s = 1_000_000.0
+
     def __init__(self) -> None:
         self.control, self.bulk = Connection(), Connection()
+
+    def wall_s(self) -> float:
+        return self.now_s
 
     @property
     def connected(self) -> bool:
@@ -53,6 +80,7 @@ class Worker:
     reason: str | None = None
     beat: float | None = None
     quiet_s: float = metrics.SILENT_S
+    refused: Counted | None = None
 
     def waits_for(self) -> str | None:
         return self.reason
@@ -215,6 +243,59 @@ async def test_what_all_services_tell(exporter: Exporter) -> None:
     assert {"service": "test", "protocol": "2"}.items() <= dict(build).items()
     assert found["process_start_time_seconds"][frozenset()] > 1e9
     assert found["process_resident_memory_bytes"][frozenset()] > 1e6
+    assert set(found["diloco_broker_denied_total"].values()) == {2}
+    assert found["diloco_start_timestamp_seconds"][own] == pytest.approx(time.time(), abs=DEADLINE_S)
+    assert "diloco_certificate_remaining_seconds" not in found  # no identity
+
+
+async def test_the_clock_is_compared_with_each_server_that_answers(exporter: Exporter) -> None:
+    broker, _ = joined(exporter)
+    broker.bulk.says = "yesterday"
+    await exporter.compare_clocks()
+    found = parsed((await ask(exporter, "/metrics"))[2])["diloco_clock_offset_seconds"]
+    [(labels, offset_s)] = found.items()
+    assert ("connection", "control") in labels
+    assert offset_s == pytest.approx(3600, abs=DEADLINE_S)
+    broker.control.says = broker.bulk.says = "1970-01-12T13:47:40.5Z"
+    await exporter.compare_clocks()
+    assert sorted(exporter.offsets_s) == ["bulk", "control"]
+    assert exporter.offsets_s["bulk"] == pytest.approx(-60.5, abs=DEADLINE_S)
+    broker.control.is_connected = False  # what was found last stays
+    broker.bulk.says = "1970-01-12T13:46:40Z"
+    await exporter.compare_clocks()
+    assert exporter.offsets_s["control"] == pytest.approx(-60.5, abs=DEADLINE_S)
+    assert exporter.offsets_s["bulk"] == pytest.approx(0, abs=DEADLINE_S)
+
+
+async def test_the_certificate_ends_so_long_after_now(exporter: Exporter) -> None:
+    broker, _ = joined(exporter)
+    broker.identity = cast(Identity, Certified(datetime.fromtimestamp(Broker.now_s + 14 * 86400, UTC)))
+    own = frozenset(LABELS.items())
+    assert parsed((await ask(exporter, "/metrics"))[2])["diloco_certificate_remaining_seconds"] == {own: 14 * 86400}
+
+
+async def test_senders_of_refused_messages_are_few_and_their_names_short(exporter: Exporter) -> None:
+    now_s = 5000.0
+    refused = Counted(get_logger(), clock=lambda: now_s)
+    joined(exporter, Worker(refused=refused))
+    for number in range(40):
+        now_s += 1
+        refused.note(f"learner-{number}", "HashError")
+        refused.note(f"learner-{number}", "FormatError")
+    refused.note(500 * "\udce4", "HashError")
+    ages = _ages((await ask(exporter, "/metrics"))[2])
+    assert len(ages) == 32
+    assert (ages["learner-39"], ages["learner-9"], ages[("\\udce4" * 22)[:128]]) == (0, 30, 0)
+    now_s += 599
+    refused.note("learner-3", "HashError")
+    assert _ages((await ask(exporter, "/metrics"))[2]) == {"learner-3": 0, "learner-39": 599, ("\\udce4" * 22)[:128]: 599}
+    now_s += 1000
+    assert _ages((await ask(exporter, "/metrics"))[2]) == {}
+
+
+def _ages(text: str) -> dict[str, float]:
+    found = parsed(text).get("diloco_refused_sender_age_seconds", {})
+    return {dict(labels)["sender"]: age_s for labels, age_s in found.items()}
 
 
 # ---- health

@@ -306,7 +306,7 @@ class Examination:
         found = await server.clock(opened.probe, stream)
         if found is None:
             return skipped(f"{place.name} clock", "the run is not there yet, whose streams tell the server's time")
-        return verdicts.clock(place.name, *found)
+        return verdicts.clock(place.name, found.ahead_s, found.uncertainty_s)
 
     async def _link(self, opened: _Open) -> list[Check]:
         place, settings = opened.place, self._run.in_force if self._run else None

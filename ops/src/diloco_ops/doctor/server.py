@@ -7,15 +7,15 @@ import contextlib
 import math
 import statistics
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any, Literal
 
 from diloco.control.hearing import check_subject
 from diloco.errors import BrokerError, FormatError, MessageError
 from diloco.nats import streams
+from diloco.nats.clock import ClockOffset, offset
 from diloco.nats.streams import OTHER_CONFIGURATION
 from diloco.wire import framing
 from diloco.wire.control import CoordinatorHeartbeat, Heartbeat, ShardHeartbeat
@@ -86,8 +86,8 @@ async def wider_limits(probe: Probe, run: str) -> dict[str, list[str]]:
     return found
 
 
-async def clock(probe: Probe, stream: str) -> tuple[float, float] | None:
-    """Return how far this machine's clock is ahead of a server's, and the uncertainty, in seconds.
+async def clock(probe: Probe, stream: str) -> ClockOffset | None:
+    """Return how far this machine's clock is ahead of a server's.
 
     None: there is no such stream, whose description tells the server's time.
 
@@ -96,16 +96,7 @@ async def clock(probe: Probe, stream: str) -> tuple[float, float] | None:
     """
     began_s, sent_s = time.perf_counter(), time.time()
     answer = await probe.api(f"STREAM.INFO.{stream}")
-    took_s, server_s = time.perf_counter() - began_s, time_of(answer)
-    return None if server_s is None else (sent_s + took_s / 2 - server_s, took_s / 2)
-
-
-def time_of(answer: Mapping[str, Any]) -> float | None:
-    """Return when a server answered, in seconds since the epoch by its clock; None: it does not say."""
-    try:
-        return datetime.fromisoformat(answer["ts"]).timestamp()
-    except (LookupError, TypeError, ValueError, OverflowError):
-        return None
+    return offset(answer, sent_s, time.perf_counter() - began_s)
 
 
 async def round_trip_s(probe: Probe) -> float:

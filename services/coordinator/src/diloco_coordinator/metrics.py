@@ -34,7 +34,7 @@ class ObservedCoordinator:
     quiet_s = SILENT_S
 
     def __init__(self, coordinator: Coordinator, labels: Mapping[str, str]) -> None:
-        self.coordinator, self.labels = coordinator, labels
+        self.coordinator, self.labels, self.refused = coordinator, labels, coordinator.refused
         self.page: PageServer | None = None
 
     def waits_for(self) -> str | None:

@@ -60,7 +60,7 @@ class ObservedMember:
     """A member that has joined, as the exporter wants it."""
 
     def __init__(self, member: Member, transport: NatsTransport, labels: Mapping[str, str]) -> None:
-        self.member, self.transport, self.labels = member, transport, labels
+        self.member, self.transport, self.labels, self.refused = member, transport, labels, member.refused
         self.quiet_s = max(SILENT_S, LATE_HEARTBEATS * member.run.in_force.liveness.heartbeat_s)
 
     def waits_for(self) -> str | None:
@@ -83,6 +83,7 @@ class ObservedPart:
 
     def __init__(self, part: Part, labels: Mapping[str, str], member: ObservedMember | None = None) -> None:
         self.part, self.labels, self.member = part, labels, member
+        self.refused = None if member is None else member.refused
 
     def waits_for(self) -> str | None:
         return None if self.member is None else self.member.waits_for()

@@ -29,6 +29,11 @@ class Seen:
             sizes[region, "sent"], sizes[region, "received"] = sent, received
         return sizes
 
+    def reached(self) -> Labelled:
+        """Whether there is a connection to the server of each other region."""
+        regions = self.shard.context.regions
+        return {} if regions is None else {(name,): float(there) for name, there in regions.reached().items()}
+
     def offer_bits(self) -> Labelled:
         """Precision asked of the offers from each other region."""
         usual, asked = self.shard.run.created.codec.offer_bits, dict(self.heartbeat.offer_bits)
@@ -43,6 +48,7 @@ class ObservedShard:
 
     def __init__(self, shard: Shard, transport: NatsTransport, labels: Mapping[str, str]) -> None:
         self.shard, self.transport, self.labels = shard, transport, labels
+        self.refused = shard.refused
 
     def waits_for(self) -> str | None:
         return self.shard.waits_for()
@@ -106,6 +112,13 @@ METRICS: tuple[Metric[Seen], ...] = (
         "Of these: to and from the servers of other regions",
         Seen.crossing,
         ("other_region", "way"),
+    ),
+    Metric(
+        "diloco_syncer_region_connected",
+        "gauge",
+        "1 while there is a connection to the server of the other region; no value until there was one",
+        Seen.reached,
+        ("other_region",),
     ),
     Metric(
         "diloco_syncer_record_precision_bits",

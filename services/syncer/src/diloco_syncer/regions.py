@@ -121,6 +121,10 @@ class Regions:
         log = self._logs.get(region)
         return log is not None and self._asked.get(region) == log.transport.connections
 
+    def reached(self) -> dict[str, bool]:
+        """Return for each other region whose server was reached once whether there is a connection to it now."""
+        return {name: log.transport.connected for name, log in self._logs.items() if name != self.own}
+
     @property
     def begun(self) -> bool:
         """Whether a majority of regions with the own one has begun: before, no syncer may own anything."""

@@ -95,6 +95,7 @@ class Client(library.Client):  # type: ignore[misc]  # nats-py is not typed
         self._identity = identity
         self._public_nkey = None if identity is None else identity.public_key
         self._ends = False
+        self.denied = 0  # requests that the server denied to this identity
 
     @property
     def incoming(self) -> Moved:

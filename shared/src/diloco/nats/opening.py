@@ -170,6 +170,7 @@ class Opening:
             if "permissions violation" in reason.lower():  # nothing else shows it: the request is never answered
                 if self.identity is not None:
                     reason += f": {_lacks(self.identity)}"
+                self.client.denied += 1
                 self.log.error("permission_denied", connection=self.name, reason=reason)
             else:
                 self.log.warning("nats_error", connection=self.name, reason=reason)

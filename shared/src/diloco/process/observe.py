@@ -15,6 +15,7 @@ import os
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
@@ -123,11 +124,19 @@ class Counted:
     sender ``*``.
     """
 
-    def __init__(self, logger: Logger, event: str = "message_refused", *, limit: int = 1024) -> None:
-        self._log = logger
+    def __init__(
+        self,
+        logger: Logger,
+        event: str = "message_refused",
+        *,
+        limit: int = 1024,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._log, self._clock = logger, clock
         self._event = event
         self._limit = limit
         self._counts: dict[tuple[str, str], int] = {}
+        self._last_s: dict[str, float] = {}  # by sender
         self._lock = threading.Lock()
 
     def note(self, sender: str, kind: str, **values: Any) -> int:
@@ -137,6 +146,7 @@ class Counted:
             if key not in self._counts and len(self._counts) >= self._limit:
                 key = ("*", "*")
             count = self._counts[key] = self._counts.get(key, 0) + 1
+            self._last_s[key[0]] = self._clock()
         if count == 1:
             self._log.warning(self._event, sender=key[0], kind=key[1], **values)
         return count
@@ -151,6 +161,12 @@ class Counted:
         """Return the number of refusals by (sender, kind), as a copy."""
         with self._lock:
             return dict(self._counts)
+
+    def ages_s(self) -> dict[str, float]:
+        """Return the time since the last refusal of each sender."""
+        now_s = self._clock()
+        with self._lock:
+            return {sender: now_s - last_s for sender, last_s in self._last_s.items()}
 
 
 class Progress:

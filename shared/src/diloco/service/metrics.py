@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import bisect
 import contextlib
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -18,12 +19,15 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
 from diloco import __version__
 from diloco.errors import MessageError, SettingsError
+from diloco.nats import clock
 from diloco.nats.transport import NatsTransport
 from diloco.process import telemetry
 from diloco.process.observe import Counted, Logger
+from diloco.process.tasks import end
 from diloco.process.telemetry import Telemetry
 from diloco.settings.service import ServiceSettings, host_and_port
 from diloco.wire import framing
+from diloco.wire.subjects import Subjects
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric as Family
@@ -33,6 +37,11 @@ MAX_REQUEST_BYTES = 8192
 MAX_REST_BYTES = 1 << 16  # read and dropped, so that a refused client can read why before the connection is reset
 MAX_CONNECTIONS = 16
 TIMEOUT_S = 5.0  # for a request to come and its answer to go
+CLOCK_EVERY_S = 30.0  # clocks are compared so often
+CLOCK_RETRY_S = 1.0  # and so often until there is a first result
+SENDERS = 32  # with refused messages that are named, those of the last ones
+SENDERS_S = 600.0  # and for so long after the last of them
+SENDER_LENGTH = 128
 SILENT_S = 15.0  # a service that is connected and gives no heartbeat for so long hangs
 ROUND_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)  # from a LAN's rounds to those of a thin link
 
@@ -76,6 +85,10 @@ class Observed(Protocol):
     """A service in its run."""
 
     quiet_s: float  # longest time without a heartbeat
+
+    @property
+    def refused(self) -> Counted | None:
+        """The messages that it refused; None: it hears none."""
 
     def waits_for(self) -> str | None:
         """Name the thing that it waits for before its work; None if it works, or stands by."""
@@ -135,12 +148,16 @@ class Exporter:
     settings: ServiceSettings
     kind: str  # of the service
     log: Logger
+    connects: bool = True  # False: a process that has no connection to NATS, by its nature
     transport: NatsTransport | None = None
     observed: Observed | None = None
     starting: str = "its run to be created"  # the thing waited for until ``observed`` is set
     port: int | None = None  # of the listener
     telemetry: Telemetry | None = None  # None: no endpoint is set for it
     far: dict[str, NatsTransport] = field(default_factory=dict)  # connections to the servers of other regions, by region
+    began_s: float = field(default_factory=time.time)
+    offsets_s: dict[str, float] = field(default_factory=dict)  # by connection: this clock minus its server's, at last
+    _comparing: asyncio.Task[None] | None = None
     _server: asyncio.Server | None = None
     _connections: dict[asyncio.Task[None], asyncio.StreamWriter] = field(default_factory=dict)  # the oldest first
 
@@ -163,6 +180,7 @@ class Exporter:
                 f"metrics_address (DILOCO_METRICS_ADDRESS) = {self.settings.metrics_address!r}: cannot listen there: "
                 f"{(error.strerror or str(error)).lower()}; give another one, or none"
             ) from None
+        self._comparing = asyncio.ensure_future(self._compare_clocks())
         self.port = self._server.sockets[0].getsockname()[1]
         self.log.info("metrics_served", host=host, port=self.port)
 
@@ -171,6 +189,7 @@ class Exporter:
         if self.telemetry is not None:
             await asyncio.to_thread(self.telemetry.close)
         if self._server is not None:
+            await end(self._comparing)
             self._server.close()
             for connection in self._connections:
                 connection.cancel()
@@ -183,19 +202,37 @@ class Exporter:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
+    async def compare_clocks(self) -> None:
+        """Compare this machine's clock with those of the servers; keep what was found before where one does not answer."""
+        if self.transport is None:
+            return
+        names = Subjects(self.settings.run)
+        control, bulk = self.transport.control, self.transport.bulk
+        for name, client, stream in (("control", control, f"KV_{names.bucket}"), ("bulk", bulk, names.log_stream)):
+            if client.is_connected:
+                found = await clock.measure(client, stream, self.transport.wall_s)
+                if found is not None:
+                    self.offsets_s[name] = found.ahead_s
+
+    async def _compare_clocks(self) -> None:
+        while True:
+            await self.compare_clocks()
+            await asyncio.sleep(CLOCK_EVERY_S if len(self.offsets_s) == 2 else CLOCK_RETRY_S)
+
     # ---- content
 
     def waits_for(self) -> str | None:
         """Name the thing that keeps the service from its work, or None."""
-        if self.transport is None:
+        if self.connects and self.transport is None:
             return "NATS"  # without its address, which may contain a password: the log has it
-        if not self.transport.connected:
+        if self.transport is not None and not self.transport.connected:
             return "its connection to NATS"
         return self.starting if self.observed is None else self.observed.waits_for()
 
     def silent_s(self) -> float | None:
         """Return the time since the last heartbeat if that is too long, else None."""
-        if self.transport is None or self.observed is None or not self.transport.connected:
+        connected = not self.connects if self.transport is None else self.transport.connected
+        if self.observed is None or not connected:
             return None  # it waits for others: a restart would not help, and would lose work
         beat_s = self.observed.beat_s()
         silent_s = 0.0 if beat_s is None else asyncio.get_running_loop().time() - beat_s
@@ -217,6 +254,8 @@ class Exporter:
     def collect(self) -> Iterator[Family]:
         """Yield all metrics; ``prometheus_client`` calls it."""
         yield from families(COMMON, self, self.labels())
+        if self.connects:
+            yield from families(CONNECTED, self, self.labels())
         if self.observed is not None:
             yield from self.observed.families()
 
@@ -303,6 +342,29 @@ def _lists(exporter: Exporter) -> Labelled:
     }
 
 
+def _offsets(exporter: Exporter) -> Labelled:
+    return {(connection,): offset_s for connection, offset_s in exporter.offsets_s.items()}
+
+
+def _certificate_s(exporter: Exporter) -> float | None:
+    """Return the time until the process's own certificate ends, negative when it has; None: it has none."""
+    if exporter.transport is None or exporter.transport.identity is None:
+        return None
+    return exporter.transport.identity.expires.timestamp() - exporter.transport.wall_s()
+
+
+def _senders(exporter: Exporter) -> Labelled:
+    """Return the time since a message of a sender was refused, for few senders: their names may come from the wire."""
+    refused = None if exporter.observed is None else exporter.observed.refused
+    ages_s = {} if refused is None else refused.ages_s()
+    newest = sorted(ages_s.items(), key=lambda item: item[1])[:SENDERS]
+    return {(_label(sender),): age_s for sender, age_s in newest if age_s < SENDERS_S}
+
+
+def _label(text: str) -> str:
+    return text.encode("ascii", "backslashreplace").decode()[:SENDER_LENGTH]
+
+
 def _spans(exporter: Exporter) -> Labelled:
     kept = exporter.telemetry
     exported, dropped = (0, 0) if kept is None else (kept.exported, kept.dropped)
@@ -327,6 +389,15 @@ COMMON: tuple[Metric[Exporter], ...] = (
     ),
     Metric("diloco_ready", "gauge", "1 if `/readyz` answers 200", lambda exporter: float(exporter.waits_for() is None)),
     Metric(
+        "diloco_start_timestamp_seconds",
+        "gauge",
+        "Unix time at which the process began",
+        lambda exporter: exporter.began_s,
+    ),
+)
+# of processes that are connected to NATS
+CONNECTED: tuple[Metric[Exporter], ...] = (
+    Metric(
         "diloco_broker_connected",
         "gauge",
         "1 while there is a connection to NATS",
@@ -346,5 +417,32 @@ COMMON: tuple[Metric[Exporter], ...] = (
         "The number of a server's list of identities; 0: of a version before. `other_region` is empty at the own servers",
         _lists,
         ("connection", "other_region", "server"),
+    ),
+    Metric(
+        "diloco_broker_denied_total",
+        "counter",
+        "Requests that the server denied to this process's identity; `permission_denied` in the log names the last",
+        lambda exporter: _connections(exporter, lambda client: float(client.denied)),
+        ("connection",),
+    ),
+    Metric(
+        "diloco_clock_offset_seconds",
+        "gauge",
+        "This machine's clock minus that of the server, as last compared, every 30 s",
+        _offsets,
+        ("connection",),
+    ),
+    Metric(
+        "diloco_certificate_remaining_seconds",
+        "gauge",
+        "Time until the certificate of the process's identity ends",
+        _certificate_s,
+    ),
+    Metric(
+        "diloco_refused_sender_age_seconds",
+        "gauge",
+        "Time since a message of `sender` was refused: the last 32 senders of ten minutes",
+        _senders,
+        ("sender",),
     ),
 )

@@ -37,18 +37,36 @@ def parse_settings(cls: type[S], program: str) -> S:
         RunError: their state directory is another run's, or a newer version's.
         DilocoError: a name that ends in a star cannot be settled.
     """
-    parser = argparse.ArgumentParser(prog=program)
-    parser.add_argument("--config", type=Path, help="TOML file; DILOCO_* variables in the environment win over it")
-    loaded = load_service(cls, parser.parse_args().config)
+    loaded = read_settings(cls, program)
     volume.claim(loaded.state_dir, loaded.run)
     settings = named(loaded)
+    begin_logs(settings, program)
+    return settings
+
+
+def read_settings(cls: type[S], program: str) -> S:
+    """Read ``--config FILE`` and the environment.
+
+    Raises:
+        SettingsError: a setting is wrong.
+    """
+    parser = argparse.ArgumentParser(prog=program)
+    parser.add_argument("--config", type=Path, help="TOML file; DILOCO_* variables in the environment win over it")
+    return load_service(cls, parser.parse_args().config)
+
+
+def begin_logs(settings: ServiceSettings, program: str) -> None:
+    """Set up the process's logs.
+
+    Raises:
+        DilocoError: their file cannot be written.
+    """
     name = process_name(settings)
     to_file = settings.log_format == "json" and settings.log_to == "file"
     logs = settings.state_dir / "logs" / f"{name}.jsonl" if to_file else None
     role = settings.role if isinstance(settings, LearnerSettings) else program.removeprefix("diloco-")
     about: dict[str, Any] = {"role": role, "region": settings.region or ""}
     observe.configure(name, settings.run, **about, level=settings.log_level, fmt=settings.log_format, file=logs)
-    return settings
 
 
 def process_name(settings: ServiceSettings) -> str:

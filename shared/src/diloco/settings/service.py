@@ -300,6 +300,25 @@ class CoordinatorSettings(ServiceSettings):
         return run_settings(str(value["preset"]), {name: item for name, item in value.items() if name != "preset"})
 
 
+class ServerWatchSettings(ServiceSettings):
+    """The settings of the process that watches a NATS server; ``name`` is the server's."""
+
+    monitor_address: str = Field("127.0.0.1:8222", description="HOST:PORT of the server's monitoring, `http` in its file")
+    store_dir: Path = Field(Path("/data"), description="folder of the server's streams, whose file system is watched")
+    memory_bytes: int | None = Field(None, gt=0, description="memory that the server may have; none: all of the machine")
+    pid_file: Path | None = Field(
+        None,
+        description="where the server writes its PID (`-P`), for a container in the server's network: where the server is "
+        "silent and was started again, the watching process ends, to be started again in the new network",
+    )
+
+    @field_validator("monitor_address")
+    @classmethod
+    def _is_monitor(cls, value: str) -> str:
+        host_and_port(value, "monitor_address")
+        return value
+
+
 def check_region(region: str | None, regions: Sequence[str], run: str) -> None:
     """Refuse a service outside the run's regions, or in a region of a run without regions.
 

@@ -1,0 +1,1 @@
+"""``diloco-server-watch``: asks a NATS server's monitoring port, which stays at loopback, and tells Prometheus the figures."""

@@ -1,0 +1,110 @@
+"""A NATS server's metrics, as ``diloco-server-watch`` tells them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from diloco.service.metrics import Metric, Values
+from diloco_coordinator.server_watch.figures import ServerFigures
+
+
+@dataclass(frozen=True)
+class Disk:
+    """The file system of a server's streams."""
+
+    free_bytes: int  # for a user without privileges
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class ServerLook:
+    """A server at one moment."""
+
+    figures: ServerFigures | None  # None: it does not answer
+    healthy: bool
+    disk: Disk | None  # None: its folder cannot be looked at
+    memory_limit_bytes: int
+
+
+def _said(value: Callable[[ServerFigures], Values]) -> Callable[[ServerLook], Values]:
+    """Read a value of a server that answers."""
+    return lambda look: None if look.figures is None else value(look.figures)
+
+
+def _on_disk(value: Callable[[Disk], Values]) -> Callable[[ServerLook], Values]:
+    return lambda look: None if look.disk is None else value(look.disk)
+
+
+def _certificate_s(figures: ServerFigures) -> float | None:
+    return None if figures.certificate_ends_s is None else figures.certificate_ends_s - time.time()
+
+
+METRICS: tuple[Metric[ServerLook], ...] = (
+    Metric("diloco_server_up", "gauge", "1 if the server answers", lambda look: float(look.figures is not None)),
+    Metric("diloco_server_healthy", "gauge", "1 if it says that it is healthy", lambda look: float(look.healthy)),
+    Metric(
+        "diloco_server_info",
+        "gauge",
+        "Always 1: the version of nats-server",
+        _said(lambda figures: {(figures.version,): 1.0}),
+        ("server_version",),
+    ),
+    Metric(
+        "diloco_server_start_timestamp_seconds",
+        "gauge",
+        "Unix time at which the server began",
+        _said(lambda figures: figures.began_s),
+    ),
+    Metric(
+        "diloco_server_disk_free_bytes",
+        "gauge",
+        "Free space of the file system that has its streams",
+        _on_disk(lambda disk: disk.free_bytes),
+    ),
+    Metric("diloco_server_disk_size_bytes", "gauge", "Size of that file system", _on_disk(lambda disk: disk.size_bytes)),
+    Metric("diloco_server_stored_bytes", "gauge", "Size of all streams on disk", _said(lambda figures: figures.stored_bytes)),
+    Metric(
+        "diloco_server_stored_limit_bytes",
+        "gauge",
+        "Size that JetStream allows them",
+        _said(lambda figures: figures.max_stored_bytes),
+    ),
+    Metric("diloco_server_streams", "gauge", "Streams", _said(lambda figures: figures.streams)),
+    Metric("diloco_server_messages", "gauge", "Messages in all streams", _said(lambda figures: figures.messages)),
+    Metric("diloco_server_memory_bytes", "gauge", "Memory of the process", _said(lambda figures: figures.memory_bytes)),
+    Metric(
+        "diloco_server_memory_limit_bytes",
+        "gauge",
+        "Memory that it may have: `memory_bytes`, or all of the machine",
+        lambda look: look.memory_limit_bytes,
+    ),
+    Metric("diloco_server_connections", "gauge", "Connections of clients", _said(lambda figures: figures.connections)),
+    Metric(
+        "diloco_server_connections_limit",
+        "gauge",
+        "Connections that it takes",
+        _said(lambda figures: figures.max_connections),
+    ),
+    Metric(
+        "diloco_server_slow_consumers_total",
+        "counter",
+        "Connections that it closed since they took too little of what was for them",
+        _said(lambda figures: figures.slow_consumers),
+    ),
+    Metric("diloco_server_received_bytes_total", "counter", "Payload received", _said(lambda figures: figures.received_bytes)),
+    Metric("diloco_server_sent_bytes_total", "counter", "Payload sent", _said(lambda figures: figures.sent_bytes)),
+    Metric(
+        "diloco_server_api_errors_total",
+        "counter",
+        "Requests to JetStream that it refused",
+        _said(lambda figures: figures.api_errors),
+    ),
+    Metric(
+        "diloco_server_certificate_remaining_seconds",
+        "gauge",
+        "Time until its certificate ends; no value without TLS",
+        _said(_certificate_s),
+    ),
+)

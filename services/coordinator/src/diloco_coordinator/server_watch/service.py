@@ -1,0 +1,166 @@
+"""``diloco-server-watch`` as a process: looks at a server every few seconds, and serves what it saw to Prometheus."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from diloco.errors import DilocoError, FormatError
+from diloco.process import observe
+from diloco.process.observe import Counted, Logger
+from diloco.service import skeleton as service
+from diloco.service.metrics import SILENT_S, Exporter, families
+from diloco.settings.service import ServerWatchSettings, host_and_port
+from diloco_coordinator.server_watch.figures import MAX_ANSWER_BYTES, figures, read_answer
+from diloco_coordinator.server_watch.metrics import METRICS, Disk, ServerLook
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric as Family
+
+LOOK_EVERY_S = 5.0  # at least twice between two scrapes
+ANSWER_S = 4.0  # for all answers of one look
+
+
+class ServerRestartedError(DilocoError):
+    """The server was started again in another network namespace. Started again, this process is in that one."""
+
+
+class ServerWatch:
+    """The newest look at a server, as the exporter observes it."""
+
+    quiet_s = SILENT_S
+    refused: Counted | None = None
+
+    def __init__(self, settings: ServerWatchSettings, log: Logger, labels: Mapping[str, str]) -> None:
+        self.settings, self.log, self.labels = settings, log, labels
+        self.newest = ServerLook(None, False, None, settings.memory_bytes or _machine_bytes())
+        self._answers: bool | None = None  # as last logged
+        self._began = self._server_began()
+        self._looked_s: float | None = None
+
+    async def work(self) -> None:
+        """Look again and again, for ever.
+
+        Raises:
+            ServerRestartedError: the server does not answer, and was started again since this process began.
+        """
+        while True:
+            await self.look()
+            if self.newest.figures is None and self._server_began() != self._began:
+                raise ServerRestartedError(
+                    "the server was started again, out of reach of this process, which ends to follow it"
+                )
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    async def look(self) -> None:
+        """Ask the server, and look at its disk."""
+        found, healthy = None, False
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                found = figures(await self._ask("/varz"), await self._ask("/jsz"))
+                healthy = await self._is_healthy()
+            self._note(None)
+        except TimeoutError:
+            self._note(f"no answer within {ANSWER_S:g} s")
+        except OSError as error:
+            self._note(os.strerror(error.errno) if error.errno else str(error))
+        except FormatError as error:
+            self._note(str(error))
+        self.newest = ServerLook(found, healthy, self._disk(), self.newest.memory_limit_bytes)
+        self._looked_s = asyncio.get_running_loop().time()
+        if self.settings.alive_file is not None:
+            with contextlib.suppress(OSError):  # no reason to be dead
+                self.settings.alive_file.touch()
+
+    # ---- what the exporter asks
+
+    def waits_for(self) -> str | None:
+        return None if self.newest.figures is not None else f"the server's monitoring port {self.settings.monitor_address}"
+
+    def beat_s(self) -> float | None:
+        return self._looked_s
+
+    def families(self) -> Iterator[Family]:
+        return families(METRICS, self.newest, self.labels)
+
+    # ---- the server
+
+    async def _is_healthy(self) -> bool:
+        status, _ = await self._get("/healthz")
+        return status == 200
+
+    async def _ask(self, path: str) -> bytes:
+        status, body = await self._get(path)
+        if status != 200:
+            raise FormatError(f"{path}: status {status}")
+        return body
+
+    async def _get(self, path: str) -> tuple[int, bytes]:
+        host, port = host_and_port(self.settings.monitor_address)
+        reader, writer = await asyncio.open_connection(host, port)
+        try:
+            writer.write(f"GET {path} HTTP/1.0\r\nHost: {self.settings.monitor_address}\r\n\r\n".encode())
+            answer = b""
+            while len(answer) <= MAX_ANSWER_BYTES and (more := await reader.read(MAX_ANSWER_BYTES)):
+                answer += more
+        finally:
+            writer.transport.abort()
+        return read_answer(answer)
+
+    def _note(self, trouble: str | None) -> None:
+        """Log once that the server does not answer, and once that it does again."""
+        answers = trouble is None
+        if answers != self._answers:
+            self._answers = answers
+            if answers:
+                self.log.info("server_answers", address=self.settings.monitor_address)
+            else:
+                self.log.warning("server_silent", address=self.settings.monitor_address, reason=trouble)
+
+    def _disk(self) -> Disk | None:
+        try:
+            found = os.statvfs(self.settings.store_dir)
+        except OSError:
+            return None
+        return Disk(found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize)
+
+    def _server_began(self) -> float | None:
+        """Return when the server wrote its PID file, which it does at its start; None: there is none, or none is set."""
+        if self.settings.pid_file is None:
+            return None
+        try:
+            return self.settings.pid_file.stat().st_mtime
+        except OSError:
+            return None
+
+
+def _machine_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+async def serve(settings: ServerWatchSettings) -> None:
+    """Watch until a signal comes."""
+    log = observe.get_logger()
+    async with Exporter(settings, "server-watch", log, connects=False) as exporter:
+        watch = exporter.observed = ServerWatch(settings, log, exporter.labels())
+        await watch.work()
+
+
+def _main() -> int:
+    settings = service.read_settings(ServerWatchSettings, "diloco-server-watch")
+    service.begin_logs(settings, "diloco-server-watch")
+    asyncio.run(service.until_stopped(lambda: serve(settings), observe.get_logger()))
+    return 0
+
+
+def main() -> None:
+    """Run the console script."""
+    sys.exit(observe.run_main(_main, "diloco-server-watch"))
+
+
+if __name__ == "__main__":
+    main()
