@@ -20,7 +20,7 @@ def test_a_burst_is_written_once_and_counted_when_it_is_over() -> None:
     repeats = Repeats()
     hashes = ["3f0a" * 8, "77c1" * 8]
     for number in range(40):  # twice a second
-        values = {
+        values: dict[str, Any] = {
             "fragment": number % 3,
             "version": number,
             "reason": f"entry after version {number}: got {hashes[number % 2]}",
