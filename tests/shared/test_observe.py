@@ -174,6 +174,16 @@ def test_libraries_and_tasks_and_threads_become_events(file: Path) -> None:
     assert "ZeroDivisionError" in third["traceback"]
 
 
+def test_the_end_of_a_connection_that_a_library_reports_is_a_warning_without_a_traceback(file: Path) -> None:
+    async def leave_one() -> None:
+        asyncio.get_running_loop().create_future().set_exception(ConnectionResetError("by peer"))
+
+    asyncio.run(leave_one())
+    (event,) = read(file)
+    assert (event["event"], event["level"], event["error"]) == ("library_message", "warning", "ConnectionResetError: by peer")
+    assert "traceback" not in event
+
+
 def test_refusals_are_logged_once_and_all_counted(file: Path) -> None:
     refused = observe.Counted(observe.log, limit=3)
     counts = [refused.note("learner-0", "HashError", fragment=1) for _ in range(3)]

@@ -12,6 +12,7 @@ import contextlib
 import json
 import logging
 import os
+import ssl
 import sys
 import tempfile
 import threading
@@ -37,6 +38,8 @@ Level = Literal["debug", "info", "warning", "error"]
 PROGRESS_S = 30.0  # a few thousand lines of progress a day: enough for a rate, and still readable
 EXIT_INTERRUPTED = 130
 EXIT_INTERNAL = 70  # EX_SOFTWARE of sysexits.h
+
+CONNECTION_ENDS = (ConnectionError, ssl.SSLError, TimeoutError, EOFError)
 
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 _log_place: str | None = None
@@ -412,6 +415,10 @@ class _LibraryHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
+            error = record.exc_info[1] if record.exc_info else None
+            if record.name == "asyncio" and isinstance(error, CONNECTION_ENDS):  # who lost the connection logs that as well
+                log.warning("library_message", library=record.name, message=record.getMessage(), error=_brief(error))
+                return
             write = getattr(log, record.levelname.lower(), log.warning)
             write("library_message", library=record.name, message=record.getMessage(), exc_info=record.exc_info)
         except Exception as error:  # a record whose arguments do not fit its text
