@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from tests.made.heartbeats import learner_heartbeat, shard_heartbeat
 from tests.made.monitors import entry_record, monitor, story
 
+from diloco.core.changes import Change, Effective, Eject
 from diloco.wire.entries import RolledBack
 
 
@@ -121,3 +122,30 @@ def test_no_member_makes_it_keep_more_and_more() -> None:
     again.resume(json.loads(json.dumps(made.series(6000))))
     again.hear(learner_heartbeat("a", 6000, region="us", incarnation=6000, trained=[(1, 0, 1)]), 6000)
     assert len(again.ledger.trained) == len(made.ledger.trained)
+
+
+def test_an_ejected_learner_and_a_syncer_that_stays_away_leave_the_status() -> None:
+    made = story()  # ann and bob, s-us, which owns all fragments, and s-eu
+    ejected = Effective(made.settings, made.now.number + 1, {"bob": Change(1, bytes(32), 0.0, "op", "", Eject("bob"))})
+    made.hear(learner_heartbeat("bob", 2, region="eu"), 100.0)
+    made.hear_shard(shard_heartbeat("s-eu", region="eu"), 100.0)
+    made.change(ejected)
+    eu = made.status(101.0)["regions"]["eu"]
+    assert (eu["members"], eu["heard"]) == (1, 1)  # s-eu
+    assert made.status(700.0)["learners"]["bob"]["state"] == "ejected"
+    assert set(made.status(701.0)["learners"]) == {"ann"}
+    assert set(made.status(3700.0)["shards"]) == {"s-eu", "s-us"}
+    late = made.status(3701.0)
+    assert set(late["shards"]) == {"s-us"}  # silent too, but the log says that it owns
+    assert late["regions"]["eu"]["members"] == 0
+    assert late["tokens_processed"] == made.status(101.0)["tokens_processed"]
+    assert set(made.series(3701.0)["learners"]) == {"ann", "bob"}  # the report has all of them
+    made.hear_shard(shard_heartbeat("s-eu", region="eu"), 3702.0)
+    assert set(made.status(3702.0)["shards"]) == {"s-eu", "s-us"}
+
+
+def test_a_member_that_only_an_earlier_coordinator_heard_counts_for_an_hour() -> None:
+    second = monitor("us", "eu")
+    second.resume(json.loads(json.dumps(story().series(33.0))))
+    assert second.status(3633.0)["regions"]["eu"]["members"] == 2
+    assert second.status(3634.0)["regions"]["eu"]["members"] == 0

@@ -68,3 +68,18 @@ def test_absences_of_a_region_are_long_enough_and_follow_each_other(signs: list[
         ends = [now_s if to_s is None else to_s for _, to_s in spans]
         assert all(to_s - from_s > 6.0 for (from_s, _), to_s in zip(spans, ends, strict=True))
         assert all(before <= after for before, (after, _) in zip(ends, spans[1:], strict=False))
+
+
+def test_a_region_that_only_begins_to_start_is_lost_after_a_minute() -> None:
+    presence = Presence(["us", "eu"], 6.0)
+    hear(presence, (0, "us"), (1, "eu"), *((float(second), "us") for second in range(2, 61)))
+    assert presence.away() == {"eu": 1}
+    assert presence.lost() == {}
+    hear(presence, (61, "us"))
+    assert presence.lost() == {"eu": 1}
+
+
+def test_a_region_that_was_there_is_lost_as_soon_as_it_is_away() -> None:
+    presence = Presence(["us", "eu"], 6.0)
+    hear(presence, (0, "us"), (1, "eu"), (5, "us"), (7, "eu"), (12, "us"), (13.5, "us"))
+    assert presence.lost() == presence.away() == {"eu": 7}

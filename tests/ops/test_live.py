@@ -13,7 +13,8 @@ from rich.cells import cell_len
 from rich.console import Console
 from tests.made.statuses import fake_status
 
-from diloco_ops.live.screen import LiveView, failure_lines, plain_line, render
+from diloco_ops.live.names import short_names
+from diloco_ops.live.screen import LiveView, failure_lines, plain_line, render, render_whole
 from diloco_ops.live.watched import Watched
 
 
@@ -21,6 +22,12 @@ def drawn(status: dict[str, Any], width: int, height: int) -> list[str]:
     console = Console(record=True, file=io.StringIO(), width=width, height=height, color_system=None)
     console.print(render(status, width, height))
     return console.export_text(styles=False).splitlines()
+
+
+def whole(status: dict[str, Any], width: int | None = None) -> list[str]:
+    console = Console(record=True, file=io.StringIO(), width=width or 400, color_system=None)
+    console.print(render_whole(status, width))
+    return [line.rstrip() for line in console.export_text(styles=False).splitlines()]
 
 
 EMPTY = {"run": "run", "state": "waiting", "wall_s": 0.0, "tokens_budget": 3_000_000, "learners": {}, "shards": {}}
@@ -122,6 +129,57 @@ def test_narrow_terminals_keep_name_state_and_loss() -> None:
     assert "sending" in line
     assert "1.934" in line
     assert "MB" not in line
+
+
+def in_three_regions(each: int = 2) -> dict[str, Any]:
+    """Learners and syncers with the names that `docs/deploy.md` gives them."""
+    status = fake_status(learners=3 * each, shards=3 * each)
+    for kind, stem in (("learners", "learner"), ("shards", "syncer")):
+        members = list(status[kind].values())
+        places = [(region, number) for region in ("us", "eu", "ap") for number in range(each)]
+        status[kind] = {f"{stem}-{at}-{n}": row | {"region": at} for (at, n), row in zip(places, members, strict=True)}
+    return status
+
+
+def named(lines: list[str]) -> list[str]:
+    """Return what names are shown as; a learner's state stands between its name and its region."""
+    return re.findall("│ ● (\\S+) +(?:[a-z]+ +)?(?:us|eu|ap) ", "\n".join(lines))
+
+
+def test_names_can_be_told_apart_in_80_by_24() -> None:
+    shown = named(drawn(in_three_regions(), 80, 24))
+    assert {"…us-0", "…us-1", "…eu-0", "…ap-1"} <= set(shown)
+    assert not any(name.endswith("…") for name in shown)
+    wide = named(drawn(in_three_regions(), 200, 60))
+    assert {"learner-us-0", "learner-ap-1", "syncer-us-0", "syncer-ap-1"} <= set(wide)
+
+
+@pytest.mark.parametrize(
+    ("names", "width", "shown"),
+    [
+        (["learner-0", "learner-1"], 9, ["learner-0", "learner-1"]),
+        (["learner-us-0", "learner-us-11"], 9, ["…0", "…11"]),
+        (["toy", "learner-us-0"], 9, ["toy", "lear…us-0"]),
+        (["learner-us-0"], 9, ["lear…us-0"]),
+        (["lab-of-ann-in-oslo", "lab-of-bob-in-oslo"], 9, ["…ann-in-oslo"[:4] + "…oslo", "…bob-in-oslo"[:4] + "…oslo"]),
+    ],
+)
+def test_names_lose_what_they_share_and_then_their_middle(names: list[str], width: int, shown: list[str]) -> None:
+    assert list(short_names(names, width).values()) == shown
+
+
+def test_a_pipe_gets_all_members_and_their_names_in_full() -> None:
+    text = "\n".join(whole(in_three_regions(5)))
+    assert "more" not in text
+    for name in ("learner-us-0", "learner-eu-4", "syncer-ap-4", "merg/miss", "loss, nats per byte"):
+        assert name in text
+    assert len(named(whole(in_three_regions(5)))) == 30 == len(set(named(whole(in_three_regions(5)))))
+    narrow = whole(in_three_regions(5), 80)
+    assert max(map(cell_len, narrow)) == 80
+    assert len(set(named(narrow))) == 30
+    long = in_three_regions()
+    long["learners"] = {f"learner-of-the-department-number-{n}": row for n, row in enumerate(long["learners"].values())}
+    assert "learner-of-the-department-number-3 " in "\n".join(whole(long))
 
 
 def test_names_from_outside_cannot_disturb_the_terminal() -> None:

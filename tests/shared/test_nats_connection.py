@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import signal
 import socket
@@ -12,6 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, cast
 
+import nats.errors
 import pytest
 from nats.aio.msg import Msg
 from structlog.testing import capture_logs
@@ -323,6 +325,34 @@ async def test_a_frozen_server_is_noticed(make_server: MakeServer, monkeypatch: 
     server.send_signal(signal.SIGCONT)
     await until(lambda: link.control.is_connected and link.bulk.is_connected)
     await link.close()
+
+
+async def fill(link: Link) -> None:
+    """Send more than the buffers of both ends take, until the client takes no more either."""
+    with contextlib.suppress(nats.errors.OutboundBufferLimitError):
+        for _ in range(64):
+            await link.bulk.publish("nothing", bytes(1 << 18))
+
+
+@pytest.mark.services
+async def test_a_server_that_is_cut_off_is_noticed_with_tls_and_with_much_on_its_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, events: Events
+) -> None:
+    """Neither the end of TLS is waited for, which asyncio does for 30 s, nor what was not sent, for which it has no limit."""
+    monkeypatch.setattr(opening, "PING_S", 0.3)
+    keys = make_keys(tmp_path / "keys", "demo", [Who("syncer-0", "syncer")])
+    with serving(keys, tmp_path / "server") as server:
+        link = await Link.open(server.url, server.url, "test", get_logger(), DEADLINE_S, load(keys.identity_file("syncer-0")))
+        server.send_signal(signal.SIGSTOP)
+        frozen_s = asyncio.get_running_loop().time()
+        filling = asyncio.ensure_future(fill(link))
+        await until(lambda: len(named(events, "nats_disconnected")) == 2)
+        noticed_s = asyncio.get_running_loop().time() - frozen_s
+        server.send_signal(signal.SIGCONT)
+        await until(lambda: link.control.is_connected and link.bulk.is_connected)
+        await filling
+        await link.close()
+    assert noticed_s < scaled_s(10)
 
 
 @pytest.mark.services

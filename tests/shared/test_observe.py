@@ -174,6 +174,16 @@ def test_libraries_and_tasks_and_threads_become_events(file: Path) -> None:
     assert "ZeroDivisionError" in third["traceback"]
 
 
+def test_the_end_of_a_connection_that_a_library_reports_is_a_warning_without_a_traceback(file: Path) -> None:
+    async def leave_one() -> None:
+        asyncio.get_running_loop().create_future().set_exception(ConnectionResetError("by peer"))
+
+    asyncio.run(leave_one())
+    (event,) = read(file)
+    assert (event["event"], event["level"], event["error"]) == ("library_message", "warning", "ConnectionResetError: by peer")
+    assert "traceback" not in event
+
+
 def test_refusals_are_logged_once_and_all_counted(file: Path) -> None:
     refused = observe.Counted(observe.log, limit=3)
     counts = [refused.note("learner-0", "HashError", fragment=1) for _ in range(3)]
@@ -195,21 +205,36 @@ def _raise(error: BaseException) -> int:
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "line"),
+    ("error", "code", "line", "logged"),
     [
-        (AdmissionError("tensor 'head'\nis (2, 3)"), 6, "diloco: tensor 'head' is (2, 3)\n"),
-        (ExceptionGroup("tasks", [ExceptionGroup("in", [SettingsError("no setting 'x'")])]), 2, "diloco: no setting 'x'\n"),
-        (KeyboardInterrupt(), 130, ""),
-        (BaseExceptionGroup("tasks", [KeyboardInterrupt()]), 130, ""),
-        (SystemExit(3), 3, ""),
-        (SystemExit(None), 0, ""),
-        (SystemExit("told"), 1, "diloco: told\n"),
+        (
+            AdmissionError("tensor 'head'\nis (2, 3)"), 6, "diloco: tensor 'head' is (2, 3)\n",
+            [("critical", 6, "tensor 'head'\nis (2, 3)")],
+        ),
+        (
+            ExceptionGroup("tasks", [ExceptionGroup("in", [SettingsError("no setting 'x'")])]), 2,
+            "diloco: no setting 'x'\n", [("critical", 2, "no setting 'x'")],
+        ),
+        (KeyboardInterrupt(), 130, "", [("info", 130, "interrupted")]),
+        (BaseExceptionGroup("tasks", [KeyboardInterrupt()]), 130, "", [("info", 130, "interrupted")]),
+        (SystemExit(3), 3, "", [("critical", 3, "sys.exit(3) was called")]),
+        (SystemExit(None), 0, "", []),
+        (SystemExit("told"), 1, "diloco: told\n", [("critical", 1, "told")]),
     ],
-)
-def test_endings(error: BaseException, code: int, line: str, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+)  # fmt: skip
+def test_endings(
+    error: BaseException,
+    code: int,
+    line: str,
+    logged: list[tuple[str, int, str]],
+    file: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert observe.run_main(lambda: _raise(error)) == code
     assert capsys.readouterr().err == line
-    assert read(file) == []
+    events = read(file)
+    assert {(event["event"], event["service"]) for event in events} <= {("process_ended", "learner-0")}
+    assert [(event["level"], event["code"], event["reason"]) for event in events] == logged
 
 
 def test_results_are_exit_codes() -> None:
@@ -221,9 +246,10 @@ def test_a_defect_is_logged_and_told_in_one_line(file: Path, capsys: pytest.Capt
     group = ExceptionGroup("tasks", [SettingsError("x"), KeyError("y")])
     assert observe.run_main(lambda: _raise(group), "diloco-syncer") == 70
     assert capsys.readouterr().err == f"diloco-syncer: internal error: KeyError: 'y'; see {file}\n"
-    (event,) = read(file)
-    assert (event["event"], event["level"]) == ("internal_error", "critical")
-    assert "KeyError" in event["traceback"]
+    defect, end = read(file)
+    assert (defect["event"], defect["level"]) == ("internal_error", "critical")
+    assert "KeyError" in defect["traceback"]
+    assert (end["event"], end["level"], end["code"]) == ("process_ended", "critical", 70)
 
 
 def test_a_defect_before_any_configuration_leaves_a_file(

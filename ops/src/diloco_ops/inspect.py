@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,10 +21,11 @@ from diloco.service import rundir
 from diloco.wire.plain import json_object
 from diloco.wire.subjects import Subjects
 from diloco_ops import run_reader
-from diloco_ops.live.screen import render
+from diloco_ops.live.screen import render, render_whole
 from diloco_report.units import count
 
 ANSWER_TIMEOUT_S = 3.0  # a person waits for it
+WIDEST = 400  # cells of a line, which are more than any status takes
 
 
 def status(
@@ -61,7 +63,11 @@ def _show(run: rundir.RunDirectory, current: dict[str, Any], json_: bool) -> Non
         print(f"run {run.name}: waiting for its first learner")
     else:
         console = Console()
-        console.print(render(current, console.width, max(console.height - 1, 28)))
+        if console.is_terminal:
+            console.print(render(current, console.width, max(console.height - 1, 28)))
+        else:  # a pipe has no size; COLUMNS may give it one
+            wanted = console.width if os.environ.get("COLUMNS", "").isdecimal() else None
+            Console(width=wanted or WIDEST, height=console.height).print(render_whole(current, wanted))
         for name, tokens in (current.get("own_data") or {}).items():
             console.print(f"{name} trains on data of its own: {count(tokens)} merged tokens are not accounted for")
 

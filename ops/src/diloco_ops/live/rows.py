@@ -21,6 +21,7 @@ from diloco_ops.live.tables import (
     fit,
     heading,
     learner_cells,
+    names_in,
     natural,
     open_round,
     row_of,
@@ -118,10 +119,12 @@ def learners(watched: Watched, status: Status, shown: Shown, run_s: float, width
     names = _ordered(rows, LEARNER_ORDERS, shown)
     columns = fit(_LANED, rows, width - len(MARK), flexible=LANE)
     from_s, to_s = shown.span(run_s)
-    lane_width = columns[-1].width
+    lane_width, shown_names = columns[-1].width, names_in(columns, rows)
 
     def cells(name: str) -> dict[str, Text]:
-        return learner_cells(name, rows[name], 0) | {LANE: lanes.lane(watched.lane(name), from_s, to_s, lane_width)}
+        return learner_cells(name, shown_names[name], rows[name], 0) | {
+            LANE: lanes.lane(watched.lane(name), from_s, to_s, lane_width)
+        }
 
     return _table(names, columns, cells, shown)
 
@@ -165,7 +168,8 @@ def syncers(status: Status, shown: Shown, width: int) -> Table:
     rows: Mapping[str, Any] = status.get("shards") or {}
     names = _ordered(rows, SHARD_ORDERS, shown)
     columns = fit(SHARD_COLUMNS, rows, width - len(MARK), flexible="open")
-    return _table(names, columns, lambda name: shard_cells(name, rows[name], columns[-1].width), shown)
+    texts, open_width = names_in(columns, rows), columns[-1].width
+    return _table(names, columns, lambda name: shard_cells(name, texts[name], rows[name], open_width), shown)
 
 
 def open_rounds_of(status: Status) -> dict[int, Mapping[str, Any]]:

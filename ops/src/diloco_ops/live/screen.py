@@ -40,7 +40,7 @@ from diloco_ops.live.curve import loss_curve
 from diloco_ops.live.lanes import LEGEND, lane
 from diloco_ops.live.parts import ACCENT, STATES, Status, bar, clean, ends, mean, panel, speed, states_text, total
 from diloco_ops.live.rows import Shown, window_text
-from diloco_ops.live.tables import make_tables, natural, share_rows
+from diloco_ops.live.tables import Rows, make_tables, natural, share_rows, whole_width
 from diloco_ops.live.watched import Watched
 from diloco_report.units import count, decimal, duration, share, size, times
 
@@ -48,6 +48,7 @@ MIN_WIDTH = 32
 _WIDE = 112  # from here on the curve stands beside the tables
 _LEAST_LANES = 3  # fewer of many say little
 _LANE_NAME = 16
+_WHOLE_CURVE = 14  # lines
 
 
 def render(status: Status, width: int, height: int, watched: Watched | None = None) -> RenderableType:
@@ -78,6 +79,15 @@ def render(status: Status, width: int, height: int, watched: Watched | None = No
         if left - rows.lines >= 6:
             parts.append(loss_curve(status, width, min(left - rows.lines, 22)))
     return Group(*head, *parts)
+
+
+def render_whole(status: Status, width: int | None = None) -> RenderableType:
+    """Draw the status with all learners and syncers, for a file or a ticket: as wide as all names in full need, or as asked."""
+    learners: Mapping[str, Any] = status.get("learners") or {}
+    shards: Mapping[str, Any] = status.get("shards") or {}
+    width = whole_width(learners, shards) if width is None else max(width, MIN_WIDTH)
+    tables = make_tables(learners, shards, width, Rows(max(1, len(learners)), max(1, len(shards))))
+    return Group(*glance(status, width), *_failures(status, width), *tables, loss_curve(status, width, _WHOLE_CURVE))
 
 
 def plain_line(status: Status) -> str:

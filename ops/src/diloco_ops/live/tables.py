@@ -6,17 +6,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rich.cells import cell_len
 from rich.console import RenderableType
 from rich.text import Text
 
 from diloco.process.logs import service_colour
+from diloco_ops.live.names import least_name_width, name_width, short_names
 from diloco_ops.live.parts import STATES, bar, clean, panel, states_text
 from diloco_report.units import count, decimal, share, size
 
 
 @dataclass(frozen=True)
-class _Rows:
+class Rows:
     """How many rows each table gets, and the lines that both take with their frames."""
 
     learners: int
@@ -27,22 +27,22 @@ class _Rows:
         return (self.learners + 3 if self.learners else 0) + (self.shards + 3 if self.shards else 0)
 
 
-def share_rows(lines: int, learners: int, shards: int, *, curve: int) -> _Rows:
+def share_rows(lines: int, learners: int, shards: int, *, curve: int) -> Rows:
     learners, shards = max(learners, 1), max(shards, 1)
     for wanted in (
-        _Rows(learners, shards),
-        _Rows(learners, min(shards, 2)),
-        _Rows(max(min(learners, 4), lines - curve - 3 - (min(shards, 2) + 3)), min(shards, 2)),
+        Rows(learners, shards),
+        Rows(learners, min(shards, 2)),
+        Rows(max(min(learners, 4), lines - curve - 3 - (min(shards, 2) + 3)), min(shards, 2)),
     ):
         if wanted.lines + curve <= lines:
             return wanted
     rest = lines - (min(shards, 2) + 3) - 3
     if rest >= 1:
-        return _Rows(min(learners, rest), min(shards, 2))
-    return _Rows(max(0, min(learners, lines - 3)), 0)
+        return Rows(min(learners, rest), min(shards, 2))
+    return Rows(max(0, min(learners, lines - 3)), 0)
 
 
-def make_tables(learners: Mapping[str, Any], shards: Mapping[str, Any], width: int, rows: _Rows) -> list[RenderableType]:
+def make_tables(learners: Mapping[str, Any], shards: Mapping[str, Any], width: int, rows: Rows) -> list[RenderableType]:
     tables: list[RenderableType] = []
     if rows.learners:
         note = states_text(learners) if learners else ""
@@ -91,8 +91,12 @@ SHARD_COLUMNS = (
 
 
 def fit(columns: Sequence[Column], members: Mapping[str, Any], width: int, *, flexible: str) -> list[Column]:
-    """Return the columns that fit, the name as wide as it needs; ``flexible`` takes the remaining width."""
-    longest = name_width(members)
+    """Return the columns that fit, the name as wide as it needs; ``flexible`` takes the remaining width.
+
+    Columns give way until names can be told apart (:func:`short_names`).
+    """
+    longest, least = name_width(members), least_name_width(members)
+    columns = [replace(column, width=max(column.width, least)) if column.key == "name" else column for column in columns]
     placed = any(member.get("region") for member in members.values())
     chosen = [column for column in columns if placed or column is not REGION]
     while sum(column.width + 1 for column in chosen) - 1 > width and any(column.rank for column in chosen):
@@ -127,6 +131,15 @@ def row_of(columns: Sequence[Column], cells: Mapping[str, Text]) -> Text:
     return line
 
 
+def whole_width(learners: Mapping[str, Any], shards: Mapping[str, Any]) -> int:
+    """Return the width of tables in which all columns have room, and all names stand in full; at least 80."""
+
+    def width(columns: Sequence[Column], members: Mapping[str, Any]) -> int:
+        return sum(max(column.width, name_width(members) if column.key == "name" else 0) + 1 for column in columns) - 1
+
+    return max(80, 4 + width(LEARNER_COLUMNS, learners), 4 + width(SHARD_COLUMNS, shards))
+
+
 def heading(columns: Sequence[Column]) -> Text:
     return row_of(columns, {column.key: Text(column.header, "dim") for column in columns})
 
@@ -135,20 +148,21 @@ def _learners(learners: Mapping[str, Any], width: int, rows: int) -> list[Text]:
     if not learners:
         return [Text("waiting for the first learner …", "dim")]
     columns = fit(LEARNER_COLUMNS, learners, width, flexible="busy")
+    names = names_in(columns, learners)
     shown, hidden = cut(learners, rows)
     busy_width = next((column.width for column in columns if column.key == "busy"), 0)
     lines = [heading(columns)]
-    lines += [row_of(columns, learner_cells(name, learner, busy_width)) for name, learner in shown.items()]
+    lines += [row_of(columns, learner_cells(name, names[name], learner, busy_width)) for name, learner in shown.items()]
     if hidden:
         lines.append(Text(f"+ {len(hidden)} more: {states_text(hidden)}", "dim", no_wrap=True, overflow="ellipsis"))
     return lines
 
 
-def learner_cells(name: str, learner: Mapping[str, Any], busy_width: int) -> dict[str, Text]:
+def learner_cells(name: str, shown: str, learner: Mapping[str, Any], busy_width: int) -> dict[str, Text]:
     state = str(learner.get("state", ""))
     quiet = "dim" if state in ("gone", "finished") else ""
     return {
-        "name": name_cell(name),
+        "name": name_cell(name, shown),
         "state": Text(clean(state), STATES.get(state, "")),
         "region": Text(clean(learner.get("region") or "")),
         "step": Text(clean(learner.get("step", 0)), quiet),
@@ -183,18 +197,19 @@ def _shards(shards: Mapping[str, Any], width: int, rows: int) -> list[Text]:
     if not shards:
         return [Text("waiting for the first syncer …", "dim")]
     columns = fit(SHARD_COLUMNS, shards, width, flexible="open")
+    names = names_in(columns, shards)
     shown, hidden = cut(shards, rows)
     open_width = next(column.width for column in columns if column.key == "open")
     lines = [heading(columns)]
-    lines += [row_of(columns, shard_cells(name, shard, open_width)) for name, shard in shown.items()]
+    lines += [row_of(columns, shard_cells(name, names[name], shard, open_width)) for name, shard in shown.items()]
     if hidden:
         lines.append(Text(f"+ {len(hidden)} more", "dim"))
     return lines
 
 
-def shard_cells(name: str, shard: Mapping[str, Any], open_width: int) -> dict[str, Text]:
+def shard_cells(name: str, shown: str, shard: Mapping[str, Any], open_width: int) -> dict[str, Text]:
     return {
-        "name": name_cell(name),
+        "name": name_cell(name, shown),
         "region": Text(clean(shard.get("region") or "")),
         "fragments": Text(clean(shard.get("fragments", 0))),
         "rounds": Text(clean(shard.get("rounds", 0))),
@@ -230,18 +245,20 @@ def open_round(opened: Mapping[str, Any]) -> Text:
     return line.append(f" {opened.get('waited_s', 0.0):.1f}s", "dim")
 
 
-def name_cell(name: str) -> Text:
-    return Text("● ", service_colour(name)).append(clean(name), "default")
-
-
-def name_width(names: Iterable[str]) -> int:
-    return min(24, max((cell_len(clean(name)) for name in names), default=0) + 2)
+def name_cell(name: str, shown: str) -> Text:
+    return Text("● ", service_colour(name)).append(shown, "default")
 
 
 def cut(members: Mapping[str, Any], rows: int) -> tuple[dict[str, Any], dict[str, Any]]:
     items = sorted(members.items(), key=lambda item: natural(item[0]))
     kept = len(items) if len(items) <= rows else max(0, rows - 1)
     return dict(items[:kept]), dict(items[kept:])
+
+
+def names_in(columns: Sequence[Column], names: Iterable[str]) -> dict[str, str]:
+    """Return each name as it is shown in its column."""
+    width = next(column.width for column in columns if column.key == "name")
+    return short_names(list(names), width - 2)
 
 
 def natural(name: str) -> tuple[str, int, str]:

@@ -35,6 +35,8 @@ STATUS_POINTS = 120  # as many as a terminal's chart can show
 MAX_FAILURES = 16  # of so many evaluators
 MAX_TRAINED = 4096  # ranges that one learner's processes trained: one more for each break in the order of their batches
 RATE_EVERY_S = 1.0  # a shorter time between two heartbeats says little about a rate
+EJECTED_SHOWN_S = 600.0  # an ejected learner that is silent for longer does not come back, or not soon
+SYNCER_SHOWN_S = 3600.0  # a syncer that owns nothing and is silent for longer was taken out, or has another name now
 
 
 @dataclass
@@ -77,6 +79,7 @@ class Monitor:
         self._ranges: Counter[str] = Counter()  # by learner: of its processes, in the ledger
         self.epochs = [0] * len(fragment_map.fragments)
         self.last_merges: dict[int, tuple[float, list[str]]] = {}  # by fragment: when, and of whom
+        self.resumed_s = 0.0  # when an earlier process wrote what this one continues
         self.rooms: list[Room] = []  # of streams that have a bound, as their server said last
 
     @property
@@ -264,7 +267,7 @@ class Monitor:
         """Return the status without its curves."""
         processed = self.tokens_processed()
         rate = self.tokens_per_s(now_s)
-        left = max(0, self.settings.tokens - processed)
+        left, removed = max(0, self.settings.tokens - processed), _removed(self, now_s)
         return {
             "run": self.name,
             "preset": self.settings.preset,
@@ -285,8 +288,14 @@ class Monitor:
             "ejected": {name: change.label for name, change in sorted(self.now.ejected.items())},
             "failures": dict(sorted(self.failures.items())),
             "quarantined": {name: change.label for name, change in sorted(self.now.quarantined.items())},
-            "learners": {name: self._learner(learner, now_s) for name, learner in sorted(self.learners.items())},
-            "shards": {name: of_syncer(heartbeat, now_s - seen_s) for name, (heartbeat, seen_s) in sorted(self.shards.items())},
+            "learners": {
+                name: self._learner(learner, now_s) for name, learner in sorted(self.learners.items()) if name not in removed
+            },
+            "shards": {
+                name: of_syncer(heartbeat, now_s - seen_s)
+                for name, (heartbeat, seen_s) in sorted(self.shards.items())
+                if name not in removed
+            },
             "fragments": [
                 {"fragment": i, "version": self.versions[i], "tokens_merged": self.tokens[i], "owner": self.owners[i]}
                 for i in range(len(self.versions))
@@ -343,7 +352,8 @@ class Monitor:
         rollbacks = {int(rollback["change"]): dict(rollback) for rollback in series.get("rollbacks", ())}
         crossing = Crossing.load(self.presence.regions, fragments, series)
         absences = [Absence(str(region), float(a), None if b is None else float(b)) for region, a, b in series["absences"]]
-        self.presence.resume(absences, float(series["wall_s"]))
+        self.resumed_s = float(series["wall_s"])
+        self.presence.resume(absences, self.resumed_s)
         self.crossing, self.rollbacks, self.traffic, self.samples = crossing, rollbacks, traffic, samples
         self.ledger, self.validation, self.past, self.merges = ledger, validation, past, merges
         for (learner, _), trained in ledger.trained.items():
@@ -367,9 +377,10 @@ class Monitor:
 
     def _regions(self, now_s: float) -> dict[str, Any]:
         heard, away, borders = self.heard(now_s), self.presence.away(), self.crossing.borders()
+        not_counted = _removed(self, now_s) | self.now.ejected.keys()
         regions = {}
         for name in self.presence.regions:
-            members = {member for member, region in self.crossing.places.items() if region == name}
+            members = {member for member, region in self.crossing.places.items() if region == name} - not_counted
             regions[name] = {
                 "members": len(members),
                 "heard": len(members & heard),
@@ -383,6 +394,16 @@ class Monitor:
     def _mean(self, tokens: Mapping[int, int]) -> int:
         weighted = sum(tokens.get(f.index, 0) * f.size for f in self.map.fragments)
         return round(weighted / self.map.size)
+
+
+def _removed(made: Monitor, now_s: float) -> set[str]:
+    """Return members that an operator has taken out for good, by ejection, or by the revocation of a syncer."""
+    ejected = made.learners.keys() & made.now.ejected.keys()
+    learners = {name for name in ejected if now_s - made.learners[name].seen_s > EJECTED_SHOWN_S}
+    syncers = {name for name, (_, seen_s) in made.shards.items() if now_s - seen_s > SYNCER_SHOWN_S}
+    if now_s - made.resumed_s > SYNCER_SHOWN_S:  # members that only an earlier process heard
+        syncers |= made.crossing.places.keys() - made.learners.keys() - made.shards.keys()
+    return learners | syncers.difference(made.owners)
 
 
 def _points(learner: Mapping[str, Any]) -> list[tuple[float, int, int, float]]:

@@ -5,10 +5,12 @@ Pure: no clock, no network, no file.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 MAX_ABSENCES = 1000  # the oldest are forgotten
+STARTING_S = 60.0  # a region's first processes send some heartbeats, and may then be silent while they compile
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Presence:
 
     def __init__(self, regions: Sequence[str], away_s: float) -> None:
         self.regions, self.away_s = list(regions), away_s
+        self._first_s: dict[str, float] = {}  # by region: time of its first heartbeat
         self._seen_s: dict[str, float] = {}  # by region: time of its last heartbeat
         self._heard_s: float | None = None  # time of the last one of all
         self._ended: list[Absence] = []
@@ -44,6 +47,7 @@ class Presence:
         if region in self.away():
             self._ended.append(Absence(region, self._seen_s[region], now_s))
             del self._ended[:-MAX_ABSENCES]
+        self._first_s.setdefault(region, now_s)
         self._seen_s[region] = now_s
 
     def away(self) -> dict[str, float]:
@@ -51,6 +55,15 @@ class Presence:
         if self._heard_s is None:
             return {}
         return {name: at_s for name, at_s in self._seen_s.items() if self._heard_s - at_s > self.away_s}
+
+    def lost(self) -> dict[str, float]:
+        """Return the regions that are away, without those that may only be starting, and since when."""
+        now_s = self._heard_s or 0.0
+        return {
+            name: at_s
+            for name, at_s in self.away().items()
+            if at_s - self._first_s.get(name, -math.inf) >= self.away_s or now_s - at_s >= STARTING_S
+        }
 
     def absences(self) -> list[Absence]:
         """Return all known absences, in the order of their ends, and then the lasting ones."""

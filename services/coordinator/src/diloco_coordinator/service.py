@@ -309,7 +309,7 @@ class Coordinator:
         self._heard = heard
 
     def _note_regions(self, monitor: Monitor) -> None:
-        away = monitor.presence.away()
+        away = monitor.presence.lost()
         for region in sorted(away.keys() - self._away.keys()):
             self.log.warning("region_away", other_region=region, silent_s=round(self.now_s() - away[region], 1))
         for region in sorted(self._away.keys() - away.keys()):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -15,7 +14,7 @@ from diloco.errors import IslandError, SettingsError
 from diloco.member.links import BYE_LOOK_S, Handle, Links
 from diloco.member.meeting import Meeting
 from diloco.member.proving import OPEN, secret_of
-from diloco.process import renewal
+from diloco.process import observe, renewal
 from diloco.process.observe import Logger
 from diloco.settings.service import LearnerSettings, host_and_port
 from diloco.wire import island
@@ -244,10 +243,11 @@ class Group:
         message = f"learner {self.name}, process {self.index}: {error}; {then}"
         try:
             self.log.error("island_ended", reason=str(error), generation=self.generation)
-            print(f"diloco-learner: {message}", file=sys.stderr, flush=True)
             if renews:
+                observe.say("diloco-learner", message)
                 self._part_ways()
                 self._renew(frozenset(self._again))
+            observe.say_end("diloco-learner", message, IslandError.exit_code)
         finally:
             os._exit(IslandError.exit_code)
 

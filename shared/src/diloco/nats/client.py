@@ -160,6 +160,12 @@ class Client(library.Client):  # type: ignore[misc]  # nats-py is not typed
         if self._transport is not None:
             self._transport.end()
 
+    async def _attempt_reconnect(self) -> None:
+        # a peer that is cut off never takes what waits to be sent, nor the end of TLS, for which asyncio waits 30 s
+        if self._transport is not None:
+            self._transport.abort()
+        await super()._attempt_reconnect()
+
     async def _process_pong(self) -> None:
         # as the library's, which takes an answer to a flush that was cancelled for an error of the connection
         if self._pongs and self._pongs[0].done():
@@ -212,6 +218,11 @@ class _Transport(TcpTransport):  # type: ignore[misc]  # nats-py is not typed
             secure: Any = await loop.start_tls(plain, protocol, ssl_context, server_hostname=uri)
         self._io_reader, self._io_writer = reader, asyncio.StreamWriter(secure, protocol, reader, loop)
         self._handshaking = False
+
+    def abort(self) -> None:
+        """Give the connection up, with what waits to be sent."""
+        if self._io_writer is not None:
+            self._io_writer.transport.abort()
 
     def end(self) -> None:
         """Close the socket: an attempt that was cancelled while it closed left it open, under TLS that is half shut."""

@@ -3,7 +3,7 @@
 An event is one stable snake_case name with key-values: ``log.info("round_closed", fragment=3, members=4)``. In a file, and on
 stderr with ``fmt="json"``, it is one JSON object a line; :mod:`diloco.process.logs` merges the files of a run. Uncaught
 exceptions of any thread or task, and messages of libraries through ``logging``, become events too, with their tracebacks
-inside. No traceback reaches a user's terminal.
+inside. No traceback reaches a user's terminal. Lines that repeat are written once, and then counted (:mod:`.repeats`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import json
 import logging
 import os
+import ssl
 import sys
 import tempfile
 import threading
@@ -30,6 +31,7 @@ from structlog.typing import EventDict, FilteringBoundLogger
 
 from diloco.errors import DilocoError
 from diloco.process import logs
+from diloco.process.repeats import WriteOnce
 
 Logger = FilteringBoundLogger
 Level = Literal["debug", "info", "warning", "error"]
@@ -38,9 +40,13 @@ PROGRESS_S = 30.0  # a few thousand lines of progress a day: enough for a rate, 
 EXIT_INTERRUPTED = 130
 EXIT_INTERNAL = 70  # EX_SOFTWARE of sysexits.h
 
+CONNECTION_ENDS = (ConnectionError, ssl.SSLError, TimeoutError, EOFError)
+
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 _log_place: str | None = None
 _log_file: IO[bytes] | None = None
+_write_once: WriteOnce | None = None
+_in_words = True  # whether stderr also gets the reason of an end as a sentence
 
 
 def get_logger(**values: Any) -> Logger:
@@ -60,8 +66,9 @@ def configure(
     level: Level = "info",
     fmt: Literal["json", "console"] = "json",
     file: Path | None = None,
+    in_words: bool = False,
 ) -> None:
-    """Set the destination of this process's events; once, at its start.
+    """Set the destination of this process's events, at its start. The last call counts.
 
     Args:
         service: name of the process, in every event.
@@ -71,11 +78,12 @@ def configure(
         level: events below it are not written.
         fmt: format of stderr: JSON lines, or coloured lines for people. With a ``file``, no JSON goes to stderr.
         file: receives JSON lines, with any ``fmt``; its folder is made.
+        in_words: say on stderr why the process ends, even if stderr is collected as JSON lines. A terminal always gets that.
 
     Raises:
         DilocoError: the file cannot be opened.
     """
-    global _log_place, _log_file
+    global _log_place, _log_file, _write_once, _in_words
     reset()
     writers: list[Callable[[EventDict], None]] = []
     if file is not None:
@@ -86,16 +94,20 @@ def configure(
     elif file is None:
         writers.append(_JsonLines(sys.stderr.buffer).write)
     _log_place = str(file) if file is not None else "the events above"
+    _in_words = in_words or file is not None or fmt == "console" or sys.stderr.isatty()
+    stamp, fan = _Stamp(service, role or service, run, region), _Fan(writers)
+    _write_once = WriteOnce(lambda values: fan.msg(**stamp(None, "", values)))
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
             _describe_exception,
-            _Stamp(service, role or service, run, region),
+            _write_once,
+            stamp,
             _hand_over,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
-        logger_factory=lambda *_: _Fan(writers),
+        logger_factory=lambda *_: fan,
         cache_logger_on_first_use=False,
     )
     _catch_the_uncaught()
@@ -103,11 +115,13 @@ def configure(
 
 def reset() -> None:
     """Revert :func:`configure`: close the file, take the hooks out. For a process that outlives its run."""
-    global _log_place, _log_file
+    global _log_place, _log_file, _write_once, _in_words
+    write_counts()
     structlog.reset_defaults()
     if _log_file is not None:
         _log_file.close()
-    _log_place = _log_file = None
+    _log_place = _log_file = _write_once = None
+    _in_words = True
     logging.captureWarnings(False)
     root = logging.getLogger()
     for handler in [handler for handler in root.handlers if isinstance(handler, _LibraryHandler)]:
@@ -115,6 +129,12 @@ def reset() -> None:
     for module, hook, ours in _HOOKS:
         if getattr(module, hook) is ours:
             setattr(module, hook, _hooks_before.pop((module, hook)))
+
+
+def write_counts() -> None:
+    """Write how many repeated lines were left out until now: this process ends, or another one takes its place."""
+    if _write_once is not None:
+        _write_once.end()
 
 
 class Counted:
@@ -194,18 +214,28 @@ class Progress:
 def run_main(main: Callable[[], int | None], program: str = "diloco") -> int:
     """Run a command or a service to its end and return the process's exit code, for ``sys.exit``.
 
-    A :class:`DilocoError` becomes one line on stderr and its own code; Ctrl-C 130; a reader that went away (``| head``) 0.
-    Any other exception is a defect: an event with the traceback, one line on stderr with its place, and 70. Groups of
-    exceptions (``asyncio.TaskGroup``) are opened: if every leaf is a :class:`DilocoError`, the first one is shown.
+    A :class:`DilocoError` becomes the event ``process_ended``, one line on stderr, and its own code; Ctrl-C 130; a reader that
+    went away (``| head``) 0. Any other exception is a defect: an event with the traceback, one line on stderr with its place,
+    and 70. Groups of exceptions (``asyncio.TaskGroup``) are opened: if every leaf is a :class:`DilocoError`, the first one is
+    shown. A code that ``main`` returns is its own to explain.
     """
+    try:
+        return _run(main, program)
+    finally:
+        write_counts()
+
+
+def _run(main: Callable[[], int | None], program: str) -> int:
     try:
         return main() or 0
     except SystemExit as end:
         if isinstance(end.code, str):
-            return _complain(program, end.code, 1)
+            return say_end(program, end.code, 1)
+        if end.code:
+            _note_end(f"sys.exit({end.code}) was called", end.code)
         return end.code or 0
     except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+        return _interrupted()
     except BrokenPipeError:
         # stdout is flushed once more at exit, which must not fail loudly
         with contextlib.suppress(OSError, ValueError):
@@ -214,17 +244,37 @@ def run_main(main: Callable[[], int | None], program: str = "diloco") -> int:
     except BaseException as error:
         leaves = list(_leaves(error))
         if all(isinstance(leaf, DilocoError) for leaf in leaves):
-            return _complain(program, str(leaves[0]), cast(DilocoError, leaves[0]).exit_code)
+            return say_end(program, str(leaves[0]), cast(DilocoError, leaves[0]).exit_code)
         if any(isinstance(leaf, KeyboardInterrupt) for leaf in leaves):
-            return EXIT_INTERRUPTED
+            return _interrupted()
         place = _record_defect(program, error)
         defect = next(leaf for leaf in leaves if not isinstance(leaf, DilocoError))
-        return _complain(program, f"internal error: {_brief(defect)}; see {place}", EXIT_INTERNAL)
+        return say_end(program, f"internal error: {_brief(defect)}; see {place}", EXIT_INTERNAL)
 
 
-def _complain(program: str, message: str, code: int) -> int:
-    print(f"{program}: {logs.printable(' '.join(message.split()))}", file=sys.stderr, flush=True)
+def say_end(program: str, reason: str, code: int) -> int:
+    """Log why this process ends and with which code, say it on stderr, and return the code."""
+    _note_end(reason, code)
+    say(program, reason)
     return code
+
+
+def say(program: str, message: str) -> None:
+    """Print a sentence for people on stderr, unless that is collected as JSON lines, which the events are in."""
+    if _in_words:
+        print(f"{program}: {logs.printable(' '.join(message.split()))}", file=sys.stderr, flush=True)
+
+
+def _interrupted() -> int:
+    if _log_place is not None:
+        log.info("process_ended", code=EXIT_INTERRUPTED, reason="interrupted")
+    return EXIT_INTERRUPTED
+
+
+def _note_end(reason: str, code: int) -> None:
+    write_counts()
+    if _log_place is not None:
+        log.critical("process_ended", code=code, reason=reason)
 
 
 def _record_defect(program: str, error: BaseException) -> str:
@@ -381,6 +431,10 @@ class _LibraryHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
+            error = record.exc_info[1] if record.exc_info else None
+            if record.name == "asyncio" and isinstance(error, CONNECTION_ENDS):  # who lost the connection logs that as well
+                log.warning("library_message", library=record.name, message=record.getMessage(), error=_brief(error))
+                return
             write = getattr(log, record.levelname.lower(), log.warning)
             write("library_message", library=record.name, message=record.getMessage(), exc_info=record.exc_info)
         except Exception as error:  # a record whose arguments do not fit its text
@@ -398,7 +452,7 @@ def _catch_the_uncaught() -> None:
 def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if not isinstance(error, KeyboardInterrupt):
         log.critical("internal_error", exc_info=error)
-        _complain("diloco", f"internal error: {_brief(error)}; see {_log_place}", EXIT_INTERNAL)
+        say("diloco", f"internal error: {_brief(error)}; see {_log_place}")
 
 
 def _thread_excepthook(args: threading.ExceptHookArgs) -> None:

@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn
 
+from diloco.process import observe
+
 EXPECTED = "EXPECTED_BY_DILOCO"  # in the environment; a name with DILOCO_ in front would be a setting
 
 
@@ -19,6 +21,7 @@ def renew(expected: Iterable[int] = ()) -> NoReturn:
     them. It finds the processes that it may expect to meet by :func:`expected`.
     """
     os.environ[EXPECTED] = " ".join(map(str, sorted(expected)))
+    observe.write_counts()
     sys.stdout.flush()
     sys.stderr.flush()
     for name in os.listdir("/proc/self/fd" if Path("/proc/self/fd").exists() else "/dev/fd"):

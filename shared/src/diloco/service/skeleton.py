@@ -8,9 +8,10 @@ import contextlib
 import fcntl
 import os
 import signal
+import sys
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 from diloco.control import creation
 from diloco.control.creation import Run
@@ -21,12 +22,19 @@ from diloco.nats.transport import NatsTransport
 from diloco.process import kernel_cache, observe
 from diloco.process.observe import Logger
 from diloco.service import volume
-from diloco.settings.loading import load_service
+from diloco.settings.loading import load_service, logging_settings
 from diloco.settings.service import LearnerSettings, ProcessesSettings, ServiceSettings, check_region
 
 S = TypeVar("S", bound=ServiceSettings)
 MAX_NUMBERS = 4096
 ALONE = ProcessesSettings()
+
+
+class _Arguments(argparse.ArgumentParser):
+    """A parser whose errors are ours, so that they are in the log."""
+
+    def error(self, message: str) -> NoReturn:
+        raise SettingsError(f"{message}; {' '.join(self.format_usage().split())}")
 
 
 def parse_settings(cls: type[S], program: str) -> S:
@@ -50,9 +58,12 @@ def read_settings(cls: type[S], program: str) -> S:
     Raises:
         SettingsError: a setting is wrong.
     """
-    parser = argparse.ArgumentParser(prog=program)
+    parser = _Arguments(prog=program)
     parser.add_argument("--config", type=Path, help="TOML file; DILOCO_* variables in the environment win over it")
-    return load_service(cls, parser.parse_args().config)
+    _log_errors_of_start(program, None)
+    config: Path | None = parser.parse_args().config
+    _log_errors_of_start(program, config)
+    return load_service(cls, config)
 
 
 def begin_logs(settings: ServiceSettings, program: str) -> None:
@@ -64,9 +75,27 @@ def begin_logs(settings: ServiceSettings, program: str) -> None:
     name = process_name(settings)
     to_file = settings.log_format == "json" and settings.log_to == "file"
     logs = settings.state_dir / "logs" / f"{name}.jsonl" if to_file else None
-    role = settings.role if isinstance(settings, LearnerSettings) else program.removeprefix("diloco-")
+    role = settings.role if isinstance(settings, LearnerSettings) else _role(program)
     about: dict[str, Any] = {"role": role, "region": settings.region or ""}
     observe.configure(name, settings.run, **about, level=settings.log_level, fmt=settings.log_format, file=logs)
+
+
+def _log_errors_of_start(program: str, config: Path | None) -> None:
+    """Have an error of the settings logged, with the names that they give, although they may be wrong.
+
+    It goes to stderr, since the service's folder may be another run's. At a terminal it is a sentence, as ever.
+    """
+    found = logging_settings(config)
+    to_stderr = found.get("log_to") == "stderr"
+    if not to_stderr and sys.stderr.isatty():
+        return
+    about: dict[str, Any] = {"role": found.get("role", _role(program)), "region": found.get("region", "")}
+    fmt: Literal["json", "console"] = "console" if found.get("log_format") == "console" else "json"
+    observe.configure(found.get("name", program), found.get("run", ""), **about, fmt=fmt, in_words=not to_stderr)
+
+
+def _role(program: str) -> str:
+    return program.removeprefix("diloco-")
 
 
 def process_name(settings: ServiceSettings) -> str:

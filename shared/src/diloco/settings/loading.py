@@ -42,6 +42,7 @@ def assignment(key: str, value: Any) -> str:
 
 
 V = TypeVar("V", bound=ServiceSettings)
+LOGGING = ("name", "run", "region", "role", "log_to", "log_format")
 OF_TESTS = "DILOCO_TEST_"  # variables of the project's tests, which services inherit from them
 
 
@@ -57,6 +58,16 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise SettingsError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # text that is not UTF-8 and numbers of thousands of digits included
         raise SettingsError(f"{path}: not TOML: {error}") from None
+
+
+def logging_settings(config: Path | None) -> dict[str, str]:
+    """Return a service's settings that its log needs, as far as they can be read at all; they are not checked."""
+    try:
+        values = {} if config is None else read_toml(config)
+    except SettingsError:
+        values = {}
+    found = {key: os.environ.get(f"DILOCO_{key.upper()}", values.get(key)) for key in LOGGING}
+    return {key: value for key, value in found.items() if isinstance(value, str)}
 
 
 def load_service(cls: type[V], config: Path | None) -> V:
