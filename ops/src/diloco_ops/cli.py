@@ -52,7 +52,8 @@ def _usage_errors_as_text(named: str) -> int | None:
         return _run(named)
     except typer.TyperException as error:
         if message := error.format_message():  # without one the help has been shown, in place of a command that was not named
-            typer.echo(f"diloco: {message} (diloco --help)", err=True)
+            context = getattr(error, "ctx", None)
+            typer.echo(f"diloco: {message} ({context.command_path if context else 'diloco'} --help)", err=True)
         return error.exit_code
     except typer.Abort:
         return observe.EXIT_INTERRUPTED
@@ -85,7 +86,7 @@ def _run(named: str) -> int | None:
     if not meant:
         for point in points:  # so that a misspelt name is answered with those that are close to it
             app.command(point.name)(_root)
-    code: int | None = app(standalone_mode=False)
+    code: int | None = app(standalone_mode=False, prog_name="diloco")
     return code
 
 

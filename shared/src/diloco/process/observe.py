@@ -12,6 +12,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import sys
 import tempfile
 import threading
@@ -207,7 +208,8 @@ def run_main(main: Callable[[], int | None], program: str = "diloco") -> int:
 
 
 def _complain(program: str, message: str, code: int) -> int:
-    print(f"{program}: {logs.printable(' '.join(message.split()))}", file=sys.stderr, flush=True)
+    begins = "" if re.match(rf"{program}( [a-z]+)+: ", message) else f"{program}: "  # it names the command itself
+    print(f"{begins}{logs.printable(' '.join(message.split()))}", file=sys.stderr, flush=True)
     return code
 
 
