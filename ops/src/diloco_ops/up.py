@@ -47,7 +47,7 @@ SERVICES = {
     "diloco_learner": "diloco-learner", "diloco_syncer": "diloco-syncer", "diloco_coordinator": "diloco-coordinator",
 }  # fmt: skip
 
-Tokens = Annotated[
+TokenBudget = Annotated[
     int | None,
     typer.Option(parser=parse_count, metavar=COUNT, help="Token budget, such as 7.5M; with --continue: so many more."),
 ]
@@ -66,7 +66,7 @@ Names = Annotated[Path | None, typer.Option(help="JSON file of the names that th
 def up(
     learners: Annotated[int | None, typer.Option(help="Learners (M).")] = None,
     shards: Annotated[int | None, typer.Option(help="Syncers.")] = None,
-    tokens: Tokens = None,
+    tokens: TokenBudget = None,
     run_dir: Annotated[Path | None, typer.Option(help="Directory of the run; an unfinished one is resumed.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the initial model and of the data's order.")] = None,
     data: Data = None,
