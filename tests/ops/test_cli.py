@@ -85,6 +85,13 @@ def test_a_wrong_use_is_answered_with_the_help_of_its_command(arguments: tuple[s
     assert (ended.returncode, ended.stderr.splitlines()[0]) == (2, says)
 
 
+@pytest.mark.tool
+def test_a_folder_that_cannot_be_made_is_one_line() -> None:
+    ended = diloco("keys", "init", "/proc/mine", "--run", "train")
+    why = "cannot be used: No such file or directory; look at its permissions, or name another place"
+    assert (ended.returncode, ended.stderr.splitlines()[0]) == (1, f"diloco: /proc/mine: {why}")
+
+
 def test_every_command_has_its_group() -> None:
     listed = [name for lines in command_list.GROUPS.values() for name in lines]
     assert sorted(listed) == sorted(point.name for point in entry_points(group="diloco.commands"))

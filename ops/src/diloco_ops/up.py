@@ -29,7 +29,7 @@ from diloco.settings.loading import parse_assignments
 from diloco.settings.presets import PRESETS, run_settings
 from diloco.settings.run import RunSettings
 from diloco.wire.subjects import Subjects
-from diloco_ops import compiling, continuing, pages, resume, task_check
+from diloco_ops import compiling, continuing, local_runs, pages, resume, task_check
 from diloco_ops.broker.server import CONNECT_TIMEOUT_S
 from diloco_ops.environment import check_least, metrics_addresses, per_process
 from diloco_ops.launch import Asked, Launcher, service_count
@@ -254,7 +254,7 @@ def _tell(report: dict[str, Any] | None, directory: RunDirectory, json_: bool, f
     """
     if report is None:
         if not json_:
-            print(f"stopped; go on with: diloco up --run-dir {directory.path}")
+            print(local_runs.stopped_text(directory))
         return observe.EXIT_INTERRUPTED
     if json_:
         print(json.dumps(report))

@@ -59,6 +59,11 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise SettingsError(f"{path}: not TOML: {error}") from None
 
 
+def names_service() -> bool:
+    """Whether the environment names the service whose settings it has."""
+    return "DILOCO_NAME" in os.environ
+
+
 def load_service(cls: type[V], config: Path | None) -> V:
     """Read a service's settings from a TOML file and the environment.
 
