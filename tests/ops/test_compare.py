@@ -76,7 +76,7 @@ def going_on(path: Path, series: dict[str, Any] | None = None, **changed: Any) -
 
 def test_a_run_that_is_over_is_read_from_its_report(tmp_path: Path) -> None:
     [entry] = read_all([over(tmp_path / "a", seed=5)])
-    assert (entry.name, entry.state, entry.units, entry.parameters) == ("a", "over", "nats per byte", 1000)
+    assert (entry.name, entry.state, entry.units, entry.parameters) == ("a", "finished", "nats per byte", 1000)
     # the end is a point of its own; bytes are those of both ways
     assert entry.validation == [Sample(4.5, 300.0, 5.0, 200.0), Sample(4.0, 750.0, 10.0, 400.0)]
     assert entry.training == [Sample(4.5, 500.0, 5.0, 200.0)]

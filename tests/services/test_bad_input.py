@@ -74,7 +74,8 @@ STORAGE_BYTES = 8 << 20
         ),
         (["--standbys", "-1"], ["--standbys"]),
         (["--devices-per-learner", "0"], ["--devices-per-learner"]),
-        (["--tokens", "many"], ["--tokens", "integer"]),
+        (["--tokens", "many"], ["--tokens", "expected a count, such as 600000, 600k", "(diloco up --help)"]),
+        (["--tokens", "600k1"], ["--tokens", "600k, 7.5M or 1e6"]),
         (["--tokns", "3"], ["--tokns"]),
     ],
 )

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from diloco.errors import SettingsError
+from diloco.settings.counts import Count
 from diloco.settings.loading import read_toml
 from diloco.settings.run import RegionSettings
 from diloco.settings.validation import nearest, parse, shown
@@ -26,12 +27,7 @@ from diloco_lab.cluster import MAX_LEARNERS, MAX_SLICES, YEAR_S
 FLOPS_PER_PARAMETER = 6  # and token, forward and backward
 
 
-def _integral(value: Any) -> Any:
-    """``12e9`` is a whole number too, and ``true`` is none."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-Whole = Annotated[int, BeforeValidator(_integral), Field(ge=1, le=10**18)]
+Whole = Annotated[Count, Field(ge=1, le=10**18)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 

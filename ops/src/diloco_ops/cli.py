@@ -6,6 +6,7 @@ An entry point is a function, or a ``typer.Typer`` of several commands. Only the
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from importlib.metadata import entry_points
@@ -14,6 +15,11 @@ from diloco import __version__
 from diloco_ops import command_list
 
 EXIT_USAGE = 2
+# errors of a path that a user named, or of its disk: no defect of the command
+FILE_ERRORS = {
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOSPC, errno.EDQUOT,
+    errno.ENAMETOOLONG, errno.ELOOP,
+}  # fmt: skip
 ELSEWHERE = dict.fromkeys(("simulate", "lab"), "diloco-lab")  # commands of other distributions
 
 
@@ -46,16 +52,23 @@ def _print(text: str) -> None:
 def _usage_errors_as_text(named: str) -> int | None:
     import typer
 
+    from diloco.errors import DilocoError
     from diloco.process import observe
 
     try:
         return _run(named)
     except typer.TyperException as error:
         if message := error.format_message():  # without one the help has been shown, in place of a command that was not named
-            typer.echo(f"diloco: {message} (diloco --help)", err=True)
+            context = getattr(error, "ctx", None)
+            typer.echo(f"diloco: {message} ({context.command_path if context else 'diloco'} --help)", err=True)
         return error.exit_code
     except typer.Abort:
         return observe.EXIT_INTERRUPTED
+    except OSError as error:
+        if error.errno not in FILE_ERRORS or not isinstance(error.filename, str | bytes):
+            raise
+        why = f"{error.strerror}; look at its permissions, or name another place"
+        raise DilocoError(f"{os.fsdecode(error.filename)}: cannot be used: {why}") from None
 
 
 def _run(named: str) -> int | None:
@@ -85,7 +98,7 @@ def _run(named: str) -> int | None:
     if not meant:
         for point in points:  # so that a misspelt name is answered with those that are close to it
             app.command(point.name)(_root)
-    code: int | None = app(standalone_mode=False)
+    code: int | None = app(standalone_mode=False, prog_name="diloco")
     return code
 
 

@@ -27,7 +27,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "page": "Serve a run's page on this machine, with actions.",
         "logs": "Show the logs of all services of a run, in order of time.",
         "track": "Send a run's losses, rates and bytes to TensorBoard or W&B.",
-        "runs": "List, show and remove the runs on a NATS server.",
+        "runs": "List the runs of this machine; list, show and remove those on a NATS server.",
     },
     "Operate": {
         "set": "Change the settings or the token budget of a run.",

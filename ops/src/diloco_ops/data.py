@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from diloco.errors import DataError, DilocoError
+from diloco.settings.counts import COUNT, parse_count
 from diloco.settings.loading import parse_assignments
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
@@ -24,7 +25,9 @@ from diloco_report.units import count, decimal, share
 
 def data(
     mix: Annotated[Path, typer.Argument(metavar="MIX.TOML", help="The file, as diloco up --data takes it.")],
-    tokens: Annotated[int | None, typer.Option(min=1, help="Token budget of a run, for the epochs.")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(parser=parse_count, metavar=COUNT, help="Token budget of a run, for the epochs.")
+    ] = None,
     learners: Annotated[int | None, typer.Option(min=1, help="Shares of a run's data.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE, any setting of the run; repeatable.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,

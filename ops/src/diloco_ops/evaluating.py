@@ -24,11 +24,19 @@ from diloco_ops import export, run_reader, scratch
 from diloco_ops.asking import ask
 from diloco_ops.environment import learner_environment
 from diloco_ops.export import LATEST, TASK
+from diloco_ops.local_runs import newest_run
 from diloco_ops.run_summary import printable
 from diloco_ops.up import data_source
 from diloco_report.units import decimal
 
-Weights = Annotated[Path, typer.Argument(metavar="DIR|FILE", help="A run's directory, or a file that diloco export wrote.")]
+Weights = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="[DIR|FILE]",
+        help="A run's directory, or a file that diloco export wrote. Default: the newest directory in runs/.",
+        show_default=False,
+    ),
+]
 Version = Annotated[str, typer.Option(help="Of a run: a version, which all fragments have; or latest: of each the newest.")]
 Average = Annotated[int, typer.Option(min=1, help="Of a run: the mean of so many versions, which end with this one.")]
 Data = Annotated[str | None, typer.Option(help="Other data than the run's, as diloco up --data takes it.")]
@@ -39,7 +47,7 @@ Json = Annotated[bool, typer.Option("--json", help="As JSON.")]
 
 
 def evaluate(
-    weights: Weights,
+    weights: Weights = None,
     version: Version = LATEST,
     average: Average = 1,
     data: Data = None,
@@ -47,7 +55,7 @@ def evaluate(
     json_: Json = False,
 ) -> None:
     """Evaluate a run's model, or one in a file, on the task's held-out data."""
-    found = result(Asked(weights, version, average, data, set_ or []), None)
+    found = result(Asked(weights or newest_run("diloco eval"), version, average, data, set_ or []), None)
     if json_:
         print(json.dumps(found))
         return
@@ -58,7 +66,7 @@ def evaluate(
 
 
 def sample(
-    weights: Weights,
+    weights: Weights = None,
     prompt: Annotated[
         str | None, typer.Option(help="Text to go on from, which is not printed; default: the task's own.")
     ] = None,
@@ -72,7 +80,7 @@ def sample(
 ) -> None:
     """Draw text from a run's model, or from one in a file."""
     wanted = {"seed": seed, "count": count, "prompt": prompt}
-    found = result(Asked(weights, version, average, data, set_ or []), wanted)
+    found = result(Asked(weights or newest_run("diloco sample"), version, average, data, set_ or []), wanted)
     print(json.dumps(found) if json_ else printable(found["sample"]))
 
 

@@ -34,6 +34,7 @@ from diloco.process import files, observe
 from diloco_ops import orbax_weights, run_reader, scratch, weights_file
 from diloco_ops.asking import ask
 from diloco_ops.environment import learner_environment
+from diloco_ops.local_runs import newest_run
 from diloco_ops.run_reader import RunReader
 from diloco_ops.weights_file import SHARD_BYTES, Precision, Weights
 from diloco_report.units import model_size, size
@@ -61,8 +62,13 @@ class Asked:
 
 
 def export(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The run's directory.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write; a folder, where the format is one.")],
+    places: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="[DIR] OUT",
+            help="The run's directory, by default the newest one in runs/; and the file to write, or the folder.",
+        ),
+    ],
     format_: Annotated[
         Format,
         typer.Option("--format", help="A safetensors file, a folder of Hugging Face's libraries, or one of Orbax."),
@@ -79,6 +85,9 @@ def export(
     ] = None,
 ) -> None:
     """Write the weights of a run, going on or over."""
+    if len(places) > 2:
+        raise SettingsError(f"diloco export: {places[2]}: one argument too many; expected [DIR] OUT")
+    *directories, out = places
     for option, given in (("--config", config), ("--shard-bytes", shard_bytes)):
         if given is not None and format_ != "hf":
             raise SettingsError(f"{option} {given}: is for --format hf")
@@ -87,6 +96,7 @@ def export(
     asked = Asked(out, format_, parsed_version(version), average, precision, names, config, shard_bytes)
     _give_buffers_back()
     write_draft = _new_folder if format_ != "safetensors" else _new_file
+    directory = directories[0] if directories else newest_run("diloco export")
     try:
         write_draft(out, lambda draft: asyncio.run(_export(directory, draft, asked)))
     except OSError as error:

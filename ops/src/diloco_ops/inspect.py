@@ -7,7 +7,6 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -22,6 +21,8 @@ from diloco.wire.plain import json_object
 from diloco.wire.subjects import Subjects
 from diloco_ops import run_reader
 from diloco_ops.live.screen import render, render_whole
+from diloco_ops.local_runs import NewestDirectory, newest_run
+from diloco_ops.report.build import load_json
 from diloco_report.units import count
 
 ANSWER_TIMEOUT_S = 3.0  # a person waits for it
@@ -29,21 +30,14 @@ WIDEST = 400  # cells of a line, which are more than any status takes
 
 
 def status(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The run's directory.")],
+    directory: NewestDirectory = None,
     json_: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
     """Show what a run is doing now, or how it ended."""
+    directory = directory or newest_run("diloco status")
     run = rundir.load(directory)
     if not run.finished:
-        try:
-            current = asyncio.run(ask(run))
-        except BrokerError:  # the coordinator of a run that is over has ended
-            ended = asyncio.run(run_reader.read_end(directory))
-            if ended is None:
-                raise
-            _show_end(run, ended, json_)
-        else:
-            _show(run, current, json_)
+        _show_unfinished(run, json_)
         return
     try:
         current = json.loads((run.path / "status.json").read_text())
@@ -54,6 +48,26 @@ def status(
         raise RunError(
             f"{run.path / 'status.json'}: missing or damaged ({error!r}); the run is finished, its report is {run.report}"
         ) from None
+
+
+def _show_unfinished(run: rundir.RunDirectory, json_: bool) -> None:
+    if (stopped := asyncio.run(run_reader.stopped_text(run))) is not None:
+        print(json.dumps({"run": run.name} | load_json(run.path / "status.json") | {"state": "stopped"}) if json_ else stopped)
+        return
+    try:
+        current = asyncio.run(ask(run))
+    except BrokerError:
+        ended = asyncio.run(run_reader.read_end(run.path))  # the coordinator of a run that is over has ended
+        if ended is None and rundir.is_locked(run.path):
+            raise BrokerError(
+                f"run {run.name!r}: no coordinator answers: diloco up is starting the run, or ending it; ask again in a few "
+                "seconds"
+            ) from None
+        if ended is None:
+            raise
+        _show_end(run, ended, json_)
+    else:
+        _show(run, current, json_)
 
 
 def _show(run: rundir.RunDirectory, current: dict[str, Any], json_: bool) -> None:
@@ -87,7 +101,7 @@ def _show_end(run: rundir.RunDirectory, ended: Sequence[Chain], json_: bool) -> 
 
 
 def logs(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The run's directory.")],
+    directory: NewestDirectory = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what is written from now on.")] = False,
     service: Annotated[list[str] | None, typer.Option(help="Only this service, or a pattern (learner-*); repeatable.")] = None,
     level: Annotated[str, typer.Option(help="Leave out what is below: debug, info, warning, error.")] = "debug",
@@ -95,7 +109,7 @@ def logs(
 ) -> None:
     """Show all services' logs of a run, in the order of time."""
     console = Console(soft_wrap=True)
-    for entry in run_logs.merge(directory, service or [], level=level, follow=follow):
+    for entry in run_logs.merge(directory or newest_run("diloco logs"), service or [], level=level, follow=follow):
         if json_:
             print(entry.json(), flush=follow)
         else:
@@ -120,7 +134,7 @@ async def ask(run: rundir.RunDirectory) -> dict[str, Any]:
     """Return the status of a run that goes on, as its coordinator has it.
 
     Raises:
-        RunError: it has not been started yet.
+        RunError: it has not been started yet, or is stopped.
         BrokerError: its server, or its coordinator, does not answer.
     """
     if not run.nats_url:

@@ -117,8 +117,6 @@ async def apply_settings(path: Path, wanted: Mapping[str, Any], reason: str, say
 
 
 def _extended(settings: RunSettings, value: Any, processed: int) -> tuple[RunSettings, Action]:
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)  # 2e9
     changed = changed_settings(settings, {"tokens": value}, COMMAND)
     if changed.tokens <= processed:
         raise SettingsError(f"{COMMAND}: tokens = {changed.tokens}: {processed} are processed already; give more")

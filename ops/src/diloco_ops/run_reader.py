@@ -29,10 +29,11 @@ from diloco.service.rundir import RunDirectory
 from diloco.settings import folders
 from diloco.wire.entries import Genesis
 from diloco.wire.subjects import Subjects
-from diloco_ops import region_logs
+from diloco_ops import local_runs, region_logs
 from diloco_ops.broker.server import Server
 from diloco_ops.embedded import CONTROL, server_name
 from diloco_ops.lineage import newest_line
+from diloco_ops.local_runs import standing_of
 
 ANSWER_TIMEOUT_S = 5.0  # a person waits at a terminal; a server across the world answers within a second
 
@@ -70,12 +71,22 @@ async def connect(directory: RunDirectory, name: str, give_up_after_s: float, lo
     """Connect to a run's servers as a command of this ``name``; ``log`` hears of lost connections, by default the process's.
 
     Raises:
+        RunError: the run was stopped, and its server with it; with the command that goes on with it.
         SettingsError: the identity that the directory names cannot be used.
         BrokerError: a server does not answer in time, or turns us away.
     """
+    if (stopped := await stopped_text(directory)) is not None:
+        raise RunError(stopped)
     identity = None if directory.identity is None else of_command(Path(directory.identity), directory.name)
     url, bulk_url = directory.nats_url, directory.nats_bulk_url or directory.nats_url
     return await NatsTransport.open(url, bulk_url, name, log or observe.get_logger(), give_up_after_s, identity)
+
+
+async def stopped_text(directory: RunDirectory) -> str | None:
+    """Return how far a stopped run came and how it goes on; None: it is not stopped, or its server answers all the same."""
+    if standing_of(directory) != "stopped" or await _is_listened_at(directory.nats_url):
+        return None
+    return local_runs.stopped_text(directory)
 
 
 @dataclass(frozen=True)
@@ -92,7 +103,7 @@ async def reached(path: Path) -> AsyncIterator[LiveRun]:
     """Reach the run of a directory on its own server.
 
     Raises:
-        RunError: there is no run, it was not started yet, or is finished.
+        RunError: there is no run, it was not started yet, or is stopped or finished.
         BrokerError: its server does not answer.
         FormatError, ChainError, SettingsError: the run's changes make no sense.
     """
@@ -103,6 +114,8 @@ async def reached(path: Path) -> AsyncIterator[LiveRun]:
         raise RunError(f"{path}: run {directory.name!r} has not been started yet")
     transports = list((await _live(directory)).values())
     if not transports:
+        if standing_of(directory) == "stopped":
+            raise RunError(local_runs.stopped_text(directory))
         raise BrokerError(
             f"{path}: the server of run {directory.name!r}, {directory.nats_url}, does not answer; start it again"
         )
@@ -263,7 +276,7 @@ async def _live(directory: RunDirectory) -> dict[str, NatsTransport]:
 
     Return a connection for the log of each region that is known here; one, of no name, where only one server is.
     """
-    if not await _anybody_listens(directory.nats_url):
+    if not await _is_listened_at(directory.nats_url):
         return {}
     urls: Mapping[str, str | None] = directory.region_urls or {"": directory.nats_bulk_url}
     connecting = (connect(replace(directory, nats_bulk_url=url), "outside", ANSWER_TIMEOUT_S) for url in urls.values())
@@ -285,7 +298,7 @@ async def _live(directory: RunDirectory) -> dict[str, NatsTransport]:
     return found
 
 
-async def _anybody_listens(urls: str) -> bool:
+async def _is_listened_at(urls: str) -> bool:
     for url in filter(None, urls.split(",")):
         address = urlsplit(url)
         with contextlib.suppress(OSError, TimeoutError, ValueError):

@@ -1,4 +1,4 @@
-"""``diloco runs``: the runs that servers hold, the consumers of one's streams, and the removal of both.
+"""``diloco runs``: the runs of this machine; those that servers hold, the consumers of one's streams, and the removal of both.
 
 A run is a bucket on the control server, and streams: on the same server, or, in a run with regions, on each region's. What is
 there of one is listed, whole or not: a stream whose bucket is gone can be seen and removed too.
@@ -34,14 +34,15 @@ from diloco.nats.transport import NatsTransport
 from diloco.process import observe
 from diloco.transport import Heard
 from diloco.wire.subjects import Subjects, reader_of
-from diloco_ops import run_reader
+from diloco_ops import local_runs, run_reader
+from diloco_ops.local_runs import LocalRun
 from diloco_report import units
 
 HEAR_S = 1.0  # or two heartbeats, where the settings say that members heartbeat less often
 SIGNS = ("heartbeat", "shard", "coordinator")
 _STREAM = re.compile(r"DILOCO_([a-z0-9][a-z0-9_-]{0,47})_(LOG|OFFERS|ARCHIVE)|KV_DILOCO_([a-z0-9][a-z0-9_-]{0,47})")
 
-runs = typer.Typer(no_args_is_help=True, help="The runs that NATS servers hold.")
+runs = typer.Typer(help="List the runs in runs/ on this machine; with a command, those that NATS servers hold.")
 
 Nats = Annotated[str, typer.Option("--nats", envvar="DILOCO_NATS_URL", help="NATS server; with regions, the control store.")]
 Bulk = Annotated[
@@ -106,6 +107,38 @@ class Found:
     @property
     def last_s(self) -> float:
         return max(part.last_s for part in self.parts)
+
+
+@runs.callback(invoke_without_command=True)
+def local(
+    context: typer.Context, json_: Annotated[bool, typer.Option("--json", help="The local runs, as JSON.")] = False
+) -> None:
+    """List the runs in runs/ on this machine, the newest first."""
+    if context.invoked_subcommand is not None:
+        return
+    found = local_runs.local_runs()
+    if json_:
+        print(json.dumps([_plain_local(run) for run in found]))
+        return
+    table = Table("run", "state", "progress", "tokens", "learners", "last sign", box=None, pad_edge=False)
+    for run in found:
+        row = _plain_local(run)
+        numbers = (units.share(row["progress"]), units.count(row["tokens"]), units.count(row["learners"]))
+        table.add_row(row["directory"], row["state"], *numbers, _ago(run.at_s))
+    Console().print(table if found else f"no runs in {local_runs.RUNS}/ of this folder; start one: diloco up")
+
+
+def _plain_local(run: LocalRun) -> dict[str, Any]:
+    tokens, learners = run.status.get("tokens_processed"), run.status.get("learners")
+    return {
+        "run": run.name,
+        "directory": str(run.path),
+        "state": run.standing,
+        "progress": run.fraction,
+        "tokens": tokens if units.finite(tokens) else None,
+        "learners": len(learners) if isinstance(learners, dict) else None,
+        "last_s": run.at_s,
+    }
 
 
 @runs.command("list")

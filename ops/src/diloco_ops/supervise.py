@@ -22,7 +22,7 @@ RETRY_S = 0.5  # the first pause before a service that keeps dying
 RETRY_MAX_S = 10.0  # the longest one
 STEADY_S = 20.0  # a process that lived so long was well
 QUICK_DEATHS = 10  # in a row, and the process is taken to be unable to live
-OURS = re.compile(r"diloco[a-z-]*: ")  # begins a line of one of our programs
+OURS = re.compile(r"diloco[a-z -]*: ")  # begins a line of one of our programs
 GROUP_S = 15.0  # a learner's other processes notice within `processes.silent_s` that one is gone; a frozen one is killed then
 
 

@@ -24,12 +24,13 @@ from diloco.nats.transport import NatsTransport
 from diloco.process import observe
 from diloco.service import rundir
 from diloco.service.rundir import RunDirectory
+from diloco.settings.counts import COUNT, parse_count
 from diloco.settings.loading import parse_assignments
 from diloco.settings.presets import PRESETS, run_settings
 from diloco.settings.run import RunSettings
 from diloco.settings.time_limits import check_time_limits
 from diloco.wire.subjects import Subjects
-from diloco_ops import compiling, continuing, pages, resume, task_check
+from diloco_ops import compiling, continuing, local_runs, pages, resume, task_check
 from diloco_ops.broker.server import CONNECT_TIMEOUT_S
 from diloco_ops.environment import check_least, metrics_addresses, per_process
 from diloco_ops.launch import Asked, Launcher, service_count
@@ -46,6 +47,10 @@ SERVICES = {
     "diloco_learner": "diloco-learner", "diloco_syncer": "diloco-syncer", "diloco_coordinator": "diloco-coordinator",
 }  # fmt: skip
 
+TokenBudget = Annotated[
+    int | None,
+    typer.Option(parser=parse_count, metavar=COUNT, help="Token budget, such as 7.5M; with --continue: so many more."),
+]
 Data = Annotated[
     str | None, typer.Option(help="File or folder of text, or as your task reads it; default: Python's standard library.")
 ]
@@ -61,7 +66,7 @@ Names = Annotated[Path | None, typer.Option(help="JSON file of the names that th
 def up(
     learners: Annotated[int | None, typer.Option(help="Learners (M).")] = None,
     shards: Annotated[int | None, typer.Option(help="Syncers.")] = None,
-    tokens: Annotated[int | None, typer.Option(help="Token budget of the run; with --continue: so many more.")] = None,
+    tokens: TokenBudget = None,
     run_dir: Annotated[Path | None, typer.Option(help="Directory of the run; an unfinished one is resumed.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the initial model and of the data's order.")] = None,
     data: Data = None,
@@ -249,7 +254,7 @@ def _tell(report: dict[str, Any] | None, directory: RunDirectory, json_: bool, f
     """
     if report is None:
         if not json_:
-            print(f"stopped; go on with: diloco up --run-dir {directory.path}")
+            print(local_runs.stopped_text(directory))
         return observe.EXIT_INTERRUPTED
     if json_:
         print(json.dumps(report))

@@ -12,6 +12,7 @@ import typer
 from rich.table import Table
 
 from diloco.errors import SettingsError
+from diloco.settings.counts import COUNT, parse_count
 from diloco_lab import comparison, pictures
 from diloco_lab.bandwidth import (
     BITS_PER_GBIT,
@@ -46,7 +47,7 @@ _NOTE = (
 
 
 def bandwidth(
-    parameters: Annotated[float, typer.Option(help="Of the model.")] = Job.parameters,
+    parameters: Annotated[float, typer.Option(parser=parse_count, metavar=COUNT, help="Of the model.")] = Job.parameters,
     step_s: Annotated[float, typer.Option(help="Seconds that a step takes by itself.")] = Job.step_s,
     datacenters: Annotated[int, typer.Option(help="Each with one learner.")] = Job.datacenters,
     strategy: Annotated[list[str] | None, typer.Option(help=f"{', '.join(STRATEGIES)}; may be repeated; default: all.")] = None,

@@ -10,15 +10,19 @@ from typing import Annotated
 import typer
 
 from diloco.errors import SettingsError
+from diloco.settings.counts import COUNT, parse_count
 from diloco_lab.island import DISK_BYTES_PER_S, EXAMPLES, JOIN_BYTES_PER_S, Hardware, Island, Optimizer
 from diloco_lab.island import island as found
 from diloco_report.units import count, size
 
 
 def island(
-    parameters: Annotated[float, typer.Option(help="Parameters of the model; without: 1B, 8B and 70B as examples.")] = 0,
+    parameters: Annotated[
+        float,
+        typer.Option(parser=parse_count, metavar=COUNT, help="Parameters of the model; without: 1B, 8B and 70B as examples."),
+    ] = 0,
     devices: Annotated[int, typer.Option(help="Devices of the learner, on all its hosts.")] = 8,
-    memory: Annotated[float, typer.Option(help="Memory of a device, in bytes.")] = 80e9,
+    memory: Annotated[float, typer.Option(parser=parse_count, metavar=COUNT, help="Memory of a device, in bytes.")] = 80e9,
     hosts: Annotated[int, typer.Option(help="Hosts, a process each.")] = 1,
     optimizer: Annotated[Optimizer, typer.Option(help="adamw or muon: bytes a parameter on a device.")] = "adamw",
     disk: Annotated[float, typer.Option(help="Bytes a second that a host's disk writes.")] = DISK_BYTES_PER_S,

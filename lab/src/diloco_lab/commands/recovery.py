@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from diloco.settings.counts import COUNT, parse_count
 from diloco_lab import pictures, recovery
 from diloco_lab.bandwidth import Job
 from diloco_lab.commands import show
@@ -22,7 +23,7 @@ _NOTE = (
 
 
 def recover(
-    parameters: Annotated[float, typer.Option(help="Of the model.")] = Job.parameters,
+    parameters: Annotated[float, typer.Option(parser=parse_count, metavar=COUNT, help="Of the model.")] = Job.parameters,
     step_s: Annotated[float, typer.Option(help="Seconds that a step takes.")] = Job.step_s,
     copy_steps: Annotated[
         list[float] | None, typer.Option(help="A link: the steps in which it carries the parameters once; may be repeated.")

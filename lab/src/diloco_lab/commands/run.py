@@ -13,6 +13,7 @@ import typer
 from rich.table import Table
 
 from diloco.errors import SettingsError
+from diloco.settings.counts import COUNT, parse_count
 from diloco.settings.loading import parse_assignments
 from diloco.settings.presets import changed_settings, run_settings
 from diloco.settings.validation import nearest
@@ -34,10 +35,10 @@ BITS_PER_GBIT = 1e9
 def run(
     strategy: Annotated[str, typer.Option(help=", ".join(STRATEGIES))] = "decoupled",
     learners: Annotated[int, typer.Option(help="M.")] = 8,
-    chips: Annotated[int, typer.Option(help="Of all learners together.")] = 1_200_000,
+    chips: Annotated[int, typer.Option(parser=parse_count, metavar=COUNT, help="Of all learners together.")] = 1_200_000,
     hours: Annotated[float, typer.Option(help="Simulated time.")] = 1.0,
     seed: Annotated[int, typer.Option(min=0)] = 1,
-    parameters: Annotated[float, typer.Option(help="Of the model.")] = 5e9,
+    parameters: Annotated[float, typer.Option(parser=parse_count, metavar=COUNT, help="Of the model.")] = 5e9,
     link_gbit: Annotated[float, typer.Option(help="Of each learner, in each direction.")] = math.inf,
     delay_s: Annotated[float, typer.Option(help="From a learner to the syncers.")] = 0.0,
     speeds: Annotated[str, typer.Option(metavar="S,S,...", help="How fast each learner is, of --set step_s.")] = "",

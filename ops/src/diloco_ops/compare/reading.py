@@ -101,7 +101,7 @@ def _over(directory: RunDirectory, report: Mapping[str, Any]) -> Entry:
         bytes_ = [[report["wall_s"], traffic["bytes_up"], traffic["bytes_down"]]]
     return _entry(
         directory,
-        "over",
+        "finished",
         units=report["units"] or directory.units,
         parameters=report["parameters"],
         validation=_samples([point[:3] for point in validation], bytes_),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, get_args
@@ -15,7 +16,8 @@ from rich.text import Text
 from diloco.errors import SettingsError
 from diloco.process import observe
 from diloco.process.logs import printable
-from diloco.settings.loading import load_service
+from diloco.settings.loading import load_service, names_service
+from diloco_ops.doctor import this_machine
 from diloco_ops.doctor.check import Check, Role, Verdict
 from diloco_ops.doctor.examination import DoctorSettings, Examination
 
@@ -34,17 +36,27 @@ def doctor(
     step_s: Annotated[float | None, typer.Option(help="Seconds that a step takes; default: as heard from learners.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="As JSON lines.")] = False,
 ) -> int:
-    """Examine this machine, the servers and the links, before a service joins a run."""
+    """Examine this machine, the servers and the links, before a service joins a run.
+
+    Without --config, --role and DILOCO_NAME: examine this machine for `diloco up`.
+    """
+    if config is None and role is None and step_s is None and not names_service():
+        return asyncio.run(_print_checks(_each(this_machine.checks()), json_))
     if step_s is not None and not 0 < step_s < 1e6:
         raise SettingsError(f"--step-s {step_s:g}: expected a number of seconds above 0")
     settings = load_service(DoctorSettings, config)
     observe.configure(settings.name, settings.run, level="error", fmt="console")
-    return asyncio.run(_examine(Examination(settings, role, step_s), json_))
+    return asyncio.run(_print_checks(Examination(settings, role, step_s).checks(), json_))
 
 
-async def _examine(examination: Examination, json_: bool) -> int:
+async def _each(checks: Iterable[Check]) -> AsyncIterator[Check]:
+    for check in checks:
+        yield check
+
+
+async def _print_checks(checks: AsyncIterator[Check], json_: bool) -> int:
     console, counts = Console(soft_wrap=True, highlight=False), dict.fromkeys(get_args(Verdict), 0)
-    async for check in examination.checks():
+    async for check in checks:
         counts[check.verdict] += 1
         if json_:
             values = asdict(check)

@@ -46,6 +46,16 @@ def jax_version() -> str | None:
         return None
 
 
+def cores(groups: Path = Path("/sys/fs/cgroup")) -> float:
+    """Return the processor cores that this process may use: by its affinity, and by its control group's quota."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = (groups / "cpu.max").read_text().split()
+        return min(float(allowed), round(int(quota) / int(period), 1))
+    except (OSError, ValueError):  # no quota is "max"
+        return float(allowed)
+
+
 def open_files() -> int:
     """Return how many files the process may have open."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]

@@ -15,6 +15,7 @@ import typer
 from diloco.errors import SettingsError
 from diloco.nats.identity import ROLES, Role
 from diloco.process import observe
+from diloco.settings.counts import COUNT, parse_count
 from diloco.settings.run import RunSettings
 from diloco.settings.validation import nearest, parse
 from diloco_ops.keys.folder import Folder, write_for_browser
@@ -36,7 +37,12 @@ Named = Annotated[str, typer.Argument(metavar="NAME", help="The server's, or the
 # a grant bounds what its learner can claim at once, so the default is one for small models; `diloco keys grant` gives more
 BATCH_TOKENS = 65_536
 MIN_STEP_S = 0.01  # a step of a small model on a fast processor
-BatchTokens = Annotated[int | None, typer.Option(help="For a learner: the largest number of tokens in a step. Default: 65536.")]
+BatchTokens = Annotated[
+    int | None,
+    typer.Option(
+        parser=parse_count, metavar=COUNT, help="For a learner: the largest number of tokens in a step. Default: 65536."
+    ),
+]
 MinStepS = Annotated[
     float | None, typer.Option("--min-step-s", help="For a learner: the seconds of its fastest step. Default: 0.01.")
 ]

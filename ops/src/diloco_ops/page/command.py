@@ -21,15 +21,21 @@ from diloco_coordinator.page.server import PageServer
 from diloco_ops import run_reader
 from diloco_ops.attach import attached
 from diloco_ops.changing import author
+from diloco_ops.local_runs import RUNS, newest_run
 from diloco_ops.page.acting import OperatorActions
 from diloco_ops.page.source import OperatorSource
 from diloco_ops.pages import ANYWHERE, link, show
 
-RUNS = Path("runs")  # where the directory of a run that a URL names is made
-
 
 def page(
-    run_at: Annotated[str, typer.Argument(metavar="DIR|URL", help="The run's directory, or the NATS server that has it.")],
+    run_at: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[DIR|URL]",
+            help="The run's directory, or the NATS server that has it. Default: the newest directory in runs/.",
+            show_default=False,
+        ),
+    ] = None,
     run: Annotated[str, typer.Option(envvar="DILOCO_RUN", help="With a URL: the run's name.")] = "run",
     bulk_url: Annotated[
         str | None, typer.Option("--bulk", envvar="DILOCO_NATS_BULK_URL", help="In a run with regions: the server of one.")
@@ -45,6 +51,7 @@ def page(
 ) -> None:
     """Serve a run's page on this machine, with actions: checkpoint, set, eject, readmit, rollback. Ctrl-C ends it."""
     _check_address(address)
+    run_at = run_at or str(newest_run("diloco page"))
     if "://" in run_at:
         directory = run_dir or RUNS / run
         _attach(directory, run, run_at, bulk_url, identity)

@@ -15,14 +15,21 @@ from diloco.nats.opening import checked
 from diloco.service import rundir
 from diloco.service.rundir import RunDirectory
 from diloco.settings.run import RunSettings
+from diloco_ops import run_reader
 from diloco_ops.live.rows import MIN_HEIGHT, MIN_WIDTH
+from diloco_ops.local_runs import newest_run
 from diloco_ops.top.feed import reached
 
 
 def top(
     place: Annotated[
-        str, typer.Argument(metavar="URL|DIR", help="The run's NATS server (nats://HOST:PORT), or its directory.")
-    ],
+        str | None,
+        typer.Argument(
+            metavar="[URL|DIR]",
+            help="The run's NATS server (nats://HOST:PORT), or its directory. Default: the newest one in runs/.",
+            show_default=False,
+        ),
+    ] = None,
     run: Annotated[str, typer.Option(envvar="DILOCO_RUN", help="With a URL: the run's name.")] = "run",
     bulk_url: Annotated[
         str | None,
@@ -34,6 +41,7 @@ def top(
     ] = None,
 ) -> None:
     """Watch a run in the terminal: what learners and fragments do, each in detail, what happens, logs."""
+    place = place or str(newest_run("diloco top"))
     directory, local = _found(place, run, bulk_url, identity)
     _check_terminal(place)
     asyncio.run(_watch(directory, local=local))
@@ -53,7 +61,7 @@ def _found(place: str, run: str, bulk_url: str | None, identity: Path | None) ->
     """Return the run's directory, or one of a run that is elsewhere, and whether it is here.
 
     Raises:
-        RunError: there is no run in the directory, or it has not been started, or is finished.
+        RunError: there is no run in the directory, or it has not been started, or is stopped or finished.
         SettingsError: the URL is none; or what belongs to a URL is given beside a directory.
     """
     if "://" in place:
@@ -67,6 +75,8 @@ def _found(place: str, run: str, bulk_url: str | None, identity: Path | None) ->
         raise RunError(f"{place}: run {directory.name!r} is finished: diloco status {place}; its report is {directory.report}")
     if not directory.nats_url:
         raise RunError(f"{place}: run {directory.name!r} has not been started yet")
+    if (stopped := asyncio.run(run_reader.stopped_text(directory))) is not None:
+        raise RunError(stopped)
     return directory, True
 
 

@@ -12,6 +12,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import ssl
 import sys
 import tempfile
@@ -262,7 +263,8 @@ def say_end(program: str, reason: str, code: int) -> int:
 def say(program: str, message: str) -> None:
     """Print a sentence for people on stderr, unless that is collected as JSON lines, which the events are in."""
     if _in_words:
-        print(f"{program}: {logs.printable(' '.join(message.split()))}", file=sys.stderr, flush=True)
+        begins = "" if re.match(rf"{program}( [a-z]+)+: ", message) else f"{program}: "  # it names the command itself
+        print(f"{begins}{logs.printable(' '.join(message.split()))}", file=sys.stderr, flush=True)
 
 
 def _interrupted() -> int:

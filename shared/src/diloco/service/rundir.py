@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from diloco import __version__
 from diloco.errors import RunError, SettingsError
@@ -16,6 +17,7 @@ from diloco.settings.run import RunSettings
 from diloco.settings.validation import parse
 
 FORMAT = 3  # grows with the settings of runs, too
+LOOK_S = 0.05  # more than the time for which is_locked() holds a lock
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ def load(path: Path) -> RunDirectory:
                 raise TypeError(f"{key} = {values[key]!r}")
         own: dict[str, Any] = {key: values.get(key) for key in kinds}
         return RunDirectory(path, settings=settings, **own)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise RunError(f"{path}: not a run's directory (it has no run.json)") from None
     except (OSError, ValueError, KeyError, TypeError, RecursionError, SettingsError) as error:
         raise RunError(f"{file}: damaged: {error}") from None
@@ -127,7 +129,7 @@ def locked(path: Path) -> Iterator[None]:
         raise RunError(f"{path}: cannot be written: {error.strerror}; choose another --run-dir") from None
     with lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(lock)
         except BlockingIOError:
             raise RunError(
                 f"{path}: another `diloco up` is at work on this run: look at it with `diloco status {path}`, stop it, or "
@@ -138,6 +140,26 @@ def locked(path: Path) -> Iterator[None]:
                 f"{path}: cannot be locked: {error.strerror}; choose a --run-dir on a local disk, which has locks"
             ) from None
         yield
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process holds the lock of a run's directory, as :func:`locked` does; False where that cannot be known."""
+    try:
+        with (path / "lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _lock(lock: IO[str]) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        time.sleep(LOOK_S)  # another command may be looking whether it is locked
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -70,6 +70,11 @@ def logging_settings(config: Path | None) -> dict[str, str]:
     return {key: value for key, value in found.items() if isinstance(value, str)}
 
 
+def names_service() -> bool:
+    """Whether the environment names the service whose settings it has."""
+    return "DILOCO_NAME" in os.environ
+
+
 def load_service(cls: type[V], config: Path | None) -> V:
     """Read a service's settings from a TOML file and the environment.
 

@@ -22,6 +22,8 @@ from pydantic import (
     model_validator,
 )
 
+from diloco.settings.counts import Count
+
 Bits = Literal[2, 4, 8, 16, 32]
 Strategy = Literal["balanced", "strided", "layer", "layers", "tensors"]
 BY_LAYERS: tuple[Strategy, ...] = ("layers", "tensors")  # strategies that keep a model's layers apart from all other tensors
@@ -175,9 +177,11 @@ class LogSettings(_Section):
         1.0, gt=0, le=1000, description="a keyframe is written when the records since the last one are this many times its size"
     )
     keep_keyframes: int = Field(2, ge=2, le=1_000_000, description="so many keyframes of a fragment stay, and all that follows")
-    keep_bytes: int = Field(1 << 30, ge=0, le=2**60, description="more keyframes stay while the log is smaller than about this")
+    keep_bytes: Count = Field(
+        1 << 30, ge=0, le=2**60, description="more keyframes stay while the log is smaller than about this"
+    )
     archive: bool = Field(False, description="every merged offer is kept too, so that merges can be done again")
-    archive_bytes: int = Field(1 << 34, ge=1 << 20, le=2**60, description="at most so much of them")
+    archive_bytes: Count = Field(1 << 34, ge=1 << 20, le=2**60, description="at most so much of them")
     replicas: Literal[1, 3, 5] = Field(1, description="servers of a NATS cluster that hold each message")
 
 
@@ -341,7 +345,7 @@ class RunSettings(_Section):
 
     preset: str = "decoupled"
     seed: int = Field(0, ge=0, lt=2**32)
-    tokens: int = Field(7_500_000, ge=1, le=10**18, description="token budget: the run ends when so many were processed")
+    tokens: Count = Field(7_500_000, ge=1, le=10**18, description="token budget: the run ends when so many were processed")
     learners: int = Field(4, ge=1, le=4096, description="learners M that the data is shared between")
     shards: int = Field(2, ge=1, le=1024, description="at most so many syncers share the fragments; further ones stand by")
     fragments: FragmentSettings = FragmentSettings()
