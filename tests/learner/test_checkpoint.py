@@ -19,6 +19,7 @@ from tests.made.trainer_script import SETTINGS, Slope
 from tests.pace import DEADLINE_S
 
 from diloco.core.learner import Dump
+from diloco.core.markers import MarkerReply
 from diloco.core.tape import Borrowed, Copied, Event, Restored
 from diloco.errors import RunError
 from diloco.member import state
@@ -29,7 +30,7 @@ from diloco.process import files
 from diloco.process.observe import get_logger
 from diloco.settings.run import ContinuedRun
 from diloco.settings.service import LearnerSettings
-from diloco.wire.control import MarkerAnswer, SnapshotMarker
+from diloco.wire.control import MarkerAnswer, MarkerDeclined, SnapshotMarker
 from diloco_learner import checkpoint, holding
 from diloco_learner.checkpoint import Keeper, restore
 from diloco_learner.island import Island
@@ -46,7 +47,7 @@ class Bookkeeper:
         self.step = 0
         self.busy = False  # a fragment is being encoded
         self.marker: SnapshotMarker | None = None
-        self.answers: list[MarkerAnswer] = []
+        self.answers: list[MarkerReply] = []
         self.saved: list[bytes] = []
         self.lent: list[tuple[int, list[int], Lendable]] = []
         self.recorded: list[Event] = []
@@ -68,7 +69,7 @@ class Bookkeeper:
     def note_copied(self, marker: SnapshotMarker) -> None:
         assert marker is self.marker
 
-    def answer_marker(self, answer: MarkerAnswer) -> None:
+    def answer_marker(self, answer: MarkerReply) -> None:
         self.answers.append(answer)
         self.marker = None
 
@@ -307,6 +308,21 @@ def test_a_mark_is_answered_with_a_file_of_its_own(tmp_path: Path) -> None:
     raw = path.read_bytes()
     assert answer == MarkerAnswer("ann", 4, 1, [1], len(raw), blake3(raw).digest())
     assert not rig.path.exists()
+
+
+def test_a_mark_at_a_full_disk_is_declined_once_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(tmp_path, checkpoint_s=0.0)
+    rig.accounts.marker = SnapshotMarker(4, [1])
+
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        rig.step()
+        rig.settle()
+    assert rig.accounts.answers == [MarkerDeclined("ann", 4, "not_saved", "[Errno 28] No space left on device")]
+    assert not state.snapshot(tmp_path, 4, "ann").exists()
 
 
 def test_a_peer_gets_the_optimizer_state_of_a_boundary(tmp_path: Path) -> None:

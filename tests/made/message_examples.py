@@ -15,6 +15,7 @@ from diloco.wire.control import (
     CoordinatorHeartbeat,
     Heartbeat,
     MarkerAnswer,
+    MarkerDeclined,
     Sample,
     ShardHeartbeat,
     SnapshotMarker,
@@ -186,6 +187,7 @@ MESSAGES: dict[type[Message], st.SearchStrategy[Any]] = {
     CommitNotice: st.builds(CommitNotice, FRAGMENT, COUNT, COUNT, HASH, COUNT),
     Sample: st.builds(Sample, NAME, COUNTS, st.text(max_size=20)),
     SnapshotMarker: st.builds(SnapshotMarker, COUNT, COUNTS),
+    MarkerDeclined: st.builds(MarkerDeclined, NAME, COUNT, st.sampled_from(["keeps_own", "not_saved"]), st.text(max_size=1000)),
     MarkerAnswer: st.builds(
         MarkerAnswer, NAME, COUNT, COUNT, COUNTS, COUNT, HASH, st.none() | st.lists(st.tuples(COUNT, HASH))
     ),
@@ -297,6 +299,7 @@ EXAMPLES: dict[type[Message], Message] = {
     CommitNotice: CommitNotice(3, 4, 1, b"e" * 32, 9),
     Sample: Sample("judge", [1, 2], "x\u00e9\n"),
     SnapshotMarker: SnapshotMarker(7, [1, 2]),
+    MarkerDeclined: MarkerDeclined("ann", 7, "not_saved", "a full disk"),
     MarkerAnswer: MarkerAnswer("ann", 7, 8, [1, 2], 9, b"f" * 32),
     StateRequest: StateRequest("ann", b"copy....", 10, [11, 12], [13, 14]),
     StateLoan: StateLoan("bob", b"copy....", 11, [1, 2], b"l" * 32, 12, b"c" * 32),

@@ -296,6 +296,7 @@ def make() -> tuple[dict[str, bytes], dict[str, Any], list[bytes]]:
     files: list[Any] = [[69000, digest(b"a second file")], [0, digest(b"")]]
     files_answer = ["learner-1", 2**32, 0, [0, 0, 70000], 2**33, digest(b"a first file"), files]
     golden.add("marker_answer_parts", "marker_answer", files_answer)
+    golden.add("marker_declined", "marker_declined", ["learner-2", 7, "not_saved", "No space left on device"])
 
     momentum = np.zeros(SIZE, np.float32)
     thetas = [pattern(n, 37, 101, 1 / 64) for n in SIZES]

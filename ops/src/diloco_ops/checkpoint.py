@@ -12,6 +12,9 @@ and which of a learner's offers are merged at the cut stands in the log's cursor
 A learner may have gone beyond the cut when the marker reaches it. Then the marker is repeated with a newer vector, some times;
 after that the state is taken as it is, and the part that belongs to later versions is lost, and counted, when it is resumed.
 
+States of learners on other machines stay there: the manifest has their names, sizes and hashes as the learners state them, and
+:mod:`diloco_ops.collecting` brings the files.
+
 Files: ``manifest.json`` (written last: without it a folder is no checkpoint), ``log.snapshot``, ``bucket.snapshot``,
 ``learners/<name>.safetensors``, of a learner that is several processes ``learners/<name>.part-<process>.safetensors`` too, and
 of a run with regions ``residuals.safetensors`` (:mod:`diloco_ops.residuals`).
@@ -33,11 +36,13 @@ import typer
 
 from diloco import __version__
 from diloco.control.changes import read_changes
+from diloco.control.whole import read_whole
 from diloco.errors import MessageError, RunError, SettingsError
 from diloco.member import state
 from diloco.nats.transport import NatsTransport
 from diloco.process import files
-from diloco_ops import manifest, residuals, run_reader
+from diloco.wire.control import MarkerAnswer
+from diloco_ops import collecting, manifest, residuals, run_reader
 from diloco_ops.broker import snapshot
 from diloco_ops.broker.snapshot import Snapshot
 from diloco_ops.changing import Say
@@ -64,7 +69,9 @@ async def take(path: Path, out: Path | None = None, *, of_finished: bool = False
                 f"{path} --tokens N; an earlier checkpoint can be gone on from: diloco up --resume"
             )
         wholes = run.directory.path / manifest.FOLDER
-        number = max([0, *manifest.numbered(wholes), *manifest.numbered(run.directory.path / state.FOLDER)]) + 1
+        used = [*manifest.numbered(wholes), *manifest.numbered(run.directory.path / state.FOLDER)]
+        known = await read_whole(run.run.registry)  # learners drop states of smaller numbers than this one
+        number = max([0, *used, 0 if known is None else known.newest]) + 1
         folder = out or wholes / str(number)
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise RunError(f"{folder}: exists and is not empty; choose another --out")
@@ -76,11 +83,12 @@ async def take(path: Path, out: Path | None = None, *, of_finished: bool = False
                 marking = Marking(run, number, saver.problems)
                 learners = await saver.copy(await marking.states())
                 marking.forget()
-                cuts = marking.cuts
+                elsewhere = marking.number if saver.elsewhere else None
+                await saver.save(learners, marking.cuts, elsewhere, marking.keeps_own)
+                if elsewhere is None:
+                    saver.problems += await collecting.noted_whole(run.run.registry, marking.number)
             else:
-                learners = await saver.copy(left_states(run, saver.problems))
-                cuts = await heads(run)
-            await saver.save(learners, cuts)
+                await saver.save(await saver.copy(left_states(run, saver.problems)), await heads(run))
         return manifest.load(folder), saver.problems
 
 
@@ -122,17 +130,26 @@ class _Saver:
     run: RunReader
     folder: Path
     problems: list[str] = field(default_factory=list)
+    elsewhere: bool = False  # a state, or a part of one, is on another machine
 
     async def copy(self, states: States) -> dict[str, SavedLearner]:
-        """Copy learners' states. One that cannot be read, or is not what its learner says that it wrote, is a problem."""
+        """Copy the states that are here, and describe the others as their learners do.
+
+        A state that cannot be read, or is not what its learner says that it wrote, is a problem.
+        """
         learners: dict[str, SavedLearner] = {}
         for name, (paths, answer) in states.items():
-            hashes = None if answer is None else [answer.file_hash, *(file_hash for _, file_hash in answer.parts or ())]
+            targets = [state.part_file(Path("learners"), name, part) for part in range(len(paths))]
+            stated = None if answer is None else _stated_files(answer, targets)
             files = []
             try:
                 for part, path in enumerate(paths):
-                    files.append(await asyncio.to_thread(self._copy, path, state.part_file(Path("learners"), name, part)))
-                    if hashes is not None and files[-1].blake3 != hashes[part].hex():
+                    if stated is not None and not path.exists():
+                        files.append(stated[part])
+                        self.elsewhere = True
+                        continue
+                    files.append(await asyncio.to_thread(self._copy, path, targets[part]))
+                    if stated is not None and files[-1] != stated[part]:
                         raise RunError(f"{path}: is not what {name} says that it wrote")
             except (FileNotFoundError, RunError) as error:
                 self.problems.append(f"{name}: no state ({error}); begins from the log")
@@ -141,7 +158,9 @@ class _Saver:
             learners[name] = SavedLearner(files[0], step, versions, files[1:])
         return learners
 
-    async def save(self, learners: dict[str, SavedLearner], cuts: list[Cut]) -> None:
+    async def save(
+        self, learners: dict[str, SavedLearner], cuts: list[Cut], number: int | None = None, keep_own: Sequence[str] = ()
+    ) -> None:
         """Copy the bucket and then the log, and write the manifest."""
         directory = self.run.directory
         subjects = self.run.log.subjects
@@ -149,7 +168,7 @@ class _Saver:
         log = await self._stream(subjects.log_stream, "log")
         unsigned = Manifest(
             manifest.FORMAT,
-            self._version(learners),
+            self._version(learners, others=number is not None or bool(keep_own)),
             __version__,
             directory.name,
             directory.settings.model_dump(),
@@ -162,11 +181,15 @@ class _Saver:
             learners,
             "",
             await self._residuals(cuts),
+            number,
+            list(keep_own),
         )
         encoded = msgspec.json.encode(msgspec.structs.replace(unsigned, hash=unsigned.right_hash()))
         files.replace(self.folder / manifest.MANIFEST, lambda draft: _write(draft, encoded))
 
-    def _version(self, learners: dict[str, SavedLearner]) -> int:
+    def _version(self, learners: dict[str, SavedLearner], *, others: bool) -> int:
+        if others:
+            return manifest.OF_OTHERS
         if any(learner.parts for learner in learners.values()):
             return manifest.OF_PARTS
         return manifest.OF_REGIONS if self.run.run.regions else manifest.VERSION
@@ -205,16 +228,31 @@ def _write(path: Path, data: bytes) -> None:
     path.write_bytes(data)
 
 
+def _stated_files(answer: MarkerAnswer, targets: Sequence[Path]) -> list[SavedFile]:
+    """Return the files of a learner's state as it describes them, under the names that they have in a checkpoint."""
+    described = [(answer.size_bytes, answer.file_hash), *(answer.parts or ())]
+    return [SavedFile(str(target), size, hash_.hex()) for target, (size, hash_) in zip(targets, described, strict=True)]
+
+
 def checkpoint(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The run's directory.")],
+    words: Annotated[list[Path], typer.Argument(metavar="DIR", help="The run's directory. Or: collect CHECKPOINT FOLDER...")],
     out: Annotated[Path | None, typer.Option(help="Where to put it; default: the next number in DIR/whole.")] = None,
-) -> None:
-    """Take a checkpoint of a whole run, without a pause."""
-    asyncio.run(take_and_tell(directory, out))
+) -> int:
+    """Take a checkpoint of a whole run, without a pause. Exit code 1 if learners' states are still on other machines.
+
+    `diloco checkpoint collect CHECKPOINT FOLDER...` looks for these states in folders, and makes the checkpoint whole.
+    """
+    if words[0] == Path("collect") and len(words) > 1:
+        if out is not None:
+            raise SettingsError("diloco checkpoint collect: --out is for taking a checkpoint")
+        return asyncio.run(collecting.collect(words[1], words[2:]))
+    if len(words) > 1:
+        raise SettingsError(f"diloco checkpoint: one DIR, or: collect CHECKPOINT FOLDER...; not {' '.join(map(str, words))}")
+    return 1 if asyncio.run(take_and_tell(words[0], out)) else 0
 
 
-async def take_and_tell(path: Path, out: Path | None = None, say: Say = print) -> None:
-    """Take a checkpoint, and say which, and how one goes on from it.
+async def take_and_tell(path: Path, out: Path | None = None, say: Say = print) -> list[str]:
+    """Take a checkpoint, and say which, and how one goes on from it. Return the learners whose states are on other machines.
 
     Raises:
         RunError, BrokerError: as :func:`take`; or the disk is full.
@@ -224,13 +262,20 @@ async def take_and_tell(path: Path, out: Path | None = None, say: Say = print) -
         taken, problems = await take(path, out)
     except OSError as error:
         raise RunError(f"{path}: no checkpoint was taken: {error}; the run goes on") from None
-    saved = taken.manifest
+    saved, absent = taken.manifest, taken.absent()
     versions = [cut.version for cut in saved.fragments]
+    here = [file for file in saved.files if (taken.path / file.file).is_file()]
     for problem in problems:
         say(f"note: {problem}")
     say(
         f"checkpoint of run {saved.run}: versions {min(versions)} to {max(versions)} of {len(versions)} fragments, "
-        f"{len(saved.learners)} learners' states, {size(sum(file.size_bytes for file in saved.files))}, "
+        f"{len(saved.learners) - len(absent)} learners' states, {size(sum(file.size_bytes for file in here))}, "
         f"in {duration(time.monotonic() - began_s)}"
     )
-    say(f"go on from it with: diloco up --resume {taken.path} --run-dir NEW")
+    if saved.keep_own:
+        say(f"with checkpoints of their own: {', '.join(saved.keep_own)}")
+    if absent:
+        collecting.tell_absent(taken, say)
+    else:
+        say(f"go on from it with: diloco up --resume {taken.path} --run-dir NEW")
+    return list(absent)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from diloco.wire.subjects import Subjects
 FORMAT = "diloco-checkpoint"
 VERSION, OF_REGIONS = 2, 3  # the second one: of runs with regions, whose logs an earlier version would misread
 OF_PARTS = 4  # of learners that are several processes, and leave as many files, whether the run has regions or not
+OF_OTHERS = 5  # states are, or were, on other machines; or learners keep checkpoints of their own
 MANIFEST = "manifest.json"
 FOLDER = "whole"  # of a run's directory, where its checkpoints are
 MAX_MANIFEST_BYTES = 64 << 20
@@ -80,12 +82,18 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     learners: dict[MemberName, SavedLearner]
     hash: str  # BLAKE3 of this manifest as JSON with an empty hash
     residuals: SavedFile | None = None  # of fragments' last merges, where only another region's log has them
+    number: int | None = None  # of the marker, where states are on other machines: the name of their folders there
+    keep_own: list[MemberName] = []  # learners that leave no state: their training loops keep checkpoints of their own
 
     @property
     def files(self) -> list[SavedFile]:
         """All files but the manifest itself."""
-        states = (file for learner in self.learners.values() for file in learner.files)
-        saved = [self.log.saved, self.bucket.saved, *states]
+        return [*self.of_run, *(file for learner in self.learners.values() for file in learner.files)]
+
+    @property
+    def of_run(self) -> list[SavedFile]:
+        """The files of the run itself, without its learners' states."""
+        saved = [self.log.saved, self.bucket.saved]
         return saved if self.residuals is None else [*saved, self.residuals]
 
     def right_hash(self) -> str:
@@ -101,13 +109,35 @@ class Checkpoint:
     manifest: Manifest
     settings: RunSettings
 
+    def absent(self) -> dict[str, list[SavedFile]]:
+        """Return by learner the files of its state that are not here: they are on its own machine until they are collected."""
+        missing = {
+            name: [file for file in learner.files if not (self.path / file.file).is_file()]
+            for name, learner in sorted(self.manifest.learners.items())
+        }
+        return {name: files for name, files in missing.items() if files}
+
     def check(self) -> None:
         """Compare every file with its hash.
 
         Raises:
             RunError: one is missing, or has another content than was saved.
         """
-        for file in self.manifest.files:
+        self.check_run()
+        absent = self.absent()
+        if absent and self.manifest.number is not None:
+            raise RunError(
+                f"{self.path}: the states of {', '.join(absent)} are on other machines; copy their checkpoints/"
+                f"{self.manifest.number}, then: diloco checkpoint collect {self.path} FOLDER..."
+            )
+        self._check(file for learner in self.manifest.learners.values() for file in learner.files)
+
+    def check_run(self) -> None:
+        """Compare the files of the run itself with their hashes, as :meth:`check` does and raises."""
+        self._check(self.manifest.of_run)
+
+    def _check(self, files: Iterable[SavedFile]) -> None:
+        for file in files:
             path = self.path / file.file
             if not path.is_file():
                 raise RunError(f"{path}: missing")
@@ -131,10 +161,10 @@ def load(path: Path) -> Checkpoint:
         head = msgspec.json.decode(text)
         if not isinstance(head, dict) or head.get("format") != FORMAT:
             raise RunError(f"{file}: is no manifest of a checkpoint")
-        if head.get("version") not in (VERSION, OF_REGIONS, OF_PARTS):
+        if head.get("version") not in range(VERSION, OF_OTHERS + 1):
             raise RunError(
                 f"{file}: made by version {head.get('made_by')} of diloco (format {head.get('version')}); this is "
-                f"{__version__} (formats {VERSION} to {OF_PARTS}): go on from it with the version that made it"
+                f"{__version__} (formats {VERSION} to {OF_OTHERS}): go on from it with the version that made it"
             )
         manifest = msgspec.json.decode(text, type=Manifest)
     except (FileNotFoundError, NotADirectoryError):

@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
 from diloco.control.gate import HeartbeatGate
-from diloco.control.hearing import hear
+from diloco.control.hearing import decoding
 from diloco.core.chain import NO_ENTRY
+from diloco.core.markers import MarkerReply
 from diloco.member import state
 from diloco.process.tasks import end
 from diloco.transport import Heard
 from diloco.wire import framing
-from diloco.wire.control import Heartbeat, MarkerAnswer, SnapshotMarker
+from diloco.wire.control import Heartbeat, MarkerAnswer, MarkerDeclined, SnapshotMarker
 from diloco_ops.manifest import Cut
 from diloco_ops.run_reader import RunReader
 
@@ -54,15 +56,17 @@ class Marking:
     problems: list[str]  # gets what a reader of the checkpoint must know
     cuts: list[Cut] = field(default_factory=list)
     _newest: int = 0  # of the markers that some learner has answered
+    keeps_own: list[str] = field(default_factory=list)  # learners whose training loops keep checkpoints of their own
     _heartbeats: dict[str, tuple[Heartbeat, float]] = field(default_factory=dict)
     _answers: dict[str, MarkerAnswer] = field(default_factory=dict)
+    _declined: dict[str, MarkerDeclined] = field(default_factory=dict)
 
     async def states(self) -> States:
         """Have the learners save their states at one cut. Return the files by learner."""
         run, transport, subjects = self.run.run, self.run.transport, self.run.log.subjects
         gate = HeartbeatGate(run, self.run.map, None, self._hear_heartbeat)
         await transport.subscribe(subjects.heartbeat(), gate.hear)
-        await hear(transport, subjects.marker_answer(), MarkerAnswer, run.identity, self._hear_answer, None)
+        await transport.subscribe(subjects.marker_answer(), self._hearing(run.identity))
         reading = asyncio.create_task(gate.work())
         try:
             return await self._snapshot()
@@ -73,6 +77,7 @@ class Marking:
         """Drop what learners have saved: an attempt failed, or it is copied."""
         shutil.rmtree(self.run.directory.path / state.FOLDER / str(self.number), ignore_errors=True)
         self._answers.clear()
+        self._declined.clear()
 
     async def _snapshot(self) -> States:
         await asyncio.sleep(HEAR_S + 2 * self.run.run.in_force.liveness.heartbeat_s)
@@ -94,6 +99,11 @@ class Marking:
         if without_residual:
             names = ", ".join(map(str, without_residual))
             self.problems.append(f"fragments {names}: what rounding has left over of their last merge begins at zero")
+        for name, declined in sorted(self._declined.items()):
+            if declined.reason == "keeps_own":
+                self.keeps_own.append(name)
+            else:
+                self.problems.append(f"{name}: could not save its state ({declined.detail}); begins from the log")
         return {name: (self._parts_of(answer), answer) for name, answer in sorted(self._answers.items())}
 
     def _parts_of(self, answer: MarkerAnswer) -> list[Path]:
@@ -106,7 +116,7 @@ class Marking:
         Learners hear no marker older than one that they have answered, and answers outlive the folders that numbers come from.
         """
         began_s = time.monotonic()
-        while missing := self._living() - self._answers.keys():
+        while missing := self._living() - self._answers.keys() - self._declined.keys():
             if time.monotonic() - began_s > MARKER_TIMEOUT_S:
                 self.problems.append(
                     f"{', '.join(sorted(missing))}: no state within {MARKER_TIMEOUT_S:g} s; begins from the log"
@@ -115,6 +125,7 @@ class Marking:
             if self._newest > self.number:
                 self.number = self._newest + 1
                 self._answers.clear()
+                self._declined.clear()
             frame = framing.pack(SnapshotMarker(self.number, versions), self.run.run.identity)
             await self.run.transport.publish(self.run.log.subjects.marker, frame)
             await asyncio.sleep(MARKER_EVERY_S)
@@ -130,12 +141,30 @@ class Marking:
     async def _hear_heartbeat(self, heartbeat: Heartbeat) -> None:
         self._heartbeats[heartbeat.learner] = (heartbeat, time.monotonic())
 
+    def _hearing(self, run: bytes) -> Callable[[Heard], Awaitable[None]]:
+        """Return a function that takes in either kind of answer: both have one subject."""
+        answered = decoding(MarkerAnswer, run, self._hear_answer, None)
+        declined = decoding(MarkerDeclined, run, self._hear_declined, None)
+
+        async def heard(message: Heard) -> None:
+            await (declined if framing.kind_of(message.data) == MarkerDeclined.kind else answered)(message)
+
+        return heard
+
     async def _hear_answer(self, answer: MarkerAnswer, _: Heard) -> None:
-        if answer.learner not in self._heartbeats or answer.number > self.number + MAX_AHEAD:
-            return  # of no learner, or of a checkpoint that was never taken: the numbers would come to their end
-        if answer.number == self.number and len(answer.versions) == len(self.run.map.fragments):
+        if self._counts(answer) and len(answer.versions) == len(self.run.map.fragments):
             self._answers[answer.learner] = answer
+
+    async def _hear_declined(self, declined: MarkerDeclined, _: Heard) -> None:
+        if self._counts(declined):
+            self._declined[declined.learner] = declined
+
+    def _counts(self, answer: MarkerReply) -> bool:
+        """Return whether an answer is to the newest marker; note the newest number that was answered."""
+        if answer.learner not in self._heartbeats or answer.number > self.number + MAX_AHEAD:
+            return False  # of no learner, or of a checkpoint that was never taken: the numbers would come to their end
         self._newest = max(self._newest, answer.number)
+        return answer.number == self.number
 
     async def _kept(self) -> bool:
         """Whether the log still goes back to the cut: keyframes are written, and entries below them dropped, all the time."""

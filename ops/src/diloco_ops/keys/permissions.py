@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from diloco.control.whole import KEY
 from diloco.nats.identity import Role
 from diloco.wire.refusals import refusals_key
 from diloco.wire.subjects import Subjects, consumers, reader
@@ -149,7 +150,7 @@ def _operator(who: Who, names: Subjects) -> _Granted:
     """Allow checkpoints and resuming, changes, repair of keys, the end of a run and of consumers; nothing that is merged."""
     streams = (names.log_stream, names.offer_stream, names.archive_stream)
     control = _watch(who, names) + Allowed((names.marker, names.changed), (names.marker_answer(),))
-    control += _keys(names, "run", "changes", "protocol", "genesis") + _whole(_store(names))
+    control += _keys(names, "run", "changes", "protocol", "genesis", KEY) + _whole(_store(names))
     control += _api("STREAM.PURGE", _store(names)) + _clear(_store(names))
     log = _look(names.log_stream, names.archive_stream) + _follow(who, names.log_stream)
     log += _make(names) + _whole(*streams) + _clear(*streams)

@@ -26,7 +26,8 @@ from diloco.member.restoring import UNFIT
 from diloco.member.state import Content, State
 from diloco.process.observe import Logger
 from diloco.settings.service import LearnerSettings
-from diloco.wire.control import MarkerAnswer, SnapshotMarker
+from diloco.wire.control import MarkerAnswer, MarkerDeclined, SnapshotMarker
+from diloco.wire.fields import MAX_TEXT
 from diloco.wire.island import Purpose
 from diloco_learner.model import Stored
 from diloco_learner.pacing import Pacing
@@ -95,11 +96,13 @@ class Keeper:
     def _answer(self, marker: SnapshotMarker, versions: list[int], dump: Dump, content: Content) -> None:
         path = state.snapshot(self.settings.state_dir, marker.number, self.settings.name)
         saved = self.saver.save(path, self._name(dump), dump, content)
-        if saved is not None:
-            self.member.note_saved(saved.digest)
-            step, file_hash = dump[0]["step"], state.file_hash(path)
-            answer = MarkerAnswer(self.settings.name, marker.number, step, versions, saved.size_bytes, file_hash)
-            self.member.answer_marker(answer)
+        if saved is None:
+            reason = self.saver.failure[:MAX_TEXT]
+            self.member.answer_marker(MarkerDeclined(self.settings.name, marker.number, "not_saved", reason))
+            return
+        self.member.note_saved(saved.digest)
+        step, file_hash = dump[0]["step"], state.file_hash(path)
+        self.member.answer_marker(MarkerAnswer(self.settings.name, marker.number, step, versions, saved.size_bytes, file_hash))
 
     def _name(self, dump: Dump) -> str:
         return f"{self.member.admission.incarnation}, step {dump[0]['step']}"

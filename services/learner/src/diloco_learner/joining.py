@@ -37,6 +37,7 @@ from diloco.service import skeleton
 from diloco.settings.run import MAX_NAME, NAME_PATTERN, TaskSettings
 from diloco.settings.service import LearnerSettings
 from diloco.settings.validation import nearest, parse
+from diloco.wire.control import MarkerDeclined
 from diloco_learner.feed import Batch, Feed
 from diloco_learner.model import Carried
 from diloco_learner.process import LoopThread
@@ -315,8 +316,8 @@ class JoinedRun:
         boundary = self._member.boundary(done)
         carry_out(boundary, self._parameters, self._member, self._member.run.created)
         marker = self._member.marker_due()
-        if marker is not None:  # of a whole run's checkpoint, which has no state of this learner: versions go on
-            self._member.note_copied(marker)
+        if marker is not None:  # of a whole run's checkpoint: the state of this loop is its own affair
+            self._member.answer_marker(MarkerDeclined(self.settings.name, marker.number, "keeps_own", ""))
         self.over = boundary.stop or boundary.finished or boundary.ended
         return boundary
 

@@ -14,6 +14,7 @@ from functools import partial
 from diloco.member import restoring, state
 from diloco.member.leader import Leader
 from diloco.member.part import Follower, Part, Saving
+from diloco.member.snapshots import drop_superseded
 from diloco.member.state import Content, Saved
 from diloco.process.observe import Logger
 from diloco.settings.service import LearnerSettings
@@ -58,10 +59,17 @@ class PartKeeper:
             case "loan":
                 saved = self._lend(saving, content)
             case "whole":
+                if self.saver.index:  # the leader drops what it sees, on hearing the marker; this disk may be another one
+                    self._drop_superseded(save.marker)
                 path = state.snapshot(self.settings.state_dir, save.marker, self.settings.name, self.saver.index)
                 saved = self.saver.save(path, save.name, (saving.accounts, saving.arrays), content)
                 file_hash = b"" if saved is None else state.file_hash(path)
         self.saves.part_saved(saving, saved, file_hash or (saved.state_hash if saved else b""))
+
+    def _drop_superseded(self, marker: int) -> None:
+        part = self.saves.part
+        dropping = drop_superseded(part.run.registry, self.settings, marker, self.log)
+        part.loop.call_soon_threadsafe(part.tasks.spawn, dropping)
 
     def _save_own(self, saving: Saving, content: Content) -> Saved | None:
         """Keep the part before if it is of the newest checkpoint that all processes have."""

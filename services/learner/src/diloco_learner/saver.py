@@ -35,6 +35,7 @@ class Saver:
         self.job: Future[None] | None = None  # begun, and not found ended
         self._worker = ThreadPoolExecutor(1, "checkpoint")
         self._complained = False
+        self.failure = ""  # why the last state that could not be saved was not
 
     def is_busy(self) -> bool:
         """Whether a state is being saved; an error that none of ours foresees is raised here."""
@@ -95,6 +96,7 @@ class Saver:
 
     def complain(self, event: str, path: Path, error: Exception) -> None:
         """Say once that something could not be saved."""
+        self.failure = str(error)
         if not self._complained:
             self.log.warning(event, file=str(path), reason=str(error))
         self._complained = True

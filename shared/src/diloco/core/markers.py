@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from diloco.core.fragment_state import FragmentState, Version
 from diloco.errors import MessageError
-from diloco.wire.control import MarkerAnswer, SnapshotMarker
+from diloco.wire.control import MarkerAnswer, MarkerDeclined, SnapshotMarker
+
+MarkerReply: TypeAlias = MarkerAnswer | MarkerDeclined
 
 
 @dataclass
@@ -18,10 +21,10 @@ class Markers:
     """The newest marker, and the answer to the last one that was answered."""
 
     marker: SnapshotMarker | None = None  # not answered yet
-    answered: MarkerAnswer | None = None
+    answered: MarkerReply | None = None
     held_back: list[int] | None = None  # by fragment: no later version is applied
 
-    def hear(self, marker: SnapshotMarker, fragments: int) -> MarkerAnswer | None:
+    def hear(self, marker: SnapshotMarker, fragments: int) -> MarkerReply | None:
         """Take in a marker; return the newest answer if the marker is not newer than it: its sender learns to count on.
 
         Raises:
@@ -47,8 +50,8 @@ class Markers:
         if self.marker is marker:
             self.held_back = None
 
-    def answer(self, answer: MarkerAnswer) -> None:
-        """Note that the state that a marker asks for is saved."""
+    def answer(self, answer: MarkerReply) -> None:
+        """Note that the state that a marker asks for is saved, or that it never will be."""
         self.answered = answer
         if self.marker is not None and self.marker.number == answer.number:
             self.forget()

@@ -22,6 +22,7 @@ from diloco.core.accounts import StepDone, Traffic
 from diloco.core.decisions import Decisions
 from diloco.core.fragment_state import Answer, Phase, Reader, Version
 from diloco.core.fragments import Fragment, FragmentMap
+from diloco.core.markers import MarkerReply
 from diloco.core.rows import RowLayout
 from diloco.core.saving import Ended, set_name
 from diloco.core.schedule import Moment
@@ -37,7 +38,7 @@ from diloco.process.tape import Recorder
 from diloco.settings.service import LearnerSettings
 from diloco.transport import Transport
 from diloco.wire import island
-from diloco.wire.control import MarkerAnswer
+from diloco.wire.control import MarkerAnswer, MarkerDeclined
 from diloco.wire.entries import Genesis
 from diloco.wire.framing import Message
 from diloco.wire.island import Kept, Pending, Purpose
@@ -165,12 +166,18 @@ class Leader(Member):
         self.log.debug("all_parts_saved", set=ended.save.name, parts=len(ended.parts), bytes=size_bytes)
         if ended.save.purpose == "loan":
             self._lend_parts(ended)
-        elif ended.save.purpose == "whole" and ended.parts:
-            step, versions = self._saved_at
-            files = [(each.size_bytes, each.content or b"") for _, each in sorted(ended.parts.items())]
-            answer = MarkerAnswer(self.settings.name, ended.save.marker, step, versions, *files[0], files[1:])
+        elif ended.save.purpose == "whole":
+            answer = self._marker_reply(ended)
             self.learner.markers.answer(answer)
             self._shared.tasks.spawn(self._outbox.send(answer))
+
+    def _marker_reply(self, ended: Ended) -> MarkerReply:
+        name, number = self.settings.name, ended.save.marker
+        if not ended.parts:
+            return MarkerDeclined(name, number, "not_saved", "one of its processes says checkpoint_not_saved in its log")
+        step, versions = self._saved_at
+        files = [(each.size_bytes, each.content or b"") for _, each in sorted(ended.parts.items())]
+        return MarkerAnswer(name, number, step, versions, *files[0], files[1:])
 
     def _lend_parts(self, ended: Ended) -> None:
         lent = self.part.lent

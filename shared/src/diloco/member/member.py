@@ -31,6 +31,7 @@ from diloco.core.delta import Apply
 from diloco.core.fragment_state import Reader, Version
 from diloco.core.fragments import Fragment, FragmentMap
 from diloco.core.learner import Dump, Learner
+from diloco.core.markers import MarkerReply
 from diloco.core.schedule import Moment
 from diloco.errors import EjectedError
 from diloco.log.follower import Copy
@@ -45,6 +46,7 @@ from diloco.member.peer import Borrower, Layout, Lendable, Lender, Loan, LoanWat
 from diloco.member.refusals import RefusalWatch
 from diloco.member.shared import SharedLearner
 from diloco.member.shares import LeaseClient, Leases, free_shares
+from diloco.member.snapshots import MarkerHearing
 from diloco.member.taping import LearnerTape
 from diloco.member.tracing import MemberTraces
 from diloco.process.observe import Counted, Logger, Progress
@@ -54,7 +56,7 @@ from diloco.process.telemetry import Telemetry
 from diloco.settings.service import LearnerSettings
 from diloco.transport import Heard, Transport
 from diloco.wire import framing
-from diloco.wire.control import MAX_SAID, Announcement, Heartbeat, MarkerAnswer, SnapshotMarker
+from diloco.wire.control import MAX_SAID, Announcement, Heartbeat, SnapshotMarker
 from diloco.wire.entries import Genesis, Record
 from diloco.wire.subjects import Subjects
 
@@ -176,7 +178,7 @@ class Member:
 
     async def _serve(self) -> None:
         """Hear what others want of a learner's state, and what they refuse of its work."""
-        await self._hear(self.subjects.marker, SnapshotMarker, self._hear_marker)
+        await self._hear(self.subjects.marker, SnapshotMarker, self._marker_hearing().hear)
         await self.lender.serve()
         self._shared.tasks.spawn(self.refusals.work())
 
@@ -255,11 +257,9 @@ class Member:
                 self._shared.tell()
             self._answering.begin(announced.fragment)
 
-    async def _hear_marker(self, marker: SnapshotMarker, heard: Heard) -> None:
-        with self._shared.lock:
-            answered = self.learner.markers.hear(marker, len(self.learner.fragments))
-        if answered is not None:
-            await self._outbox.send(answered)
+    def _marker_hearing(self) -> MarkerHearing:
+        fragments = len(self.map.fragments)
+        return MarkerHearing(self._shared, self._outbox, self.run.registry, self.settings, fragments, self.log)
 
     async def _send_heartbeats_regularly(self) -> None:
         progress = Progress(self.log, self._shared.loop.time(), lambda: _progress(self.heartbeat()))
@@ -420,8 +420,8 @@ class Member:
         with self._shared.lock:
             self.learner.markers.copied(marker)
 
-    def answer_marker(self, answer: MarkerAnswer) -> None:
-        """Say that the state asked for is saved. Callable from any thread."""
+    def answer_marker(self, answer: MarkerReply) -> None:
+        """Say that the state asked for is saved, or that it never will be. Callable from any thread."""
         with self._shared.lock:
             self.learner.markers.answer(answer)
         self._outbox.send_soon(answer)

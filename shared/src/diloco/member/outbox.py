@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 from diloco.control.creation import Run
 from diloco.member.shared import SharedLearner
 from diloco.transport import Transport
 from diloco.wire import framing
-from diloco.wire.control import Heartbeat, MarkerAnswer, Sample
+from diloco.wire.control import Heartbeat, MarkerAnswer, MarkerDeclined, Sample
 from diloco.wire.fields import MAX_TEXT
 from diloco.wire.subjects import Subjects
 
-_SUBJECTS = {Heartbeat: Subjects.heartbeat, MarkerAnswer: Subjects.marker_answer, Sample: Subjects.sample}
+_SUBJECTS = {
+    Heartbeat: Subjects.heartbeat,
+    MarkerAnswer: Subjects.marker_answer,
+    MarkerDeclined: Subjects.marker_answer,
+    Sample: Subjects.sample,
+}
+Sent: TypeAlias = Heartbeat | MarkerAnswer | MarkerDeclined | Sample
 
 
 class Outbox:
@@ -19,12 +27,12 @@ class Outbox:
     def __init__(self, transport: Transport, run: Run, name: str, shared: SharedLearner) -> None:
         self._transport, self._run, self._name, self._shared = transport, run, name, shared
 
-    async def send(self, message: Heartbeat | MarkerAnswer | Sample) -> None:
+    async def send(self, message: Sent) -> None:
         """Send a message, from the loop thread."""
         subject = _SUBJECTS[type(message)](Subjects(self._run.name), self._name)
         await self._transport.publish(subject, framing.pack(message, self._run.identity))
 
-    def send_soon(self, message: Heartbeat | MarkerAnswer | Sample) -> None:
+    def send_soon(self, message: Sent) -> None:
         """Send a message, from any thread."""
         self._shared.loop.call_soon_threadsafe(lambda: self._shared.tasks.spawn(self.send(message)))
 

@@ -174,6 +174,17 @@ def snapshot(state_dir: Path, number: int, learner: str, part: int = 0) -> Path:
     return part_file(state_dir / FOLDER / str(number), learner, part)
 
 
+def snapshots(state_dir: Path, learner: str) -> dict[int, list[Path]]:
+    """Return the files of a learner's states for checkpoints of the whole run that are here, by the checkpoint's number."""
+    found: dict[int, list[Path]] = {}
+    for folder in (state_dir / FOLDER).glob("[0-9]*"):
+        paths = [folder / f"{learner}.safetensors", *folder.glob(f"{learner}.part-*.safetensors")]
+        here = [path for path in paths if path.is_file()]
+        if folder.name.isdecimal() and here:
+            found[int(folder.name)] = here
+    return found
+
+
 def part_file(folder: Path, learner: str, part: int) -> Path:
     """Return the path of a part of a learner's state in a folder of states."""
     return _generations(folder, learner, part)[0]

@@ -158,6 +158,21 @@ class MarkerAnswer(Message, frozen=True):
     # bytes and hash of the files of a learner's further processes, in their order; None: it is one
 
 
+class MarkerDeclined(Message, frozen=True):
+    """Answer to a snapshot marker of a learner that leaves no state for it; repeated with the marker. Not stored.
+
+    It has the subject of a :class:`MarkerAnswer`.
+    """
+
+    kind = "marker_declined"
+    subject_field = "learner"
+
+    learner: MemberName
+    number: Count
+    reason: Literal["keeps_own", "not_saved"]  # its training loop keeps a checkpoint of its own; its disk took no state
+    detail: Text  # for people; may be empty
+
+
 class StateRequest(Message, frozen=True):
     """Request of a learner to a peer for its optimizer state, or for a slice of one of its arrays. Answered at once."""
 
