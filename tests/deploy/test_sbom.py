@@ -25,7 +25,7 @@ rc  removed                 1.0-1                          all          only its
 
 
 def sbom(*arguments: str, listed: str = DPKG) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, ROOT / "deploy" / "images" / "sbom", *arguments]
+    command = [sys.executable, str(ROOT / "deploy" / "images" / "sbom"), *arguments]
     return subprocess.run(command, input=listed, capture_output=True, text=True, check=False)
 
 
