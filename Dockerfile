@@ -1,9 +1,13 @@
 # All images of a run, a target each: docker build --target syncer .   (learner, syncer, coordinator, nats)
+# A release is built by deploy/images/build, with the base images' digests (make pin-images).
 #
 # Layers, from what changes least to what changes most: Python, packages (JAX on top of the others'), our code, compiled
 # kernels. Packages are installed by hash, and nothing is built from source but our own wheels.
 
-FROM python:3.11-slim-bookworm AS base
+ARG PYTHON_IMAGE=python:3.11-slim-bookworm
+ARG NATS_IMAGE=nats:2-alpine
+
+FROM ${PYTHON_IMAGE} AS base
 RUN useradd --uid 10001 --user-group --no-create-home --home-dir /state --shell /usr/sbin/nologin diloco \
  && install -d -o diloco -g diloco /state \
  && python -m venv --without-pip /opt/venv
@@ -32,19 +36,19 @@ RUN --mount=type=cache,target=/var/cache/pip --mount=from=binutils,source=/usr,t
  && LD_LIBRARY_PATH="$(echo /binutils/lib/*-linux-gnu)" /binutils/bin/strip --strip-unneeded zstandard/*.so llvmlite/binding/*.so \
  && find num* -name tests -prune -exec rm -r {} +
 
-FROM packages AS learner-packages
+# of the command line, which each image has: people ask `diloco doctor` there
+FROM packages AS command-packages
+COPY requirements/coordinator.txt /tmp/
+RUN --mount=type=cache,target=/var/cache/pip \
+    PIP_CACHE_DIR=/var/cache/pip pip --python /opt/venv/bin/python install --require-hashes --only-binary :all: -r /tmp/coordinator.txt \
+ && rm /tmp/coordinator.txt
+
+FROM command-packages AS learner-packages
 COPY requirements/learner.txt /tmp/
 RUN --mount=type=cache,target=/var/cache/pip \
     PIP_CACHE_DIR=/var/cache/pip pip --python /opt/venv/bin/python install --require-hashes --only-binary :all: -r /tmp/learner.txt \
  && rm /tmp/learner.txt && cd /opt/venv/lib/python3.*/site-packages \
  && find scipy -name tests -prune -exec rm -r {} +
-
-# what makes keys
-FROM packages AS coordinator-packages
-COPY requirements/coordinator.txt /tmp/
-RUN --mount=type=cache,target=/var/cache/pip \
-    PIP_CACHE_DIR=/var/cache/pip pip --python /opt/venv/bin/python install --require-hashes --only-binary :all: -r /tmp/coordinator.txt \
- && rm /tmp/coordinator.txt
 
 # ---- our code, as it lies in the images
 
@@ -69,26 +73,38 @@ RUN NUMBA_CACHE_DIR=/opt/kernels python -c "import diloco.core.kernels"
 
 # ---- the images
 
-FROM packages AS syncer
-COPY --from=code /code/shared /code/services/syncer /
+FROM command-packages AS syncer
+COPY --from=code /code/shared /code/services/syncer /code/services/coordinator /code/report /code/ops /
 COPY --from=kernels /opt/kernels /opt/kernels
 USER diloco
 CMD ["diloco-syncer"]
+ARG VERSION=0.2.0
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title=diloco-syncer org.opencontainers.image.version=$VERSION org.opencontainers.image.revision=$REVISION
 
-# also the relay between the regions, and the command line
-FROM coordinator-packages AS coordinator
+# also the relay between the regions, and what watches a server
+FROM command-packages AS coordinator
 COPY --from=code /code/shared /code/services/coordinator /code/report /code/ops /
 COPY --from=kernels /opt/kernels /opt/kernels
 USER diloco
 CMD ["diloco-coordinator"]
+ARG VERSION=0.2.0
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title=diloco-coordinator org.opencontainers.image.version=$VERSION org.opencontainers.image.revision=$REVISION
 
 FROM learner-packages AS learner
 ENV DILOCO_CACHE_DIR=/state/cache/jax
-COPY --from=code /code/shared /code/services/learner /
+COPY --from=code /code/shared /code/services/learner /code/services/coordinator /code/report /code/ops /
 COPY --from=kernels /opt/kernels /opt/kernels
 USER diloco
 CMD ["diloco-learner"]
+ARG VERSION=0.2.0
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title=diloco-learner org.opencontainers.image.version=$VERSION org.opencontainers.image.revision=$REVISION
 
-FROM nats:2-alpine AS nats
+FROM ${NATS_IMAGE} AS nats
 RUN mkdir /data && chown 10001:10001 /data
 USER 10001:10001
+ARG VERSION=0.2.0
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title=diloco-nats org.opencontainers.image.version=$VERSION org.opencontainers.image.revision=$REVISION

@@ -7,7 +7,7 @@ unexport PYTHONDONTWRITEBYTECODE
 DISTRIBUTIONS = shared services/learner services/syncer services/coordinator report ops lab
 LINTED = $(DISTRIBUTIONS) tests bench examples
 
-.PHONY: setup torch extras up test test-services test-all test-extras test-compose stress fuzz bench lint ruff types format requirements wheels clean chaos chaos-long
+.PHONY: setup torch extras up test test-services test-all test-extras test-compose stress fuzz bench lint ruff types format requirements wheels pin-images images sbom clean chaos chaos-long
 
 setup: .venv/ready
 
@@ -126,6 +126,20 @@ wheels: setup
 	@PATH="$$PATH:$(BIN)" && for each in $(DISTRIBUTIONS); do \
 	  uv build -q --wheel --no-build-isolation --python $(BIN)/python -o $(DIST) $$each || exit; done
 	@ls $(DIST)/*.whl
+
+# the digests that the base images' tags have now, for releases; the images of a release; and what is in them
+pin-images:
+	@deploy/images/pin
+
+images:
+	@deploy/images/build $(TAG)
+
+sbom: setup
+	@mkdir -p $(DIST)
+	@for image in syncer coordinator learner; do \
+	  docker run --rm --entrypoint dpkg $(IMAGES)diloco-$$image$(if $(TAG),:$(TAG)) -l \
+	  | $(BIN)/python deploy/images/sbom $$image > $(DIST)/diloco-$$image.cdx.json || exit; done
+	@ls $(DIST)/*.cdx.json
 
 clean:
 	rm -rf .venv

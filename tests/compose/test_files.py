@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import tomllib
 from itertools import permutations
 from pathlib import Path
 
 import pytest
+import yaml
 
 from diloco.nats.connection import malloc_environment
 from diloco.settings.loading import read_toml
@@ -62,6 +64,26 @@ def test_the_servers_take_their_files(name: str) -> None:
 def test_the_images_have_the_allocator_settings_of_the_code() -> None:
     found = dict(re.findall(r"\b(MALLOC_\w+)=(\d+)", (ROOT / "Dockerfile").read_text()))
     assert found == malloc_environment()
+
+
+@pytest.mark.parametrize("path", [ROOT / "docker-compose.yml", ROOT / "deploy" / "datacenter" / "compose.yml"], ids=str)
+def test_each_container_has_bounds_on_memory_and_processes_and_base_images_can_be_pinned(path: Path) -> None:
+    tags = dict(re.findall(r"^ARG (\w+_IMAGE)=(\S+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE))
+    assert tags == {"PYTHON_IMAGE": "python:3.11-slim-bookworm", "NATS_IMAGE": "nats:2-alpine"}
+    for name, service in yaml.safe_load(path.read_text())["services"].items():
+        assert service["pids_limit"] >= 512, name
+        assert service["mem_limit"], name
+        if "build" in service:
+            arguments = service["build"]["args"]
+            assert arguments.keys() == {*tags, "REVISION"}
+            assert {arguments[argument] for argument in tags} == {f"${{{name}:-{tag}}}" for name, tag in tags.items()}
+
+
+def test_the_images_state_the_version_of_the_code() -> None:
+    text = (ROOT / "Dockerfile").read_text()
+    version = tomllib.loads((ROOT / "shared" / "pyproject.toml").read_text())["project"]["version"]
+    assert re.findall(r"^ARG VERSION=(\S+)$", text, re.MULTILINE) == [version] * 4
+    assert len(re.findall(r"^LABEL .*version=\$VERSION .*revision=\$REVISION$", text, re.MULTILINE)) == 4
 
 
 def test_the_images_have_the_versions_that_the_tests_run_with() -> None:

@@ -61,7 +61,7 @@ def compose() -> dict[str, Any]:
 
 
 def test_each_service_is_told_what_it_knows_and_sees_the_keys_of_its_role_alone(compose: dict[str, Any]) -> None:
-    assert compose["services"].keys() == ROLES | SERVERS | WATCHES.keys()
+    assert compose["services"].keys() == ROLES | SERVERS | WATCHES.keys() | {"prometheus"}
     for name in ROLES | SERVERS:
         service = compose["services"][name]
         keys = [volume for volume in service["volumes"] if isinstance(volume, dict) and volume["target"] == "/keys"]
@@ -122,6 +122,7 @@ def test_no_secret_is_in_any_file() -> None:
     [
         (["nats-eu", "syncer-eu-*"], ["nats/auth.conf", "nats/server.key", "syncer/syncer-eu-0.identity"]),
         (["control-us", "learner-eu-1"], ["control/server.key", "learner/learner-eu-1.identity"]),
+        (["metrics-us", "coordinator"], ["coordinator/coordinator.identity", "page/server.key"]),
     ],
 )
 def test_a_bundle_has_what_was_asked_for_by_role_and_for_nobody_else_to_read(
@@ -143,7 +144,7 @@ def test_a_bundle_has_what_was_asked_for_by_role_and_for_nobody_else_to_read(
     [
         (["OPERATOR"], "bundle: expected the folder of 'diloco keys' and names of servers or identities"),
         (["nowhere", "nats-eu"], "bundle: nowhere: no keys.toml; is it the folder of 'diloco keys'?"),
-        (["OPERATOR", "nats-eu", "nats-xx"], "bundle: OPERATOR: neither a server nor an identity is called nats-xx"),
+        (["OPERATOR", "nats-eu", "nats-xx"], "bundle: OPERATOR: neither a server, a page nor an identity is called nats-xx"),
     ],
 )
 def test_what_cannot_be_bundled_is_said_in_one_line(operator: Path, arguments: list[str], said: str) -> None:
@@ -163,6 +164,7 @@ def operator(tmp_path: Path) -> Path:
         "servers/nats-eu/server.key": "secret",
         "servers/nats-eu/auth.conf": "",
         "servers/control-us/server.key": "secret",
+        "pages/metrics-us/server.key": "secret",
         "identities/syncer-eu-0.identity": 'format = 1\nrole = "syncer"\n',
         "identities/learner-eu-1.identity": 'format = 1\nrole = "learner"\n',
         "identities/coordinator.identity": 'format = 1\nrole = "coordinator"\n',

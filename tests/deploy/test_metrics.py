@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from itertools import combinations
 from pathlib import Path
 from typing import Any, get_args
@@ -26,6 +27,7 @@ from diloco.core.learner import Activity
 from diloco.service import metrics
 from diloco.service.metrics import usual_kinds
 from diloco_coordinator.server_watch import metrics as server_watch
+from diloco_ops.keys.pki import Authority, Issued
 from diloco_syncer.shard import STATES
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +37,7 @@ CASES = ROOT / "tests" / "deploy" / "alerts_test.yml"
 METRICS_PAGE = ROOT / "docs" / "metrics.md"
 
 EVERYWHERE = {"run", "name", "region"}  # labels of all of a service's own metrics
-SCRAPED = {"job", "instance"}  # labels that Prometheus adds
+SCRAPED = {"job", "instance", "team"}  # labels that Prometheus adds
 TABLES = (
     metrics.COMMON,
     metrics.CONNECTED,
@@ -54,7 +56,7 @@ VALUES = {
     ("diloco_learner_versions_applied_total", "own_work"): {"yes", "no"},
     ("diloco_syncer_crossing_bytes_total", "way"): {"sent", "received"},
     ("ALERTS", "alertstate"): {"pending", "firing"},
-    ("up", "job"): {"diloco"},
+    ("up", "job"): {"diloco", "diloco-teams"},
 }
 
 needs_promtool = pytest.mark.skipif(
@@ -212,6 +214,38 @@ def test_prometheus_takes_the_configuration_of_compose_with_the_rules(tmp_path: 
     )
     assert checked.returncode == 0, checked.stdout + checked.stderr
     assert f"{len(all_rules())} rules found" in checked.stdout
+
+
+@pytest.mark.tool
+@needs_promtool
+def test_prometheus_takes_the_configuration_of_a_datacenter(tmp_path: Path) -> None:
+    folder = ROOT / "deploy" / "datacenter"
+    composed = yaml.safe_load((folder / "compose.yml").read_text())
+    at = {volume["target"]: volume["source"] for volume in composed["services"]["prometheus"]["volumes"] if "target" in volume}
+    assert (folder / at["/etc/prometheus/alerts.yml"]).samefile(RULES)
+    # its keys are where the configurations look for them; here any pair
+    paths = {"/page": tmp_path / "page", "/observer.identity": tmp_path / "observer.identity", "/teams": tmp_path / "teams"}
+    assert paths.keys() < at.keys()
+    issued, authority = _pair()
+    (tmp_path / "page").mkdir()
+    for name, text in {"server.pem": issued.certificate, "server.key": issued.private_key, "ca.pem": authority}.items():
+        (tmp_path / "page" / name).write_text(text)
+    (tmp_path / "observer.identity").write_text(f'x = """\n{issued.certificate}"""\ny = """\n{issued.private_key}"""\n')
+    for name in ("prometheus.yml", "web.yml"):
+        text = (folder / name).read_text()
+        for there, here in paths.items():
+            text = re.sub(rf"(?<=[\[ ]){there}\b", str(here), text)
+        (tmp_path / name).write_text(text)
+    shutil.copy(RULES, tmp_path)
+    for what in (("config", "--lint-fatal", "prometheus.yml"), ("web-config", "web.yml")):
+        checked = subprocess.run(["promtool", "check", *what], cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def _pair() -> tuple[Issued, str]:
+    authority = Authority.new("demo")
+    expires = datetime.now(UTC) + timedelta(days=2)
+    return authority.server("metrics-us", "demo", ["localhost"], expires), authority.certificate
 
 
 # ---- dashboards
