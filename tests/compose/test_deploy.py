@@ -28,8 +28,10 @@ from tests.pace import DEADLINE_S
 from diloco_ops.broker.server import free_ports
 
 PAGE = ROOT / "docs" / "deploy.md"
+TEAMS = ROOT / "docs" / "teams.md"
 BLOCK = re.compile(r"^```sh (us|eu)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 HOSTS = ("us", "eu")
+STATUS = "./diloco status seen --json"
 MAX_COMMANDS = 10
 RUN_S = 5 * DEADLINE_S  # containers of a whole run begin and train
 COMMAND_S = 10 * DEADLINE_S  # images may have to be built
@@ -183,7 +185,7 @@ def test_what_the_page_says_brings_a_learner_of_a_second_datacenter_into_the_mer
             machine.until("the learner joins", block, lambda said: '"event":"joined"' in said)
         elif "diloco attach" in block:
             machine.until("the coordinator has made the run", block, bool)
-            merged = machine.until("its work is merged", "./diloco status seen --json", merges("learner-eu-0"))
+            merged = machine.until("its work is merged", STATUS, merges("learner-eu-0"))
             assert json.loads(merged)["learners"]["learner-us-0"]["region"] == "us"
             check_apart(us, eu)
         elif "page.token" in block:
@@ -192,7 +194,62 @@ def test_what_the_page_says_brings_a_learner_of_a_second_datacenter_into_the_mer
             machine.type(block)
         typed.append(commands(block)[0].split()[0])
     assert typed.count("git") == 2
+    check_evening(machines)
     check_nothing_secret(us, eu)
+
+
+def check_evening(machines: dict[str, Machine]) -> None:
+    """What the other page says about an evening ends all services by themselves, and a morning finds their work."""
+    us, eu = machines["us"], machines["eu"]
+    section = TEAMS.read_text().split("\n## An evening and a morning\n")[1]
+    blocks = BLOCK.findall(section)
+    alone, evening, morning = blocks[:2], blocks[2:-2], blocks[-2:]
+    assert [host for host, _ in alone + morning] == ["eu", "eu", "us", "eu"]
+
+    before = learners_of(us)
+    for host, block in alone:
+        machines[host].type(block)
+        if "stop" in block:
+            check_ends(machines[host])
+    for name, learner in before.items():  # us's was restarted too, with new keys
+        us.until(f"{name} is back", STATUS, steps_beyond(name, learner["step"]))
+
+    for host, block in evening:
+        machines[host].type(block)
+        if block == "docker compose stop learner\n" and host == "eu":
+            held = learners_of(us)
+            for name, learner in held.items():
+                assert learner["state"] == "left", name
+                assert learner["step"] >= before[name]["step"]
+                assert learner["tokens_merged"] + learner["lost_tokens"] == learner["tokens"], "its last work is merged"
+    check_ends(us)
+    check_ends(eu)
+
+    for host, block in morning:
+        machines[host].type(block)
+    for name, learner in held.items():
+        us.until(f"{name} goes on where it was", STATUS, steps_beyond(name, learner["step"]))
+
+
+def learners_of(machine: Machine) -> dict[str, Any]:
+    learners: dict[str, Any] = json.loads(machine.type(STATUS).stdout)["learners"]
+    return learners
+
+
+def steps_beyond(learner: str, step: int) -> Callable[[str], bool]:
+    def holds(said: str) -> bool:
+        found = json.loads(said).get("learners", {}).get(learner, {})
+        return bool(found.get("step", 0) > step and found.get("rounds_merged"))
+
+    return holds
+
+
+def check_ends(machine: Machine) -> None:
+    """All containers have ended, and none was killed."""
+    for line in machine.type("docker compose ps -a --format '{{.Service}} {{.State}} {{.ExitCode}}'").stdout.splitlines():
+        service, state, code = line.split()
+        assert state == "exited", line
+        assert code == "0" if service not in ("nats", "control") else code != "137", line
 
 
 def check_page(machine: Machine, token: str) -> None:

@@ -95,6 +95,16 @@ def test_each_server_is_watched_in_its_own_network_by_a_process_that_cannot_chan
     assert 'http: "127.0.0.1:8222"' in (DATACENTER / "nats.conf").read_text()
 
 
+def test_a_stop_ends_learners_then_syncers_then_servers_and_no_machine_needs_all_of_them(compose: dict[str, Any]) -> None:
+    after = {name: service.get("depends_on", {}) for name, service in compose["services"].items()}
+    assert after["learner"].keys() == SERVERS | {"syncer"}
+    assert after["syncer"].keys() == after["coordinator"].keys() == after["evaluator"].keys() == SERVERS
+    assert not any(after[name] for name in SERVERS)
+    conditions = [condition for name, each in after.items() if name not in WATCHES for condition in each.values()]
+    assert all(condition == {"condition": "service_started", "required": False} for condition in conditions)
+    assert all(compose["services"][name]["init"] is True for name in SETTINGS)
+
+
 def test_the_example_of_env_names_only_what_the_compose_file_takes(compose: dict[str, Any]) -> None:
     said = re.findall(r"^#?([A-Z_]+)=", (DATACENTER / ".env.example").read_text(), re.MULTILINE)
     text = (DATACENTER / "compose.yml").read_text()

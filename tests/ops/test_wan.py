@@ -512,7 +512,8 @@ def test_a_missing_file_and_a_taken_port_are_said(wan: Command) -> None:
         Path("wan.toml").write_text(CONFIG.format(control=0, listen=port))
         ended = wan("serve", "wan.toml")
     assert ended.code == 8
-    assert f"diloco: 127.0.0.1:{port}: cannot listen there: Address already in use" in ended.err
+    [said] = [json.loads(line) for line in ended.err.splitlines() if "process_ended" in line]
+    assert said["reason"].startswith(f"127.0.0.1:{port}: cannot listen there: Address already in use")
 
 
 @pytest.mark.parametrize(
