@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from tests.made.statuses import fake_status
 
+from diloco_ops.live.rows import WINDOWS, window_text
 from diloco_ops.live.screen import LiveView, failure_lines, plain_line, render
 from diloco_ops.live.watched import Watched
 
@@ -154,6 +156,27 @@ def test_curve_has_a_line_that_falls() -> None:
     lines = [line for line in drawn(status, 80, 24) if "│" in line or "┤" in line]
     braille = [(row, column) for row, line in enumerate(lines) for column, char in enumerate(line) if "⠀" < char <= "⣿"]
     assert min(braille, key=lambda cell: cell[1])[0] < max(braille, key=lambda cell: cell[1])[0]
+
+
+def test_curve_has_a_gap_where_its_learner_was_not_heard_and_round_labels() -> None:
+    heard = [*range(10), *range(40, 50)]
+    status = fake_status(loss={"learner-0": [[float(t), t, 3.1 - t / 50] for t in heard]}, validation=[])
+    lines = [line for line in drawn(status, 80, 24) if "│" in line or "┤" in line]
+    columns = {column for line in lines for column, char in enumerate(line) if "⠀" < char <= "⣿"}
+    widest = max(later - earlier for earlier, later in pairwise(sorted(columns)))
+    assert widest > 0.5 * (max(columns) - min(columns))  # 31 of 49 s
+    labels = [float(line.split("┤")[0].strip("│ ")) for line in lines if "┤" in line]
+    assert labels == [3.0, 2.5]
+
+
+def test_a_finished_run_shows_the_rate_of_the_whole_run() -> None:
+    status = fake_status(state="finished", progress=1.0, wall_s=100.0, tokens_processed=3_000_000)
+    assert " | 30.0k tokens/s | " in plain_line(status)
+
+
+def test_lanes_of_a_young_run_show_the_whole_run() -> None:
+    assert [window_text(each, 24.0) for each in WINDOWS] == ["whole run"] * 4
+    assert window_text(60.0, 61.0) == "last 1:00"
 
 
 def test_plain_line() -> None:

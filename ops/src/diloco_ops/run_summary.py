@@ -18,7 +18,7 @@ def summarise(report: dict[str, Any], path: Path) -> None:
     print(f"\n{_validation(report)}")
     for name, value in report["values"].items():
         print(f"  {name} {decimal(value)} (began at {decimal(initial.get(name))})")
-    for sentence in compared.sentences(report):
+    for sentence in compared.sentences(report, brief=True):
         print(f"  {sentence}")
     print(
         f"{count(report['tokens_processed'])} {report['item'] or 'token'}s in {duration(report['wall_s'])}, "

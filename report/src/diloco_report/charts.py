@@ -10,17 +10,16 @@ import json
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from html import escape
 from typing import Any, Literal
 
+from diloco_report.curves import Line, Point, thinned
 from diloco_report.units import count, decimal, duration, share, size
 
-Point = tuple[float, float]
 Axis = Literal["tokens", "time", "bytes"]
 _FORMS: dict[Axis, Callable[[object], str]] = {"tokens": count, "time": duration, "bytes": size}
 
-MAX_POINTS = 240  # of a line: means over as many parts of its extent
 MAX_DOTS = 40  # of a strong line that are marked one by one
 MAX_SPANS = 600  # of one learner's timeline
 MAX_MERGES = 2500
@@ -31,17 +30,6 @@ LONG = 2.0  # times the usual number of steps: of an offer that holds more, the 
 STATES = ("starting", "stepping", "sending", "waiting", "recovering", "closing", "leaving", "finished", "left", "gone")
 # round times between two ticks
 _TIME_STEPS_S = (1, 2, 5, 10, 15, 20, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400)
-
-
-@dataclass(frozen=True)
-class Line:
-    """A named line of a chart; ``css`` is its colour, ``dash`` its pattern (``stroke-dasharray``), empty for a solid one."""
-
-    name: str
-    css: str
-    points: Sequence[Point]
-    strong: bool = False
-    dash: str = ""
 
 
 def nice_ticks(low: float, high: float, wanted: int) -> list[float]:
@@ -60,18 +48,6 @@ def time_ticks(end_s: float, wanted: int) -> list[float]:
     if step is None:
         step = 86400 * math.ceil(end_s / wanted / 86400)
     return [float(step * index) for index in range(math.floor(end_s / step + 1e-9) + 1)]
-
-
-def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
-    """Return at most ``limit`` points, each the mean of those in one of as many equal parts of the line's extent."""
-    if len(points) <= limit:
-        return list(points)
-    low, high = points[0][0], points[-1][0]
-    width = (high - low) / limit or 1.0
-    parts: dict[int, list[Point]] = {}
-    for point in points:
-        parts.setdefault(min(limit - 1, max(0, int((point[0] - low) / width))), []).append(point)
-    return [(sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for _, part in sorted(parts.items())]
 
 
 def loss_range(lines: Sequence[Line], references: Mapping[str, float]) -> Point:
@@ -125,7 +101,7 @@ def line_chart(
 
     ``name``: of no other chart of the page. ``moments``: events of the whole run, by their place on the level axis.
     """
-    lines = [replace(line, points=thin(line.points)) for line in lines if line.points]
+    lines = [thinned(line) for line in lines if line.points]
     if not lines:
         return '<p class="empty">No loss was recorded.</p>'
     frame = _Frame(max(line.points[-1][0] for line in lines) or 1.0, *loss_range(lines, references))
@@ -165,7 +141,8 @@ def _axes(frame: _Frame, axis: Axis, label: str) -> list[str]:
 
 def _curve(line: Line, frame: _Frame, clip: str) -> str:
     places = [(frame.x(x), frame.y(y)) for x, y in line.points]
-    path = "".join(f"{'L' if n else 'M'}{x:.1f} {y:.1f}" for n, (x, y) in enumerate(places))
+    begins = {0, *line.breaks}
+    path = "".join(f"{'M' if n in begins else 'L'}{x:.1f} {y:.1f}" for n, (x, y) in enumerate(places))
     dash = f";stroke-dasharray:{line.dash}" if line.dash else ""
     drawn = (
         f'<path class="{"line strong" if line.strong else "line"}" clip-path="url(#{clip})" d="{path}" '

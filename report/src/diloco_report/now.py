@@ -8,7 +8,7 @@ from typing import Any
 
 from diloco_report import html
 from diloco_report.facts import Report, learners_of, natural, ratio
-from diloco_report.units import MISSING, count, decimal, duration, finite, share, size
+from diloco_report.units import MISSING, count, decimal, duration, finite, lasting, share, size
 
 MAX_EVENTS = 50  # that are shown, of those known
 
@@ -24,7 +24,7 @@ def headline(report: Report) -> str:
         ("Validation loss", decimal(report.get("val_loss")), "", f"learners: {decimal(mean)} while training"),
         ("Tokens", share(done, 1), "", f"{count(processed)} of {count(budget)}; {count(report.get('tokens_merged'))} merged"),
         ("Pace", count(now.get("tokens_per_s")), "tokens/s", f"{_working(report)} of {len(learners_of(report))} learners step"),
-        ("Goodput", share(now.get("busy_fraction"), 1), "", "of learners' time a step is under way"),
+        ("Goodput", share(now.get("goodput"), 1), "", "of all learners' time a step was under way; one that is down counts"),
         (
             "Time left",
             duration(now.get("eta_s")),
@@ -43,7 +43,7 @@ def _standing_by(now: Mapping[str, Any]) -> str:
     """Say that another coordinator leads the run, where one does, or that none answers."""
     if now.get("known_s_ago") is None:
         return ""
-    known = duration(now["known_s_ago"])
+    known = lasting(now["known_s_ago"])
     if now.get("silent"):
         return html.note(
             f"No coordinator answers, and learners may train on without one. All here is as one stored it {known} ago."
@@ -54,7 +54,7 @@ def _standing_by(now: Mapping[str, Any]) -> str:
 def alerts(report: Report) -> str:
     """Draw what needs attention: now, or of a run that is over the errors that did not end it."""
     found: Sequence[Mapping[str, Any]] = (report.get("now") or {}).get("alerts") or []
-    said = [f"{alert.get('text', '')}, since {duration(alert.get('since_s'))}" for alert in found[:MAX_EVENTS]]
+    said = [f"{alert.get('text', '')}, for {lasting(alert.get('since_s'))}" for alert in found[:MAX_EVENTS]]
     said += [f"{name}: {failure}" for name, failure in sorted((report.get("failures") or {}).items())]
     if not said:
         return ""
@@ -125,4 +125,4 @@ def ago(value_s: object) -> str:
     """Format the time since a process was heard, in steps, so that a page does not change for nothing."""
     if not finite(value_s):
         return MISSING
-    return "now" if value_s < 3 else f"{duration(value_s)} ago"
+    return "now" if value_s < 3 else f"{lasting(value_s)} ago"

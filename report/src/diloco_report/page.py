@@ -14,7 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from diloco_report import changed, charts, compared, html, now
+from diloco_report import changed, charts, compared, curves, html, now
 from diloco_report.facts import COLOURS, Report, learners_of, natural, until_s
 from diloco_report.facts import colours as colours_of
 from diloco_report.facts import ratio as ratio_of
@@ -139,19 +139,25 @@ def _losses(report: Report) -> str:
     colours = colours_of(report)
     # by line: wall time, tokens of the whole run, loss
     drawn = [
-        (name, colours.get(name, "var(--soft)"), [(point[0], point[1], point[3]) for point in points])
+        (name, colours.get(name, "var(--soft)"), [(point[0], point[1], point[3]) for point in points if finite(point[3])])
         for name, points in (series.get("learners") or {}).items()
     ]
-    whole = [(point[0], point[1], point[2]) for point in series.get("global") or []]
+    whole: list[tuple[Any, ...]] = [(point[0], point[1], point[2]) for point in series.get("global") or [] if finite(point[2])]
     end = (report.get("wall_s"), report.get("tokens_merged"), report.get("val_loss"))
-    if any(finite(loss) for *_, loss in whole) and all(finite(value) for value in end):
+    if whole and not report.get("now") and all(finite(value) for value in end):
         whole.append(end)
     drawn.append(("global", "var(--global)", whole))
     rolled_back = series.get("rollbacks") or []
 
     def chart(place: int, key: str, axis: charts.Axis, label: str) -> str:
         lines = [
-            charts.Line(name, css, [(point[place], point[2]) for point in points if finite(point[2])], strong=name == "global")
+            curves.Line(
+                name,
+                css,
+                [(point[place], point[2]) for point in points],
+                strong=name == "global",
+                breaks=() if name == "global" else curves.gaps([point[0] for point in points]),
+            )
             for name, css, points in drawn
         ]
         moments = [(moment[key], f"back to {moment['to_version']}") for moment in rolled_back]

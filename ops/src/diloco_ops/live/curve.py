@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from rich.console import RenderableType
@@ -11,6 +12,8 @@ from rich.text import Text
 
 from diloco.process.logs import service_colour
 from diloco_ops.live.parts import FRAME, Status, panel
+from diloco_report.charts import nice_ticks
+from diloco_report.curves import gaps
 from diloco_report.units import duration
 
 _GLOBAL = "bold default"
@@ -72,13 +75,15 @@ def loss_lines(loss: Mapping[str, Sequence[Any]], points: Sequence[Any], width: 
     low, high = _range(drawn)
     canvas = _Canvas(columns, rows)
     for name, each in learners.items():
-        canvas.line([_place(point, end_s, low, high) for point in each], service_colour(name))
+        bounds = [0, *gaps([at_s for at_s, _ in each]), len(each)]
+        for start, stop in pairwise(bounds):
+            canvas.line([_place(point, end_s, low, high) for point in each[start:stop]], service_colour(name))
     canvas.line([_place(point, end_s, low, high) for point in validation], _GLOBAL)
-    ticks = {0, rows // 2, rows - 1} if rows > 4 else {0, rows - 1}
-    labelled = {row: high - (high - low) * row / max(1, rows - 1) for row in ticks}
+    ticks = nice_ticks(low, high, 4 if rows > 4 else 2)
+    labelled = {round((rows - 1) * (high - tick) / (high - low)): tick for tick in ticks}
     body = []
     for row in range(rows):
-        label = f"{labelled[row]:5.2f}" if row in labelled else " " * 5
+        label = f"{labelled[row]:5.4g}" if row in labelled else " " * 5
         body.append(Text(label, "dim").append("┤" if row in labelled else "│", FRAME).append_text(canvas.text(row)))
     axis = f"{' ' * 5}└0:00"
     body.append(Text(axis + f"{duration(end_s):>{width - len(axis)}}", "dim"))

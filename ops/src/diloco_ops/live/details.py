@@ -110,7 +110,7 @@ def sample(watched: Watched, run_s: float, width: int, most: int) -> list[Text]:
 def _windows(run_s: float) -> list[tuple[str, float, float]]:
     """Return the stretches of time that are shorter than the run, and the whole run."""
     shorter = [window_s for window_s in WINDOWS if window_s is not None and window_s < run_s]
-    return [(window_text(window_s), *Shown(window_s=window_s).span(run_s)) for window_s in (*shorter, None)]
+    return [(window_text(window_s, run_s), *Shown(window_s=window_s).span(run_s)) for window_s in (*shorter, None)]
 
 
 def _with_events(lines: list[Text], events: Sequence[Event], height: int, width: int) -> list[Text]:

@@ -217,6 +217,6 @@ def next_window(window_s: float | None) -> float | None:
     return WINDOWS[(WINDOWS.index(window_s) + 1) % len(WINDOWS)]
 
 
-def window_text(window_s: float | None) -> str:
-    """Return how a stretch of time is called."""
-    return "whole run" if window_s is None else f"last {duration(window_s)}"
+def window_text(window_s: float | None, run_s: float) -> str:
+    """Return how a stretch of time is called at ``run_s``: a run that is not as old is shown whole."""
+    return "whole run" if window_s is None or run_s <= window_s else f"last {duration(window_s)}"

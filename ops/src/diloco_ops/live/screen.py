@@ -88,7 +88,7 @@ def plain_line(status: Status) -> str:
         str(status.get("state", "waiting")),
         f"{count(status.get('tokens_processed', 0))} of {count(status.get('tokens_budget'))} tokens ({_progress_text(status)})"
         + _after(status),
-        f"{count(speed(learners))} tokens/s",
+        f"{count(_rate(status))} tokens/s",
     ]
     if (loss := mean(learner.get("loss") for learner in learners.values())) is not None:
         parts.append(f"loss {loss:.3f}")
@@ -123,13 +123,14 @@ def _lanes(watched: Watched, status: Status, width: int, height: int) -> list[Re
     shown, rows = Shown(), min(len(names), height - 2)
     if rows < max(1, min(len(names), _LEAST_LANES)):
         return []
-    from_s, to_s = shown.span(float(status.get("wall_s") or 0.0))
+    run_s = float(status.get("wall_s") or 0.0)
+    from_s, to_s = shown.span(run_s)
     room = width - 5 - _LANE_NAME
     lines = [
         Text(f"{clean(name, _LANE_NAME):<{_LANE_NAME}} ").append_text(lane(watched.lane(name), from_s, to_s, room))
         for name in names[:rows]
     ]
-    return [panel(lines, f"learners, {window_text(shown.window_s)}", width, LEGEND)]
+    return [panel(lines, f"learners, {window_text(shown.window_s, run_s)}", width, LEGEND)]
 
 
 class LiveView:
@@ -194,7 +195,7 @@ def _facts(status: Status, width: int) -> Text:
     if parallel and up + down:
         by, word = times(parallel / (up + down))
         facts.append((f"{by}×", f" {word} than data-parallel"))
-    facts.append((count(speed(learners)), " tokens/s"))
+    facts.append((count(_rate(status)), " tokens/s"))
     if status.get("tokens_processed"):
         facts.append((share(status.get("tokens_merged", 0) / status["tokens_processed"]), " merged"))
     facts.append((str(status.get("versions", 0)), " versions"))
@@ -240,6 +241,14 @@ def _data_parallel_bytes(status: Status) -> float:
     learners: Mapping[str, Any] = status.get("learners") or {}
     ring = 2 * (len(learners) - 1) / len(learners) if learners else 0.0
     return 2 * total(learners, "step") * ring * 2 * (status.get("parameters") or 0)
+
+
+def _rate(status: Status) -> float:
+    """Return the tokens a second: now, or over the whole run that is finished."""
+    wall_s = float(status.get("wall_s") or 0.0)
+    if status.get("state") == "finished" and wall_s > 0:
+        return float(status.get("tokens_processed", 0)) / wall_s
+    return speed(status.get("learners") or {})
 
 
 def _progress(status: Status) -> float:

@@ -216,7 +216,8 @@ def _learner(name: str, found: Findings, processed: int) -> dict[str, Any]:
     tokens_merged = mean([cursor.tokens if cursor else 0 for cursor in cursors], found.sizes)
     return {
         "region": heard["region"],
-        "steps": heard["step"],
+        # of the same moment as the tokens: the step of a learner that lost its checkpoint is that of its new one
+        "steps": processed // found.ledger.batch_tokens if found.ledger.batch_tokens else heard["step"],
         "tokens_processed": processed,
         "tokens_merged": tokens_merged,
         "tokens_lost": processed - tokens_merged,
@@ -226,7 +227,7 @@ def _learner(name: str, found: Findings, processed: int) -> dict[str, Any]:
         "bytes_down": heard["bytes_down"],
         "rounds_merged": merged,
         "rounds_missed": sum(chain.version for chain in chains) - merged,
-        "step_s": heard["step_s"],
+        "step_s": heard["step_s"] if heard.get("mean_step_s") is None else heard["mean_step_s"],
     }
 
 

@@ -223,7 +223,7 @@ class Top(App[None]):
             shown = self.tables[name]
             said.insert(0, f"↑↓ enter  s by {rows.order_of(name, shown)}  r turn")
             if name != "syncers":
-                said.insert(1, f"w {rows.window_text(shown.window_s)}")
+                said.insert(1, f"w {rows.window_text(shown.window_s, self.watched.run_s(time.monotonic()))}")
         elif name == "events":
             said.insert(0, "↑↓  v " + ("without versions" if self.with_versions else "with versions"))
         line = Text(" " + "   ".join(said), "dim", no_wrap=True)
