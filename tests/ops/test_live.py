@@ -14,6 +14,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from tests.made.statuses import fake_status
 
+from diloco_ops.live.parts import learner_colours
 from diloco_ops.live.rows import WINDOWS, window_text
 from diloco_ops.live.screen import LiveView, failure_lines, plain_line, render
 from diloco_ops.live.watched import Watched
@@ -84,6 +85,17 @@ def test_regions_and_who_is_away() -> None:
     assert any("us 2/2 12 fragments   eu away 0:34 0 fragments   ap 2/2 12 fragments" in line for line in narrow)
     assert any("us 2/2   eu away 0:34   ap 2/2" in line for line in drawn(in_regions(), 50, 24))
     assert not any("region" in line for line in drawn(fake_status(), 140, 40))
+
+
+def test_learners_of_three_regions_are_told_apart_in_80_columns() -> None:
+    status = in_regions()
+    learner = next(iter(status["learners"].values()))
+    names = [f"learner-{region}-0" for region in ("us", "eu", "ap")]
+    status["learners"] = {name: learner | {"region": name.split("-")[1]} for name in names}
+    colours = learner_colours(status)
+    assert len(set(colours.values())) == 3
+    lines = drawn(status, 66, 24)
+    assert [line.split()[2] for line in lines if "● " in line and "-0" in line] == ["ap-0", "eu-0", "us-0"]
 
 
 def test_an_error_is_there_in_full() -> None:

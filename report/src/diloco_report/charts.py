@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any, Literal
 
+from diloco_report.colours import cut_middle, short_names
 from diloco_report.curves import Line, Point, thinned
 from diloco_report.units import count, decimal, duration, share, size
 
 Axis = Literal["tokens", "time", "bytes"]
 _FORMS: dict[Axis, Callable[[object], str]] = {"tokens": count, "time": duration, "bytes": size}
 
+ROW_NAME, BAR_NAME = 14, 15  # characters of a row's name and of a bar's
 MAX_DOTS = 40  # of a strong line that are marked one by one
 MAX_SPANS = 600  # of one learner's timeline
 MAX_MERGES = 2500
@@ -164,14 +166,21 @@ def bars(rows: Sequence[tuple[str, float | None, str, str]], *, label_width: int
     wide, step, thick, text_width = 560, 27, 13, 96
     scale = (wide - label_width - text_width) / (max(known) or 1.0)
     parts = []
+    named = bar_names([name for name, *_ in rows])
     for number, (name, value, text, css) in enumerate(rows):
         y = number * step
         length = max(2.0, value * scale) if value is not None and math.isfinite(value) else 0.0
-        parts.append(text_at("label", label_width - 10, y + 17, "end", _cut(name, 15)))
+        parts.append(text_at("label", label_width - 10, y + 17, "end", named[name]))
         parts.append(f'<rect x="{label_width}" y="{y + 6}" width="{length:.1f}" height="{thick}" rx="3" style="fill:{css}"/>')
         parts.append(text_at("value", label_width + length + 8, y + 17, "start", text))
     label = escape("; ".join(f"{name}: {text}" for name, _, text, _ in rows))
     return f'<svg class="bars" viewBox="0 0 {wide} {len(rows) * step}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
+
+
+def bar_names(names: Sequence[str]) -> dict[str, str]:
+    """Return the names of bars as there is room for them: those of learners, which begin alike, without their beginning."""
+    alike = [name for name in names if name.startswith("learner-")]
+    return {name: cut_middle(name, BAR_NAME) for name in names} | short_names(alike, BAR_NAME)
 
 
 def timeline(activity: Mapping[str, Sequence[tuple[float, float, str]]], end_s: float) -> str:
@@ -182,9 +191,10 @@ def timeline(activity: Mapping[str, Sequence[tuple[float, float, str]]], end_s: 
     high = len(activity) * row
     scale = (wide - left - right) / end_s
     parts = [time_axis(end_s, left, scale, high)]
+    shown = short_names(list(activity), ROW_NAME)
     for number, (name, spans) in enumerate(activity.items()):
         y = number * row + (row - thick) / 2
-        parts.append(row_name(name, left, number * row + row / 2))
+        parts.append(row_name(shown[name], left, number * row + row / 2))
         for start_s, stop_s, state in joined_spans(spans, end_s):
             css = f"var(--state-{state})" if state in STATES else "var(--muted)"
             log_head = f"{name}\n{state}\n{moment(start_s)} to {moment(stop_s)}"
@@ -383,7 +393,8 @@ def _group(group: Group, lanes: _Lanes, top: float, bottom: float) -> list[str]:
         if length >= LABEL_WIDTH:
             parts.append(text_at("away", x + length / 2, top + 16, "middle", said))
     _, tops, _ = lanes.tops()
-    return [*parts, *(row_name(name, left, tops[name] + lanes.lane / 2) for name in group.learners)]
+    shown = short_names([name for each in lanes.groups for name in each.learners], ROW_NAME)
+    return [*parts, *(row_name(shown[name], left, tops[name] + lanes.lane / 2) for name in group.learners)]
 
 
 def _merged_offers(rounds: Sequence[Mapping[str, Any]], lanes: _Lanes, homes: Mapping[str, str]) -> list[str]:
@@ -447,7 +458,7 @@ def time_axis(end_s: float, left: float, scale: float, high: float) -> str:
 
 def row_name(name: str, left: float, middle: float) -> str:
     """Draw a row's name, to the left of where the row begins."""
-    return text_at("label", left - 12, middle + 4, "end", _cut(name, 14))
+    return text_at("label", left - 12, middle + 4, "end", cut_middle(name, ROW_NAME))
 
 
 def text_at(kind: str, x: float, y: float, anchor: str, text: str) -> str:
@@ -458,10 +469,6 @@ def text_at(kind: str, x: float, y: float, anchor: str, text: str) -> str:
 def across(kind: str, left: float, right: float, y: float) -> str:
     """Draw a level line in the style sheet's class ``kind``."""
     return f'<line class="{kind}" x1="{left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>'
-
-
-def _cut(text: str, limit: int) -> str:
-    return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def moment(value_s: float) -> str:

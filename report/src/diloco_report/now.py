@@ -55,11 +55,15 @@ def alerts(report: Report) -> str:
     """Draw what needs attention: now, or of a run that is over the errors that did not end it."""
     found: Sequence[Mapping[str, Any]] = (report.get("now") or {}).get("alerts") or []
     said = [f"{alert.get('text', '')}, for {lasting(alert.get('since_s'))}" for alert in found[:MAX_EVENTS]]
-    said += [f"{name}: {failure}" for name, failure in sorted((report.get("failures") or {}).items())]
+    said += [f"{name}: {failure}" for name, failure in sorted((report.get("failures") or {}).items(), key=_natural)]
     if not said:
         return ""
     rows = "".join(f"<li>{escape(text)}</li>" for text in said)
     return f'<section class="alerts"><h2>Needs attention</h2><ul>{rows}</ul></section>'
+
+
+def _natural(item: tuple[object, object]) -> tuple[str, int, str]:
+    return natural(str(item[0]))
 
 
 def rounds(report: Report) -> dict[int, str]:

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from diloco_report import changed, charts, compared, curves, html, now
-from diloco_report.facts import COLOURS, Report, learners_of, natural, until_s
+from diloco_report.colours import HUES
+from diloco_report.facts import Report, learners_of, natural, until_s
 from diloco_report.facts import colours as colours_of
 from diloco_report.facts import ratio as ratio_of
 from diloco_report.islands import islands
@@ -140,7 +141,7 @@ def _losses(report: Report) -> str:
     # by line: wall time, tokens of the whole run, loss
     drawn = [
         (name, colours.get(name, "var(--soft)"), [(point[0], point[1], point[3]) for point in points if finite(point[3])])
-        for name, points in (series.get("learners") or {}).items()
+        for name, points in sorted((series.get("learners") or {}).items(), key=lambda item: natural(str(item[0])))
     ]
     whole: list[tuple[Any, ...]] = [(point[0], point[1], point[2]) for point in series.get("global") or [] if finite(point[2])]
     end = (report.get("wall_s"), report.get("tokens_merged"), report.get("val_loss"))
@@ -219,7 +220,9 @@ def _others_and_traffic(report: Report) -> str:
 def _activity(report: Report) -> str:
     activity = {
         str(name): [(float(start_s), float(stop_s), str(state)) for start_s, stop_s, state in spans]
-        for name, spans in ((report.get("series") or {}).get("activity") or {}).items()
+        for name, spans in sorted(
+            ((report.get("series") or {}).get("activity") or {}).items(), key=lambda item: natural(str(item[0]))
+        )
     }
     if not activity:
         return ""
@@ -235,7 +238,7 @@ def _activity(report: Report) -> str:
 def _merges(report: Report) -> str:
     rounds: Sequence[Mapping[str, Any]] = (report.get("series") or {}).get("merges") or []
     colours = colours_of(report)
-    for name in sorted({str(member[0]) for merged in rounds for member in merged["members"]} - set(colours)):
+    for name in sorted({str(member[0]) for merged in rounds for member in merged["members"]} - set(colours), key=natural):
         colours[name] = "var(--soft)"
     picture, drawn = charts.merges(rounds, colours, until_s(report))
     every = int((report.get("series") or {}).get("merges_every") or 1)
@@ -267,7 +270,7 @@ def _regions(report: Report) -> str:
     groups = [
         charts.Group(
             str(name),
-            f"var(--s{place % COLOURS})",
+            f"var(--s{place % HUES})",
             {
                 str(member): [(float(at_s), float(step)) for at_s, _, step, _ in points.get(member, ())]
                 for member in sorted(region["learners"], key=natural)

@@ -21,12 +21,13 @@ from diloco_ops.live.tables import (
     fit,
     heading,
     learner_cells,
-    natural,
+    learner_names,
     open_round,
     row_of,
     shard_cells,
 )
 from diloco_ops.live.watched import Fragment, Watched
+from diloco_report.facts import natural
 from diloco_report.units import MISSING, count, duration, finite
 
 MIN_WIDTH, MIN_HEIGHT = 66, 12  # of a terminal that these fit
@@ -118,10 +119,13 @@ def learners(watched: Watched, status: Status, shown: Shown, run_s: float, width
     names = _ordered(rows, LEARNER_ORDERS, shown)
     columns = fit(_LANED, rows, width - len(MARK), flexible=LANE)
     from_s, to_s = shown.span(run_s)
-    lane_width = columns[-1].width
+    lane_width, shown_names = columns[-1].width, learner_names(status, columns[0].width)
 
     def cells(name: str) -> dict[str, Text]:
-        return learner_cells(name, rows[name], 0) | {LANE: lanes.lane(watched.lane(name), from_s, to_s, lane_width)}
+        return learner_cells(rows[name], 0) | {
+            "name": shown_names[name],
+            LANE: lanes.lane(watched.lane(name), from_s, to_s, lane_width),
+        }
 
     return _table(names, columns, cells, shown)
 

@@ -40,8 +40,9 @@ from diloco_ops.live.curve import loss_curve
 from diloco_ops.live.lanes import LEGEND, lane
 from diloco_ops.live.parts import ACCENT, STATES, Status, bar, clean, ends, mean, panel, speed, states_text, total
 from diloco_ops.live.rows import Shown, window_text
-from diloco_ops.live.tables import make_tables, natural, share_rows
+from diloco_ops.live.tables import learner_names, make_tables, share_rows
 from diloco_ops.live.watched import Watched
+from diloco_report.facts import natural
 from diloco_report.units import count, decimal, duration, share, size, times
 
 MIN_WIDTH = 32
@@ -63,7 +64,7 @@ def render(status: Status, width: int, height: int, watched: Watched | None = No
     if width >= _WIDE:
         column = max(78, width * 11 // 20)
         rows = share_rows(left, len(learners), len(shards), curve=0)
-        tables = make_tables(learners, shards, column, rows)
+        tables = make_tables(status, column, rows)
         curve_lines = min(max(rows.lines, 12), left)
         parts: list[RenderableType] = []
         if tables and curve_lines >= 5:
@@ -74,7 +75,7 @@ def render(status: Status, width: int, height: int, watched: Watched | None = No
             parts += _lanes(watched, status, width, left - max(rows.lines, curve_lines))
     else:
         rows = share_rows(left, len(learners), len(shards), curve=7)
-        parts = make_tables(learners, shards, width, rows)
+        parts = make_tables(status, width, rows)
         if left - rows.lines >= 6:
             parts.append(loss_curve(status, width, min(left - rows.lines, 22)))
     return Group(*head, *parts)
@@ -126,10 +127,8 @@ def _lanes(watched: Watched, status: Status, width: int, height: int) -> list[Re
     run_s = float(status.get("wall_s") or 0.0)
     from_s, to_s = shown.span(run_s)
     room = width - 5 - _LANE_NAME
-    lines = [
-        Text(f"{clean(name, _LANE_NAME):<{_LANE_NAME}} ").append_text(lane(watched.lane(name), from_s, to_s, room))
-        for name in names[:rows]
-    ]
+    shown_names = learner_names(status, _LANE_NAME)
+    lines = [ends(shown_names[name], lane(watched.lane(name), from_s, to_s, room), width - 4) for name in names[:rows]]
     return [panel(lines, f"learners, {window_text(shown.window_s, run_s)}", width, LEGEND)]
 
 

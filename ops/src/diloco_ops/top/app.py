@@ -22,7 +22,7 @@ from diloco.process import logs
 from diloco_ops.live import details, rows
 from diloco_ops.live.curve import loss_lines
 from diloco_ops.live.lanes import LEGENDS
-from diloco_ops.live.parts import Status, clean
+from diloco_ops.live.parts import Status, clean, learner_colours
 from diloco_ops.live.rows import MIN_HEIGHT, MIN_WIDTH, Shown, Table
 from diloco_ops.live.screen import glance
 from diloco_ops.live.watched import SILENT_S
@@ -164,7 +164,8 @@ class Top(App[None]):
             return self._tail(self.feed.lines, _log_line, width, room, said)
         title = Text(f" loss, {self.watched.units}" if self.watched.units else " loss", "bold")
         sample = details.sample(self.watched, run_s, width, SAMPLE_LINES) if room >= 3 * SAMPLE_LINES else []
-        curves = loss_lines(status.get("loss") or {}, status.get("validation") or [], width - 1, room - 1 - len(sample))
+        losses, points = status.get("loss") or {}, status.get("validation") or []
+        curves = loss_lines(losses, points, learner_colours(status), width - 1, room - 1 - len(sample))
         return [title, *curves, *sample]
 
     def _table(self, name: str, status: Status, run_s: float, width: int, room: int) -> list[Text]:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from diloco_coordinator.monitor import Monitor
+from diloco_report.facts import natural
 from diloco_report.units import size
 
 MAX_EVENTS = 200  # the oldest are forgotten
@@ -80,7 +81,7 @@ def conditions(monitor: Monitor, now_s: float) -> Iterator[str]:
 
 def _of_learners(monitor: Monitor, now_s: float) -> Iterator[str]:
     versions, fragments = sum(monitor.versions), len(monitor.versions)
-    for name, learner in sorted(monitor.learners.items()):
+    for name, learner in sorted(monitor.learners.items(), key=lambda item: natural(item[0])):
         heartbeat = learner.heartbeat
         if heartbeat.state in ("finished", "left"):
             continue
