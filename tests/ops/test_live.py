@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import re
+import time
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,10 @@ from rich.cells import cell_len
 from rich.console import Console
 from tests.made.statuses import fake_status
 
+from diloco.service import rundir
+from diloco.service.rundir import RunDirectory
+from diloco.settings.presets import run_settings
+from diloco_ops import pages
 from diloco_ops.live.parts import learner_colours
 from diloco_ops.live.rows import WINDOWS, window_text
 from diloco_ops.live.screen import LiveView, failure_lines, plain_line, render
@@ -211,6 +217,41 @@ def test_live_view_leaves_the_last_picture() -> None:
     after = out.getvalue().rpartition("\x1b[?1049l")[2]
     assert "50 %" in after
     assert "10 %" not in after
+
+
+def test_the_view_shows_what_is_started_from_the_first_moment_and_the_pages_address() -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=80, height=24, legacy_windows=False)
+    with LiveView(console, Watched("mine", 5.0), "http://127.0.0.1:8420/") as view:
+        view.wait("starting: 4 learners compile their first step", 7.0)
+        first = out.getvalue()
+        view.update(fake_status())
+    assert [text in first for text in ("mine", "0:07", "http://127.0.0.1:8420/", "4 learners compile their first")] == [
+        True
+    ] * 4
+    after = out.getvalue().rpartition("\x1b[?1049l")[2]
+    assert "http://127.0.0.1:8420/" in after
+
+
+def test_what_happened_last_stands_in_the_head_for_a_while() -> None:
+    out, watched = io.StringIO(), Watched("mine", 5.0)
+    console = Console(file=out, force_terminal=True, width=80, height=24, legacy_windows=False)
+    with LiveView(console, watched) as view:
+        view.update(fake_status(wall_s=45.0))
+        watched.tell(time.monotonic(), "learner-1", "was killed (SIGKILL) and is started again")
+        view.update(fake_status(wall_s=45.0))
+    assert "0:45  learner-1: was killed (SIGKILL) and is started again" in out.getvalue()
+
+
+def test_a_page_that_a_running_run_serves_is_known_by_its_directory(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path, "mine", "nats://127.0.0.1:1", None, run_settings())
+    directory.save()
+    (tmp_path / "services").mkdir()
+    assert pages.link_of(directory) is None
+    (tmp_path / "services" / "coordinator.toml").write_text('page_address = "127.0.0.1:8420"\n')
+    assert pages.link_of(directory) is None
+    with rundir.locked(tmp_path):
+        assert pages.link_of(directory) == "http://127.0.0.1:8420/"
 
 
 @settings(max_examples=60, deadline=None)

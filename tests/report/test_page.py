@@ -288,6 +288,31 @@ def _charts(report: dict[str, Any]) -> list[dict[str, Any]]:
     return [json.loads(html.unescape(chart)) for chart in found]
 
 
+@pytest.mark.parametrize(
+    ("report", "says"),
+    [
+        ({"wall_s": 338.0}, "finished after 5:38"),
+        ({"now": {"state": "training", "eta_s": 200.0}, "wall_s": 40.0}, "training for 40 s, 3:20 left"),
+        (
+            {"now": {"state": "waiting"}},
+            "starting: no learner is heard yet; they compile their first step",
+        ),
+        ({"now": {"state": "waiting"}, "learners": {"a": {}}}, "starting: 1 learners are heard"),
+    ],
+)
+def test_the_state_stands_below_the_name(report: dict[str, Any], says: str) -> None:
+    page = render_html({"run": "mine"} | report)
+    assert 0 < page.index("<h1>mine</h1>") < page.index(says)
+    assert page.index(says) < page.index('class="figures"')
+
+
+def test_events_are_shown_while_a_run_goes_on_and_in_its_report() -> None:
+    events = [{"at_s": 45.0, "text": "learner-1: was killed (SIGKILL) and is started again"}]
+    for report in ({"now": {"state": "training", "events": events}}, {"events": events}):
+        drawn = now.events(report)
+        assert "<td>0:45</td><td>learner-1: was killed (SIGKILL) and is started again</td>" in drawn
+
+
 def test_thinning_keeps_means() -> None:
     points = [(float(x), float(x % 2)) for x in range(1000)]
     thinned = curves.thin(points, 100)

@@ -18,7 +18,7 @@ from diloco.process import logs as run_logs
 from diloco.service import rundir
 from diloco.wire.plain import json_object
 from diloco.wire.subjects import Subjects
-from diloco_ops import run_reader
+from diloco_ops import pages, run_reader
 from diloco_ops.live.screen import render
 from diloco_ops.local_runs import NewestDirectory, newest_run
 from diloco_ops.report.build import load_json
@@ -74,8 +74,8 @@ def _show(run: rundir.RunDirectory, current: dict[str, Any], json_: bool) -> Non
     elif "learners" not in current:
         print(f"run {run.name}: waiting for its first learner")
     else:
-        console = Console()
-        console.print(render(current, console.width, max(console.height - 1, 28)))
+        console, page = Console(), pages.link_of(run)
+        console.print(render({**current, "page": page}, console.width, max(console.height - 1, 28)))
         for name, tokens in (current.get("own_data") or {}).items():
             console.print(f"{name} trains on data of its own: {count(tokens)} merged tokens are not accounted for")
 

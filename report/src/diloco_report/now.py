@@ -6,11 +6,30 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from diloco_report import html
+from diloco_report import charts, html
 from diloco_report.facts import Report, learners_of, natural, ratio
 from diloco_report.units import MISSING, count, decimal, duration, finite, lasting, share, size
 
 MAX_EVENTS = 50  # that are shown, of those known
+
+
+def state(report: Report) -> str:
+    """Draw the run's state, below its name: what it does now, or how it ended."""
+    now, wall_s = report.get("now"), report.get("wall_s")
+    if now is None:
+        return _state("finished", f"finished after {duration(wall_s)}" if finite(wall_s) else "finished")
+    doing, learners = str(now.get("state") or ""), learners_of(report)
+    if doing == "waiting":
+        heard = f"{len(learners)} learners are heard" if learners else "no learner is heard yet"
+        return _state("starting", f"starting: {heard}; they compile their first step, which usually takes 20 s to a minute")
+    for_ = f" for {lasting(wall_s)}" if finite(wall_s) else ""
+    left = f", {duration(now.get('eta_s'))} left" if finite(now.get("eta_s")) else ""
+    return _state({"training": "stepping"}.get(doing, doing), f"{doing}{for_}{left}")
+
+
+def _state(css: str, text: str) -> str:
+    colour = f"var(--state-{css})" if css in charts.STATES else "var(--muted)"
+    return f'<p class="state"><i style="background:{colour}"></i>{escape(text)}</p>'
 
 
 def headline(report: Report) -> str:
@@ -117,7 +136,7 @@ def storage(report: Report) -> str:
 
 def events(report: Report) -> str:
     """Draw what happened, the newest first."""
-    found: Sequence[Mapping[str, Any]] = (report.get("now") or {}).get("events") or []
+    found: Sequence[Mapping[str, Any]] = (report.get("now") or report).get("events") or []
     if not found:
         return ""
     rows = [[duration(event.get("at_s")), escape(str(event.get("text", "")))] for event in reversed(found[-MAX_EVENTS:])]

@@ -468,6 +468,7 @@ def _sum(values: Mapping[str, Any], *keys: str) -> float:
 
 
 PARTS: dict[str, Callable[[Report], str]] = {
+    "state": now.state,
     "headline": _headline,
     "alerts": now.alerts,
     "loss": _losses,

@@ -14,6 +14,9 @@ The status (all keys but the first may be missing) is what the coordinator answe
     shards      {name: region, fragments, rounds, versions, refused, bytes_in, bytes_out, seen_s_ago,
                  open: [{fragment, answers, quorum, waited_s}]}
     regions     {name: members, heard (of them), away_s (None: it is here), fragments, bytes_in, bytes_out}
+    page        address of the run's page, where it is known here
+    news        what happened last, where that is not long ago
+    starting    what is being started, while there is no learner yet
     failures    {evaluator: the error of its task's code; learner: why its steps are in vain}
     epochs      {source of a mix of data: so often have merged tokens gone over it}
     validation  [[wall_s, tokens, loss], ...]                     of the global model
@@ -46,9 +49,11 @@ from diloco_report.facts import natural
 from diloco_report.units import count, decimal, duration, share, size, times
 
 MIN_WIDTH = 32
+NEWS_S = 30.0  # for which an event stays in the head of the view
 _WIDE = 112  # from here on the curve stands beside the tables
 _LEAST_LANES = 3  # fewer of many say little
 _LANE_NAME = 16
+LINKED = 16  # lines, from which on the page's address has one
 
 
 def render(status: Status, width: int, height: int, watched: Watched | None = None) -> RenderableType:
@@ -57,7 +62,7 @@ def render(status: Status, width: int, height: int, watched: Watched | None = No
     ``watched``, where the run has been followed: lanes are drawn of it, if there is room.
     """
     width = max(width, MIN_WIDTH)
-    head = glance(status, width, roomy=height >= 26) + _failures(status, width)[: height // 4 - 1]
+    head = glance(status, width, roomy=height >= 26, linked=height >= LINKED) + _failures(status, width)[: height // 4 - 1]
     left = max(0, height - len(head))
     learners: Mapping[str, Any] = status.get("learners") or {}
     shards: Mapping[str, Any] = status.get("shards") or {}
@@ -135,12 +140,12 @@ def _lanes(watched: Watched, status: Status, width: int, height: int) -> list[Re
 class LiveView:
     """The view kept up to date on a terminal's alternate screen; the last picture stays on the normal one.
 
-    A context manager. Without :meth:`update` nothing is drawn; a new size of the terminal is taken over at the next one.
-    ``watched``: the run, of which nothing else is told.
+    A context manager. A new size of the terminal is taken over at the next :meth:`update` or :meth:`wait`.
+    ``watched``: the run, of which nothing else is told. ``page``: the address of its page.
     """
 
-    def __init__(self, console: Console, watched: Watched) -> None:
-        self._console, self._watched = console, watched
+    def __init__(self, console: Console, watched: Watched, page: str | None = None) -> None:
+        self._console, self._watched, self._page = console, watched, page
         self._live = Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
         self._last: Status | None = None
 
@@ -153,15 +158,28 @@ class LiveView:
         if self._last is not None:
             self._console.print(render(self._last, self._console.width, min(self._console.height - 1, 32), self._watched))
 
+    def wait(self, starting: str, wall_s: float) -> None:
+        """Draw what is being started, since ``wall_s`` seconds, while the run has no learner yet."""
+        status = {"run": self._watched.name, "state": "starting", "wall_s": wall_s, "starting": starting, "page": self._page}
+        self._live.update(render(status, self._console.width, self._console.height), refresh=True)
+
     def update(self, status: Status) -> None:
         """Draw this status now."""
+        status = {**status, "page": self._page}
         self._last = status
-        self._watched.answer(status, time.monotonic())
+        now_s = time.monotonic()
+        self._watched.answer(status, now_s)
+        recent = [each for each in self._watched.events if not each.minor and self._watched.run_s(now_s) - each.at_s < NEWS_S]
+        if recent:
+            status["news"] = f"{duration(recent[-1].at_s)}  {recent[-1].who}: {recent[-1].text}"
         self._live.update(render(status, self._console.width, self._console.height, self._watched), refresh=True)
 
 
-def glance(status: Status, width: int, *, roomy: bool = False) -> list[Text]:
-    """Draw the run in three lines, or four with regions: name and state, progress, and the most important figures."""
+def glance(status: Status, width: int, *, roomy: bool = False, linked: bool = True) -> list[Text]:
+    """Draw the run in three lines: name and state, progress, and the most important figures.
+
+    A run with regions has one more, and ``linked`` one with a page has another.
+    """
     state = str(status.get("state", "waiting"))
     title = Text(" ").append("diloco", f"bold {ACCENT}").append(f"  {clean(status.get('run', 'run'))}", "bold")
     if preset := status.get("preset"):
@@ -180,6 +198,10 @@ def glance(status: Status, width: int, *, roomy: bool = False) -> list[Text]:
     facts = [_facts(status, width)]
     if regions := status.get("regions"):
         facts.append(_regions(regions, width))
+    if linked and (news := status.get("news")):
+        facts.append(Text(f" {clean(news, width - 2)}", STATES["sending"], no_wrap=True, overflow="ellipsis"))
+    if linked and (page := status.get("page")):
+        facts.append(Text(" page ", "dim", no_wrap=True, overflow="ellipsis").append(clean(page, width - 6), "underline"))
     return [Text(""), *lines, *facts, Text("")] if roomy else [*lines, *facts]
 
 

@@ -138,7 +138,7 @@ def heading(columns: Sequence[Column]) -> Text:
 def _learners(status: Status, width: int, rows: int) -> list[Text]:
     learners: Mapping[str, Any] = status.get("learners") or {}
     if not learners:
-        return [Text("waiting for the first learner …", "dim")]
+        return [Text(clean(status.get("starting") or "waiting for the first learner …", width), "dim")]
     columns = fit(LEARNER_COLUMNS, learners, width, flexible="busy")
     shown, hidden = cut(learners, rows)
     busy_width = next((column.width for column in columns if column.key == "busy"), 0)

@@ -60,6 +60,7 @@ class Findings:
     changes: Changes
     references: Sequence[Reference]
     failures: Mapping[str, str]
+    events: Sequence[Mapping[str, Any]] = ()  # that diloco up knows of
 
     @property
     def sizes(self) -> list[int]:
@@ -120,6 +121,7 @@ def build(found: Findings) -> dict[str, Any]:
             for c in found.changes.records
         ],
         "failures": dict(found.failures),
+        "events": sorted([*series.get("events", []), *found.events], key=lambda event: event["at_s"]),
         "sample": evaluation.get("sample"),
         "series": overview.series(series),
     }

@@ -19,12 +19,13 @@ from textual.widgets import Static
 
 from diloco.errors import DilocoError
 from diloco.process import logs
+from diloco_ops import pages
 from diloco_ops.live import details, rows
 from diloco_ops.live.curve import loss_lines
 from diloco_ops.live.lanes import LEGENDS
 from diloco_ops.live.parts import Status, clean, learner_colours
 from diloco_ops.live.rows import MIN_HEIGHT, MIN_WIDTH, Shown, Table
-from diloco_ops.live.screen import glance
+from diloco_ops.live.screen import LINKED, glance
 from diloco_ops.live.watched import SILENT_S
 from diloco_ops.top.feed import Feed
 from diloco_report.units import duration
@@ -83,6 +84,7 @@ class Top(App[None]):
         self._clock_s = clock
         self.feed, self.watched = feed, feed.watched
         self.failure: DilocoError | None = None
+        self.page = pages.link_of(feed.directory) if feed.local else None
         self.view = 0
         self.tables = dict.fromkeys(TABLES, Shown())
         self.in_detail = self.helping = self.with_versions = False
@@ -144,7 +146,11 @@ class Top(App[None]):
     def picture(self, width: int, height: int, now_s: float) -> tuple[list[Text], list[Text], list[Text]]:
         """Return the lines of the head, the body and the foot, which fill a terminal of this size."""
         status, run_s = self.watched.status(now_s), self.watched.run_s(now_s)
-        head = [*glance(status, width), *self._alerts(now_s, width), self._tabs(width)]
+        head = [
+            *glance({**status, "page": self.page}, width, linked=height >= LINKED),
+            *self._alerts(now_s, width),
+            self._tabs(width),
+        ]
         foot = [self._foot(width)]
         room = height - len(head) - len(foot)
         return head, self._body(status, run_s, width, room)[:room], foot
