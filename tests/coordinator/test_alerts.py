@@ -25,6 +25,15 @@ def test_nothing_is_wrong_with_a_run_that_goes_well() -> None:
     assert list(conditions(made, 29.0)) == []
 
 
+def test_a_restarted_learner_is_an_event() -> None:
+    made, alerts = monitor(), Alerts()
+    for incarnation in (1, 1, 2):
+        made.hear(learner_heartbeat("ann", 1, incarnation=incarnation), 5.0)
+        alerts.note(made, 5.0)
+        alerts.note(made, 6.0)
+    assert alerts.events == [(5.0, "ann: was restarted; its new process is heard")]
+
+
 def test_a_learner_that_is_not_heard_and_one_that_comes_back() -> None:
     made, alerts = monitor(), Alerts()
     stepping(made, 10)
@@ -36,7 +45,7 @@ def test_a_learner_that_is_not_heard_and_one_that_comes_back() -> None:
     assert alerts.dump(gone_s + 1)["alerts"] == [{"text": "ann: not heard", "since_s": 1}]
     made.hear(learner_heartbeat("ann", 20), gone_s + 2)
     alerts.note(made, gone_s + 2)
-    assert [text for _, text in alerts.events] == ["ann: not heard", "over: ann: not heard"]
+    assert [text for _, text in alerts.events] == ["ann: not heard", "over after 2 s: ann: not heard"]
     assert alerts.holding == {}
 
 

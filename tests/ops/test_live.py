@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import re
+import time
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +16,12 @@ from rich.cells import cell_len
 from rich.console import Console
 from tests.made.statuses import fake_status
 
-from diloco_ops.live.names import short_names
+from diloco.service import rundir
+from diloco.service.rundir import RunDirectory
+from diloco.settings.presets import run_settings
+from diloco_ops import pages
+from diloco_ops.live.parts import learner_colours
+from diloco_ops.live.rows import WINDOWS, window_text
 from diloco_ops.live.screen import LiveView, failure_lines, plain_line, render, render_whole
 from diloco_ops.live.watched import Watched
 
@@ -91,6 +99,18 @@ def test_regions_and_who_is_away() -> None:
     assert not any("region" in line for line in drawn(fake_status(), 140, 40))
 
 
+def test_learners_of_three_regions_are_told_apart_in_80_columns() -> None:
+    status = in_regions()
+    learner = next(iter(status["learners"].values()))
+    names = [f"learner-{region}-0" for region in ("us", "eu", "ap")]
+    status["learners"] = {name: learner | {"region": name.split("-")[1]} for name in names}
+    colours = learner_colours(status)
+    assert len(set(colours.values())) == 3
+    lines = drawn(status, 66, 24)
+    shown = [line.split()[2] for line in lines if "● " in line and "stepping" in line]
+    assert shown == ["ap-0", "eu-0", "us-0"]
+
+
 def test_an_error_is_there_in_full() -> None:
     failure = "task.name = 'mine:make': ZeroDivisionError: division by zero (/home/ann/of/the/lab/projects/mine.py, line 7)"
     status = fake_status(failures={"evaluator": failure})
@@ -148,24 +168,10 @@ def named(lines: list[str]) -> list[str]:
 
 def test_names_can_be_told_apart_in_80_by_24() -> None:
     shown = named(drawn(in_three_regions(), 80, 24))
-    assert {"…us-0", "…us-1", "…eu-0", "…ap-1"} <= set(shown)
+    assert {"us-0", "us-1", "eu-0", "ap-1"} <= set(shown)
     assert not any(name.endswith("…") for name in shown)
     wide = named(drawn(in_three_regions(), 200, 60))
     assert {"learner-us-0", "learner-ap-1", "syncer-us-0", "syncer-ap-1"} <= set(wide)
-
-
-@pytest.mark.parametrize(
-    ("names", "width", "shown"),
-    [
-        (["learner-0", "learner-1"], 9, ["learner-0", "learner-1"]),
-        (["learner-us-0", "learner-us-11"], 9, ["…0", "…11"]),
-        (["toy", "learner-us-0"], 9, ["toy", "lear…us-0"]),
-        (["learner-us-0"], 9, ["lear…us-0"]),
-        (["lab-of-ann-in-oslo", "lab-of-bob-in-oslo"], 9, ["…ann-in-oslo"[:4] + "…oslo", "…bob-in-oslo"[:4] + "…oslo"]),
-    ],
-)
-def test_names_lose_what_they_share_and_then_their_middle(names: list[str], width: int, shown: list[str]) -> None:
-    assert list(short_names(names, width).values()) == shown
 
 
 def test_a_pipe_gets_all_members_and_their_names_in_full() -> None:
@@ -214,6 +220,27 @@ def test_curve_has_a_line_that_falls() -> None:
     assert min(braille, key=lambda cell: cell[1])[0] < max(braille, key=lambda cell: cell[1])[0]
 
 
+def test_curve_has_a_gap_where_its_learner_was_not_heard_and_round_labels() -> None:
+    heard = [*range(10), *range(40, 50)]
+    status = fake_status(loss={"learner-0": [[float(t), t, 3.1 - t / 50] for t in heard]}, validation=[])
+    lines = [line for line in drawn(status, 80, 24) if "│" in line or "┤" in line]
+    columns = {column for line in lines for column, char in enumerate(line) if "⠀" < char <= "⣿"}
+    widest = max(later - earlier for earlier, later in pairwise(sorted(columns)))
+    assert widest > 0.5 * (max(columns) - min(columns))  # 31 of 49 s
+    labels = [float(line.split("┤")[0].strip("│ ")) for line in lines if "┤" in line]
+    assert labels == [3.0, 2.5]
+
+
+def test_a_finished_run_shows_the_rate_of_the_whole_run() -> None:
+    status = fake_status(state="finished", progress=1.0, wall_s=100.0, tokens_processed=3_000_000)
+    assert " | 30.0k tokens/s | " in plain_line(status)
+
+
+def test_lanes_of_a_young_run_show_the_whole_run() -> None:
+    assert [window_text(each, 24.0) for each in WINDOWS] == ["whole run"] * 4
+    assert window_text(60.0, 61.0) == "last 1:00"
+
+
 def test_plain_line() -> None:
     assert plain_line(fake_status()) == (
         "1:14 | training | 1.89M of 3.00M tokens (63 %) | 25.5k tokens/s | loss 1.929 | validation "
@@ -233,6 +260,41 @@ def test_live_view_leaves_the_last_picture() -> None:
     after = out.getvalue().rpartition("\x1b[?1049l")[2]
     assert "50 %" in after
     assert "10 %" not in after
+
+
+def test_the_view_shows_what_is_started_from_the_first_moment_and_the_pages_address() -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=80, height=24, legacy_windows=False)
+    with LiveView(console, Watched("mine", 5.0), "http://127.0.0.1:8420/") as view:
+        view.wait("starting: 4 learners compile their first step", 7.0)
+        first = out.getvalue()
+        view.update(fake_status())
+    assert [text in first for text in ("mine", "0:07", "http://127.0.0.1:8420/", "4 learners compile their first")] == [
+        True
+    ] * 4
+    after = out.getvalue().rpartition("\x1b[?1049l")[2]
+    assert "http://127.0.0.1:8420/" in after
+
+
+def test_what_happened_last_stands_in_the_head_for_a_while() -> None:
+    out, watched = io.StringIO(), Watched("mine", 5.0)
+    console = Console(file=out, force_terminal=True, width=80, height=24, legacy_windows=False)
+    with LiveView(console, watched) as view:
+        view.update(fake_status(wall_s=45.0))
+        watched.tell(time.monotonic(), "learner-1", "was killed (SIGKILL) and is started again")
+        view.update(fake_status(wall_s=45.0))
+    assert "0:45  learner-1: was killed (SIGKILL) and is started again" in out.getvalue()
+
+
+def test_a_page_that_a_running_run_serves_is_known_by_its_directory(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path, "mine", "nats://127.0.0.1:1", None, run_settings())
+    directory.save()
+    (tmp_path / "services").mkdir()
+    assert pages.link_of(directory) is None
+    (tmp_path / "services" / "coordinator.toml").write_text('page_address = "127.0.0.1:8420"\n')
+    assert pages.link_of(directory) is None
+    with rundir.locked(tmp_path):
+        assert pages.link_of(directory) == "http://127.0.0.1:8420/"
 
 
 @settings(max_examples=60, deadline=None)

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from diloco.core.chain import Chain
 from diloco.core.changes import Changes, Tokens
 from diloco.core.fragments import TensorSpec, build_map
@@ -54,10 +56,21 @@ def report(
         "learners": {name: HEARD | {"tokens": tokens} for name, tokens in heard.items()},
     }
     settings = run_settings("decoupled", {"tokens": 1000, "learners": 2, "regions.names": places.pop("names", [])})
-    links = places.pop("links", {})
+    links, known = places.pop("links", {}), places.pop("known", ())
     directory = RunDirectory(tmp_path, "run", "nats://127.0.0.1:4222", None, settings)
     found = build.Findings(
-        directory, fragments, chains, ["s", "s"], series | places, ledger, {}, links, changes, references=[], failures={}
+        directory,
+        fragments,
+        chains,
+        ["s", "s"],
+        series | places,
+        ledger,
+        {},
+        links,
+        changes,
+        references=[],
+        failures={},
+        events=known,
     )
     return build.build(found)
 
@@ -82,6 +95,8 @@ def test_what_a_killed_process_did_counts_although_its_next_one_knows_nothing_of
     )
     assert sums(made) == [1250, 50, 200, 1050, 200, 950, 300]
     assert (made["learners"]["ann"]["tokens_processed"], made["learners"]["ann"]["tokens_lost"]) == (800, 225)
+    # 12 and 4 batches of 50 tokens, whatever the step of its last state is
+    assert made["learners"]["ann"]["steps"] == 16
     assert made["data"]["batch_tokens"] == 50
     assert made["data"]["shares"][0] == {
         "share": 0, "learners": ["ann"], "trained": 12, "merged": 0, "lost": 12, "repeated": 4
@@ -93,6 +108,19 @@ def test_what_was_done_before_a_run_was_resumed_is_in_the_learners_accounts(tmp_
     ledger.train(("ann", 2), [(0, 10, 3)], 50)
     made = report(tmp_path, ledger, {"ann": 650}, {"ann": (650, 0), "bob": (300, 50)}, {"ann": (600, 0), "bob": (350, 20)})
     assert sums(made) == [650 + 370, 20, 0, 950, 70, 950, 70]
+
+
+def test_events_of_the_coordinator_and_of_diloco_up_are_in_the_order_of_time(tmp_path: Path) -> None:
+    heard = [{"at_s": 1.0, "text": "coordinator leads"}, {"at_s": 9.0, "text": "ann: was restarted; its new process is heard"}]
+    killed = [{"at_s": 5.0, "text": "ann: was killed (SIGKILL) and is started again"}]
+    made = report(tmp_path, Ledger(2), {"ann": 100}, {"ann": (100, 0)}, {"ann": (100, 0)}, events=heard, known=killed)
+    assert [event["at_s"] for event in made["events"]] == [1.0, 5.0, 9.0]
+
+
+def test_a_step_takes_the_trained_time_over_the_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(HEARD, "mean_step_s", 0.25)
+    made = report(tmp_path, Ledger(2), {"ann": 100}, {"ann": (100, 0)}, {"ann": (100, 0)})
+    assert made["learners"]["ann"]["step_s"] == 0.25
 
 
 BY_NAME = {"learners", "regions", "activity", "baselines"}  # whose keys are names

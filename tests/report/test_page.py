@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import html
 import json
 import math
 import re
@@ -16,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.made.reports import HOSTILE, fake_report, report_with_regions
 
-from diloco_report import charts
+from diloco_report import charts, curves, now, units
 from diloco_report.page import render_html, write_html
 from diloco_report.units import count, decimal, duration, share, size, times
 
@@ -243,12 +244,81 @@ def test_timeline_joins_neighbours_and_keeps_gaps() -> None:
     assert log_heads == ["learner-0\nstepping\n0:00.0 to 0:20.0", "learner-0\nstepping\n0:50.0 to 1:40.0"]
 
 
+def test_a_curve_has_a_gap_where_nothing_was_recorded() -> None:
+    times = [0.0, 1.0, 2.0, 3.0, 33.0, 34.0, 35.0]
+    assert curves.gaps(times) == [4]
+    assert curves.gaps([0.0, 20.0, 40.0, 60.0, 90.0]) == []  # slow steps: five times as long as usual is a gap
+    assert curves.gaps([0.0, 0.1, 0.2, 0.3, 2.0]) == []  # and at least 5 s
+    assert curves.gaps([0.0, 30.0]) == []
+    points = [(at_s, 3.0) for at_s in times]
+    drawn = charts.line_chart([curves.Line("a", "red", points, breaks=[4])], {}, axis="time", label="time", name="time")
+    [path] = re.findall(r'class="line"[^>]* d="([^"]*)"', drawn)
+    assert [len(piece.split("L")) for piece in path.split("M")[1:]] == [4, 3]
+
+
+def test_a_thinned_curve_keeps_its_gap() -> None:
+    points = [(float(x), 1.0) for x in range(1000)] + [(float(x), 3.0) for x in range(5000, 6000)]
+    line = curves.thinned(curves.Line("a", "red", points, breaks=[1000]), 100)
+    assert (len(line.points), line.breaks) == (100, [50])
+    assert line.points[49] == (989.5, 1.0)
+    assert line.points[50] == (5009.5, 3.0)
+    assert [len(piece) for piece in curves.pieces(line)] == [50, 50]
+
+
+def test_how_long_something_lasts_is_no_time_of_the_run() -> None:
+    lasting = [units.lasting(value) for value in (0, 10.4, 99, 100, 3590, 11_100, None)]
+    assert lasting == ["0 s", "10 s", "99 s", "2 min", "1 h 0 min", "3 h 5 min", "–"]
+    alert = {"text": "learner-1: not heard", "since_s": 10}
+    assert "<li>learner-1: not heard, for 10 s</li>" in now.alerts({"now": {"alerts": [alert]}})
+
+
+def test_the_last_validation_is_not_carried_on_while_a_run_goes_on() -> None:
+    report = fake_report()
+    points = len(report["series"]["global"])
+    shown = [len(line["x"]) for chart in _charts(report) for line in chart["lines"] if line["name"] == "global"]
+    live = [
+        len(line["x"]) for chart in _charts(report | {"now": {"state": "training"}}) for line in chart["lines"]
+        if line["name"] == "global"
+    ]  # fmt: skip
+    assert (shown, live) == ([points + 1] * 2, [points] * 2)
+
+
+def _charts(report: dict[str, Any]) -> list[dict[str, Any]]:
+    found = re.findall(r'data-chart="([^"]*)"', render_html(report))
+    return [json.loads(html.unescape(chart)) for chart in found]
+
+
+@pytest.mark.parametrize(
+    ("report", "says"),
+    [
+        ({"wall_s": 338.0}, "finished after 5:38"),
+        ({"now": {"state": "training", "eta_s": 200.0}, "wall_s": 40.0}, "training for 40 s, 3:20 left"),
+        (
+            {"now": {"state": "waiting"}},
+            "starting: no learner is heard yet; they compile their first step",
+        ),
+        ({"now": {"state": "waiting"}, "learners": {"a": {}}}, "starting: 1 learners are heard"),
+    ],
+)
+def test_the_state_stands_below_the_name(report: dict[str, Any], says: str) -> None:
+    page = render_html({"run": "mine"} | report)
+    assert 0 < page.index("<h1>mine</h1>") < page.index(says)
+    assert page.index(says) < page.index('class="figures"')
+
+
+def test_events_are_shown_while_a_run_goes_on_and_in_its_report() -> None:
+    events = [{"at_s": 45.0, "text": "learner-1: was killed (SIGKILL) and is started again"}]
+    for report in ({"now": {"state": "training", "events": events}}, {"events": events}):
+        drawn = now.events(report)
+        assert "<td>0:45</td><td>learner-1: was killed (SIGKILL) and is started again</td>" in drawn
+
+
 def test_thinning_keeps_means() -> None:
     points = [(float(x), float(x % 2)) for x in range(1000)]
-    thinned = charts.thin(points, 100)
+    thinned = curves.thin(points, 100)
     assert len(thinned) == 100
     assert all(y == pytest.approx(0.5, abs=0.05) for _, y in thinned)
-    assert charts.thin(points[:5], 100) == points[:5]
+    assert curves.thin(points[:5], 100) == points[:5]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from diloco.process import logs as run_logs
 from diloco.service import rundir
 from diloco.wire.plain import json_object
 from diloco.wire.subjects import Subjects
-from diloco_ops import run_reader
+from diloco_ops import pages, run_reader
 from diloco_ops.live.screen import render, render_whole
 from diloco_ops.local_runs import NewestDirectory, newest_run
 from diloco_ops.report.build import load_json
@@ -76,12 +76,12 @@ def _show(run: rundir.RunDirectory, current: dict[str, Any], json_: bool) -> Non
     elif "learners" not in current:
         print(f"run {run.name}: waiting for its first learner")
     else:
-        console = Console()
+        console, shown = Console(), {**current, "page": pages.link_of(run)}
         if console.is_terminal:
-            console.print(render(current, console.width, max(console.height - 1, 28)))
+            console.print(render(shown, console.width, max(console.height - 1, 28)))
         else:  # a pipe has no size; COLUMNS may give it one
             wanted = console.width if os.environ.get("COLUMNS", "").isdecimal() else None
-            Console(width=wanted or WIDEST, height=console.height).print(render_whole(current, wanted))
+            Console(width=wanted or WIDEST, height=console.height).print(render_whole(shown, wanted))
         for name, tokens in (current.get("own_data") or {}).items():
             console.print(f"{name} trains on data of its own: {count(tokens)} merged tokens are not accounted for")
 

@@ -45,7 +45,7 @@ from diloco_ops.track import trackers
 from diloco_ops.track.tracking import FOLDER, Tracking
 from diloco_ops.wan import control as wan
 from diloco_report import page
-from diloco_report.units import count
+from diloco_report.units import count, lasting
 
 TORCH_MODULE = "diloco_learner.pytorch"
 TEND_S = 0.1  # a killed service is begun again after so long at most
@@ -99,10 +99,15 @@ class Launcher:
         self._metrics = iter(asked.metrics)
         self.stopping = False
         self.log = observe.get_logger()
-        self.services = Supervisor(self.log)
+        self.services = Supervisor(self.log, self._tell)
+        self.events: list[dict[str, Any]] = []  # of services and servers, as the report has them
+        self._run_s = (0.0, time.monotonic())  # seconds of the run as last answered, and when that was
+        self._watched: Watched | None = None  # of the live view
         self.server_restarts = 0
         self._saving = Complaint(self.log)
         self._said_s, self._said_failures = -PLAIN_EVERY_S, list[str]()
+        self._starting = "the server and the services"
+        self._waits = True  # no learner is heard yet
 
     async def run(self, resumed: bool) -> dict[str, Any] | None:
         """Run to the end. Return the report, or None if it was interrupted.
@@ -169,6 +174,7 @@ class Launcher:
     def _start_services(self, embedded: Embedded | None) -> None:
         settings = self.directory.settings
         learners = len(self.directory.learner_names)
+        self._starting = f"{learners} learners compile their first step, which usually takes 20 s to a minute"
         self._say(f"starting {learners} learners and their services; learners compile their steps, which may take a minute")
         self.log.info("starting", nats_url=self.url, learners=learners)
         if embedded and embedded.regions:
@@ -274,9 +280,19 @@ class Launcher:
         for name in await asyncio.to_thread(embedded.restart_dead):
             self.server_restarts += 1
             pid = embedded.servers[name].pid
+            self._tell(name, "the NATS server had ended and is started again")
             self.log.warning("service_restarted", restarted=name, restarts=self.server_restarts, pid=pid)
 
     # ---- what people see
+
+    def _tell(self, name: str, text: str) -> None:
+        """Note what happened to a service: in the view or as a line, and for the report."""
+        answered_s, at_s = self._run_s
+        self.events.append({"at_s": round(answered_s + time.monotonic() - at_s, 1), "text": f"{name}: {text}"})
+        if self._watched is not None:
+            self._watched.tell(time.monotonic(), name, text)
+        else:
+            self._say(f"{name}: {text}")
 
     async def _show(self, link: NatsTransport, tracking: Tracking) -> None:
         """Show the run, have it tracked, and keep its last status.
@@ -285,25 +301,40 @@ class Launcher:
         its beginning and near its end it is asked more often: the last answer is kept.
         """
         subject = Subjects(self.directory.name).status
-        next_s, opened = POLL_S, False
+        next_s, opened, began_s = POLL_S, False, time.monotonic()
         with self._view() as view:
             while True:
+                if self._waits:
+                    self._show_start(view, time.monotonic() - began_s)
                 with suppress(BrokerError):
                     answer = await ask(link.control, link.name, subject, b"", STATUS_TIMEOUT_S)
                     status = {} if answer is None else self._with_failures(inspect.answered(answer, self.directory))
                     if status and not opened and self.asked.open and self.asked.pages:
                         opened = True
                         await asyncio.to_thread(pages.show, pages.link(self.asked.pages[0]))
+                    if status.get("learners"):
+                        self._waits = False
                     if "learners" in status:
+                        self._run_s = float(status["wall_s"]), time.monotonic()
                         self._keep_status(status)
                         tracking.note(status)
                         quiet = view is None and (status["eta_s"] or 0.0) > NEAR_END_S
                         next_s = PLAIN_EVERY_S if quiet else POLL_S
-                        if view is not None:
+                        if self._waits:
+                            pass  # the start is shown
+                        elif view is not None:
                             view.update(status)
                         else:
                             self._say_status(status)
                 await asyncio.sleep(next_s)
+
+    def _show_start(self, view: screen.LiveView | None, since_s: float) -> None:
+        """Show what is being started: in the view each time, as a line every few seconds."""
+        if view is not None:
+            view.wait(f"starting: {self._starting}", since_s)
+        elif time.monotonic() - self._said_s >= PLAIN_EVERY_S:
+            self._say(f"starting: {self._starting}; {lasting(since_s)} so far")
+            self._said_s = time.monotonic()
 
     def _with_failures(self, status: dict[str, Any]) -> dict[str, Any]:
         """Return a status that also has the errors of services without which the run goes on."""
@@ -352,8 +383,9 @@ class Launcher:
     @contextmanager
     def _view(self) -> Iterator[screen.LiveView | None]:
         if self.live:
-            watched = Watched(self.directory.name, self.directory.settings.liveness.dead_s)
-            with screen.LiveView(self.console, watched) as view:
+            watched = self._watched = Watched(self.directory.name, self.directory.settings.liveness.dead_s)
+            page = pages.link(self.asked.pages[0]) if self.asked.pages else None
+            with screen.LiveView(self.console, watched, page) as view:
                 yield view
         else:
             yield None
@@ -384,6 +416,7 @@ class Launcher:
                 changes=changes,
                 references=self._references(),
                 failures=status["failures"],
+                events=self.events,
             )
             report = build.build(found)
         except (KeyError, TypeError, ValueError, AttributeError) as error:

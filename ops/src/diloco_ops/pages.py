@@ -8,6 +8,9 @@ import sys
 import webbrowser
 
 from diloco.errors import SettingsError
+from diloco.service import rundir
+from diloco.service.rundir import RunDirectory
+from diloco.settings.loading import read_toml
 from diloco.settings.service import host_and_port
 from diloco_ops.broker.server import free_ports
 
@@ -44,6 +47,15 @@ def address(host: str, port: int) -> str:
 def link(address: str) -> str:
     """Return the page's address as a browser takes it."""
     return f"http://{address}/"
+
+
+def link_of(directory: RunDirectory) -> str | None:
+    """Return the address of the page of a run that ``diloco up`` works on now; None: it serves none, or it is not known."""
+    try:
+        address = read_toml(directory.path / "services" / "coordinator.toml").get("page_address")
+    except SettingsError:
+        return None
+    return link(address) if isinstance(address, str) and address and rundir.is_locked(directory.path) else None
 
 
 def show(where: str) -> None:

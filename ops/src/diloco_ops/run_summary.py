@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco_report import compared
+from diloco_report.facts import natural
 from diloco_report.units import count, decimal, duration, share, size, times
 
 MISSED = 0.1  # of its rounds, by each learner: worth a sentence
@@ -18,7 +19,7 @@ def summarise(report: dict[str, Any], path: Path) -> None:
     print(f"\n{_validation(report)}")
     for name, value in report["values"].items():
         print(f"  {name} {decimal(value)} (began at {decimal(initial.get(name))})")
-    for sentence in compared.sentences(report):
+    for sentence in compared.sentences(report, brief=True):
         print(f"  {sentence}")
     print(
         f"{count(report['tokens_processed'])} {report['item'] or 'token'}s in {duration(report['wall_s'])}, "
@@ -32,7 +33,7 @@ def summarise(report: dict[str, Any], path: Path) -> None:
         print(f"it continues run {continued['run']}, whose model had {count(report['tokens_before'])}: {in_all} merged in all")
     ratio = ", {} times {} than data-parallel".format(*times(traffic["ratio"])) if traffic["ratio"] else ""
     print(f"learners sent {size(traffic['bytes_up'])} and received {size(traffic['bytes_down'])}{ratio}")
-    for name, learner in report["learners"].items():
+    for name, learner in sorted(report["learners"].items(), key=lambda item: natural(item[0])):
         merged = learner["tokens_merged"] / max(1, learner["tokens_processed"])
         print(
             f"  {name}: {learner['steps']} steps of {learner['step_s']:.3f} s, "

@@ -108,8 +108,9 @@ class Supervisor:
     Where one that is dispensable fails, the run goes on without it.
     """
 
-    def __init__(self, log: Logger) -> None:
-        self.log = log
+    def __init__(self, log: Logger, tell: Callable[[str, str], None] = lambda name, text: None) -> None:
+        """``tell``: is called with the name of a service, and what happened to it."""
+        self.log, self._tell = log, tell
         self.groups: dict[str, Group] = {}
         self._guard = Guard()
 
@@ -198,6 +199,10 @@ class Supervisor:
             )
         pause_s = 0.0 if group.quick_deaths < 2 else min(RETRY_MAX_S, RETRY_S * 2.0 ** (group.quick_deaths - 2))
         group.due_s = now_s + pause_s
+        again = "is started again" if not pause_s else f"is started again in {pause_s:g} s"
+        self._tell(
+            killed.name, f"was killed ({signal_name}) and {again}" if signal_name else f"ended with code {code} and {again}"
+        )
         self.log.warning("service_killed", killed=killed.name, signal=signal_name or f"exit code {code}", pause_s=pause_s)
 
     def _begin_again(self, service: Service, now_s: float) -> None:

@@ -10,17 +10,18 @@ import json
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from html import escape
 from typing import Any, Literal
 
+from diloco_report.colours import cut_middle, short_names
+from diloco_report.curves import Line, Point, thinned
 from diloco_report.units import count, decimal, duration, share, size
 
-Point = tuple[float, float]
 Axis = Literal["tokens", "time", "bytes"]
 _FORMS: dict[Axis, Callable[[object], str]] = {"tokens": count, "time": duration, "bytes": size}
 
-MAX_POINTS = 240  # of a line: means over as many parts of its extent
+ROW_NAME, BAR_NAME = 14, 15  # characters of a row's name and of a bar's
 MAX_DOTS = 40  # of a strong line that are marked one by one
 MAX_SPANS = 600  # of one learner's timeline
 MAX_MERGES = 2500
@@ -31,17 +32,6 @@ LONG = 2.0  # times the usual number of steps: of an offer that holds more, the 
 STATES = ("starting", "stepping", "sending", "waiting", "recovering", "closing", "leaving", "finished", "left", "gone")
 # round times between two ticks
 _TIME_STEPS_S = (1, 2, 5, 10, 15, 20, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400)
-
-
-@dataclass(frozen=True)
-class Line:
-    """A named line of a chart; ``css`` is its colour, ``dash`` its pattern (``stroke-dasharray``), empty for a solid one."""
-
-    name: str
-    css: str
-    points: Sequence[Point]
-    strong: bool = False
-    dash: str = ""
 
 
 def nice_ticks(low: float, high: float, wanted: int) -> list[float]:
@@ -60,18 +50,6 @@ def time_ticks(end_s: float, wanted: int) -> list[float]:
     if step is None:
         step = 86400 * math.ceil(end_s / wanted / 86400)
     return [float(step * index) for index in range(math.floor(end_s / step + 1e-9) + 1)]
-
-
-def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
-    """Return at most ``limit`` points, each the mean of those in one of as many equal parts of the line's extent."""
-    if len(points) <= limit:
-        return list(points)
-    low, high = points[0][0], points[-1][0]
-    width = (high - low) / limit or 1.0
-    parts: dict[int, list[Point]] = {}
-    for point in points:
-        parts.setdefault(min(limit - 1, max(0, int((point[0] - low) / width))), []).append(point)
-    return [(sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for _, part in sorted(parts.items())]
 
 
 def loss_range(lines: Sequence[Line], references: Mapping[str, float]) -> Point:
@@ -125,7 +103,7 @@ def line_chart(
 
     ``name``: of no other chart of the page. ``moments``: events of the whole run, by their place on the level axis.
     """
-    lines = [replace(line, points=thin(line.points)) for line in lines if line.points]
+    lines = [thinned(line) for line in lines if line.points]
     if not lines:
         return '<p class="empty">No loss was recorded.</p>'
     frame = _Frame(max(line.points[-1][0] for line in lines) or 1.0, *loss_range(lines, references))
@@ -165,7 +143,8 @@ def _axes(frame: _Frame, axis: Axis, label: str) -> list[str]:
 
 def _curve(line: Line, frame: _Frame, clip: str) -> str:
     places = [(frame.x(x), frame.y(y)) for x, y in line.points]
-    path = "".join(f"{'L' if n else 'M'}{x:.1f} {y:.1f}" for n, (x, y) in enumerate(places))
+    begins = {0, *line.breaks}
+    path = "".join(f"{'M' if n in begins else 'L'}{x:.1f} {y:.1f}" for n, (x, y) in enumerate(places))
     dash = f";stroke-dasharray:{line.dash}" if line.dash else ""
     drawn = (
         f'<path class="{"line strong" if line.strong else "line"}" clip-path="url(#{clip})" d="{path}" '
@@ -187,14 +166,21 @@ def bars(rows: Sequence[tuple[str, float | None, str, str]], *, label_width: int
     wide, step, thick, text_width = 560, 27, 13, 96
     scale = (wide - label_width - text_width) / (max(known) or 1.0)
     parts = []
+    named = bar_names([name for name, *_ in rows])
     for number, (name, value, text, css) in enumerate(rows):
         y = number * step
         length = max(2.0, value * scale) if value is not None and math.isfinite(value) else 0.0
-        parts.append(text_at("label", label_width - 10, y + 17, "end", _cut(name, 15)))
+        parts.append(text_at("label", label_width - 10, y + 17, "end", named[name]))
         parts.append(f'<rect x="{label_width}" y="{y + 6}" width="{length:.1f}" height="{thick}" rx="3" style="fill:{css}"/>')
         parts.append(text_at("value", label_width + length + 8, y + 17, "start", text))
     label = escape("; ".join(f"{name}: {text}" for name, _, text, _ in rows))
     return f'<svg class="bars" viewBox="0 0 {wide} {len(rows) * step}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
+
+
+def bar_names(names: Sequence[str]) -> dict[str, str]:
+    """Return the names of bars as there is room for them: those of learners, which begin alike, without their beginning."""
+    alike = [name for name in names if name.startswith("learner-")]
+    return {name: cut_middle(name, BAR_NAME) for name in names} | short_names(alike, BAR_NAME)
 
 
 def timeline(activity: Mapping[str, Sequence[tuple[float, float, str]]], end_s: float) -> str:
@@ -205,9 +191,10 @@ def timeline(activity: Mapping[str, Sequence[tuple[float, float, str]]], end_s: 
     high = len(activity) * row
     scale = (wide - left - right) / end_s
     parts = [time_axis(end_s, left, scale, high)]
+    shown = short_names(list(activity), ROW_NAME)
     for number, (name, spans) in enumerate(activity.items()):
         y = number * row + (row - thick) / 2
-        parts.append(row_name(name, left, number * row + row / 2))
+        parts.append(row_name(shown[name], left, number * row + row / 2))
         for start_s, stop_s, state in joined_spans(spans, end_s):
             css = f"var(--state-{state})" if state in STATES else "var(--muted)"
             log_head = f"{name}\n{state}\n{moment(start_s)} to {moment(stop_s)}"
@@ -406,7 +393,8 @@ def _group(group: Group, lanes: _Lanes, top: float, bottom: float) -> list[str]:
         if length >= LABEL_WIDTH:
             parts.append(text_at("away", x + length / 2, top + 16, "middle", said))
     _, tops, _ = lanes.tops()
-    return [*parts, *(row_name(name, left, tops[name] + lanes.lane / 2) for name in group.learners)]
+    shown = short_names([name for each in lanes.groups for name in each.learners], ROW_NAME)
+    return [*parts, *(row_name(shown[name], left, tops[name] + lanes.lane / 2) for name in group.learners)]
 
 
 def _merged_offers(rounds: Sequence[Mapping[str, Any]], lanes: _Lanes, homes: Mapping[str, str]) -> list[str]:
@@ -470,7 +458,7 @@ def time_axis(end_s: float, left: float, scale: float, high: float) -> str:
 
 def row_name(name: str, left: float, middle: float) -> str:
     """Draw a row's name, to the left of where the row begins."""
-    return text_at("label", left - 12, middle + 4, "end", _cut(name, 14))
+    return text_at("label", left - 12, middle + 4, "end", cut_middle(name, ROW_NAME))
 
 
 def text_at(kind: str, x: float, y: float, anchor: str, text: str) -> str:
@@ -481,10 +469,6 @@ def text_at(kind: str, x: float, y: float, anchor: str, text: str) -> str:
 def across(kind: str, left: float, right: float, y: float) -> str:
     """Draw a level line in the style sheet's class ``kind``."""
     return f'<line class="{kind}" x1="{left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>'
-
-
-def _cut(text: str, limit: int) -> str:
-    return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def moment(value_s: float) -> str:

@@ -24,8 +24,11 @@ def references(report: Report) -> dict[str, float]:
     return _known({name: arm.get("loss") for name, arm in arms.items()})
 
 
-def sentences(report: Report) -> list[str]:
-    """Return how the loss compares, a sentence for each other model, and where the comparison comes from."""
+def sentences(report: Report, *, brief: bool = False) -> list[str]:
+    """Return how the loss compares, a sentence for each other model, and where the comparison comes from.
+
+    ``brief``: without what was measured where, for a terminal's width.
+    """
     loss, comparison = report.get("val_loss"), report.get("comparison") or {}
     if not finite(loss):
         return []
@@ -35,8 +38,10 @@ def sentences(report: Report) -> list[str]:
         best = min(counted, key=lambda name: counted[name])
         said.append(f"{above(loss, counted[best])} the best model that only counts bytes, {best} ({decimal(counted[best])})")
     for name, other in references(report).items():
-        said.append(f"{above(loss, other)} {name} ({_of(comparison['arms'][name])})")
-    if references(report):
+        said.append(f"{above(loss, other)} {name} ({_of(comparison['arms'][name], brief=brief)})")
+    if brief and references(report):
+        said.append("data-parallel: the same model, tokens, global batch and text, its best rate; conditions are in the report")
+    elif references(report):
         where = ", ".join(f"{key} {value}" for key, value in (comparison.get("where") or {}).items())
         said.append(f"data-parallel: the same model, tokens, global batch and text, its best rate; {where}")
     elif comparison.get("missing"):
@@ -51,10 +56,10 @@ def above(loss: float, other: float) -> str:
     return f"{share(abs(gap), 1)} {'above' if gap > 0 else 'below'}"
 
 
-def _of(arm: Mapping[str, Any]) -> str:
+def _of(arm: Mapping[str, Any], *, brief: bool) -> str:
     seeds, spread = arm.get("seeds"), arm.get("spread")
     over = f" ± {decimal(spread, 4)}, {seeds} seeds" if spread is not None else ", one seed"
-    return f"{decimal(arm.get('loss'), 4)}{over}; {arm.get('tuned')}"
+    return f"{decimal(arm.get('loss'), 4)}{over}" + ("" if brief else f"; {arm.get('tuned')}")
 
 
 def _known(values: Mapping[str, Any]) -> dict[str, float]:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from diloco_report.colours import assigned, css
 from diloco_report.units import finite
 
 Report = Mapping[str, Any]
-
-COLOURS = 8  # --s0 to --s7 of the style sheet
 
 
 def learners_of(report: Report) -> dict[str, Mapping[str, Any]]:
@@ -19,12 +18,11 @@ def learners_of(report: Report) -> dict[str, Mapping[str, Any]]:
 
 
 def colours(report: Report) -> dict[str, str]:
-    """Return colours by the number in the name, as in the live view and the logs."""
-    return {
-        name: f"var(--s{(number if number >= 0 else place) % COLOURS})"
-        for place, name in enumerate(learners_of(report))
-        for _, number, _ in (natural(name),)
-    }
+    """Return a colour of its own for each learner: a shade of its region's, in a run with regions."""
+    learners = learners_of(report)
+    regions = {name: str(learner.get("region") or "") for name, learner in learners.items()}
+    order = [str(name) for name in report.get("regions") or {}]
+    return {name: css(*place) for name, place in assigned(list(learners), regions, order).items()}
 
 
 def natural(name: str) -> tuple[str, int, str]:

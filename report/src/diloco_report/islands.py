@@ -9,7 +9,8 @@ from typing import Any
 
 from diloco_report import html
 from diloco_report.charts import text_at
-from diloco_report.facts import COLOURS, Report
+from diloco_report.colours import HUES
+from diloco_report.facts import Report
 from diloco_report.units import MISSING, count, decimal, duration, finite, share, size
 
 MAX_DRAWN = 12  # regions that a map has room for; the tables have all
@@ -97,7 +98,7 @@ def _node(name: str, region: Region, place: tuple[float, float], number: int) ->
     tip = f"{name}\n{_members(region)}\n{count(region.get('fragments'))} fragments, {_queue(region)}"
     at = f'cx="{x:.1f}" cy="{y:.1f}" r="{RADIUS:g}"'
     return (
-        f'<circle class="{css}" {at} stroke="var(--s{number % COLOURS})" data-tip="{escape(tip)}"/>'
+        f'<circle class="{css}" {at} stroke="var(--s{number % HUES})" data-tip="{escape(tip)}"/>'
         + text_at("region", x, y - 4, "middle", name[:9])
         + text_at("label", x, y + 12, "middle", f"{count(region.get('heard'))} of {count(region.get('members'))}")
     )

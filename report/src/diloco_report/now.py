@@ -6,11 +6,30 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from diloco_report import html
+from diloco_report import charts, html
 from diloco_report.facts import Report, learners_of, natural, ratio
-from diloco_report.units import MISSING, count, decimal, duration, finite, share, size
+from diloco_report.units import MISSING, count, decimal, duration, finite, lasting, share, size
 
 MAX_EVENTS = 50  # that are shown, of those known
+
+
+def state(report: Report) -> str:
+    """Draw the run's state, below its name: what it does now, or how it ended."""
+    now, wall_s = report.get("now"), report.get("wall_s")
+    if now is None:
+        return _state("finished", f"finished after {duration(wall_s)}" if finite(wall_s) else "finished")
+    doing, learners = str(now.get("state") or ""), learners_of(report)
+    if doing == "waiting":
+        heard = f"{len(learners)} learners are heard" if learners else "no learner is heard yet"
+        return _state("starting", f"starting: {heard}; they compile their first step, which usually takes 20 s to a minute")
+    for_ = f" for {lasting(wall_s)}" if finite(wall_s) else ""
+    left = f", {duration(now.get('eta_s'))} left" if finite(now.get("eta_s")) else ""
+    return _state({"training": "stepping"}.get(doing, doing), f"{doing}{for_}{left}")
+
+
+def _state(css: str, text: str) -> str:
+    colour = f"var(--state-{css})" if css in charts.STATES else "var(--muted)"
+    return f'<p class="state"><i style="background:{colour}"></i>{escape(text)}</p>'
 
 
 def headline(report: Report) -> str:
@@ -24,7 +43,7 @@ def headline(report: Report) -> str:
         ("Validation loss", decimal(report.get("val_loss")), "", f"learners: {decimal(mean)} while training"),
         ("Tokens", share(done, 1), "", f"{count(processed)} of {count(budget)}; {count(report.get('tokens_merged'))} merged"),
         ("Pace", count(now.get("tokens_per_s")), "tokens/s", f"{_working(report)} of {len(learners_of(report))} learners step"),
-        ("Goodput", share(now.get("busy_fraction"), 1), "", "of learners' time a step is under way"),
+        ("Goodput", share(now.get("goodput"), 1), "", "of all learners' time a step was under way; one that is down counts"),
         (
             "Time left",
             duration(now.get("eta_s")),
@@ -43,7 +62,7 @@ def _standing_by(now: Mapping[str, Any]) -> str:
     """Say that another coordinator leads the run, where one does, or that none answers."""
     if now.get("known_s_ago") is None:
         return ""
-    known = duration(now["known_s_ago"])
+    known = lasting(now["known_s_ago"])
     if now.get("silent"):
         return html.note(
             f"No coordinator answers, and learners may train on without one. All here is as one stored it {known} ago."
@@ -54,12 +73,16 @@ def _standing_by(now: Mapping[str, Any]) -> str:
 def alerts(report: Report) -> str:
     """Draw what needs attention: now, or of a run that is over the errors that did not end it."""
     found: Sequence[Mapping[str, Any]] = (report.get("now") or {}).get("alerts") or []
-    said = [f"{alert.get('text', '')}, since {duration(alert.get('since_s'))}" for alert in found[:MAX_EVENTS]]
-    said += [f"{name}: {failure}" for name, failure in sorted((report.get("failures") or {}).items())]
+    said = [f"{alert.get('text', '')}, for {lasting(alert.get('since_s'))}" for alert in found[:MAX_EVENTS]]
+    said += [f"{name}: {failure}" for name, failure in sorted((report.get("failures") or {}).items(), key=_natural)]
     if not said:
         return ""
     rows = "".join(f"<li>{escape(text)}</li>" for text in said)
     return f'<section class="alerts"><h2>Needs attention</h2><ul>{rows}</ul></section>'
+
+
+def _natural(item: tuple[object, object]) -> tuple[str, int, str]:
+    return natural(str(item[0]))
 
 
 def rounds(report: Report) -> dict[int, str]:
@@ -113,7 +136,7 @@ def storage(report: Report) -> str:
 
 def events(report: Report) -> str:
     """Draw what happened, the newest first."""
-    found: Sequence[Mapping[str, Any]] = (report.get("now") or {}).get("events") or []
+    found: Sequence[Mapping[str, Any]] = (report.get("now") or report).get("events") or []
     if not found:
         return ""
     rows = [[duration(event.get("at_s")), escape(str(event.get("text", "")))] for event in reversed(found[-MAX_EVENTS:])]
@@ -125,4 +148,4 @@ def ago(value_s: object) -> str:
     """Format the time since a process was heard, in steps, so that a page does not change for nothing."""
     if not finite(value_s):
         return MISSING
-    return "now" if value_s < 3 else f"{duration(value_s)} ago"
+    return "now" if value_s < 3 else f"{lasting(value_s)} ago"

@@ -14,8 +14,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from diloco_report import changed, charts, compared, html, now
-from diloco_report.facts import COLOURS, Report, learners_of, natural, until_s
+from diloco_report import changed, charts, compared, curves, html, now
+from diloco_report.colours import HUES
+from diloco_report.facts import Report, learners_of, natural, until_s
 from diloco_report.facts import colours as colours_of
 from diloco_report.facts import ratio as ratio_of
 from diloco_report.islands import islands
@@ -139,19 +140,25 @@ def _losses(report: Report) -> str:
     colours = colours_of(report)
     # by line: wall time, tokens of the whole run, loss
     drawn = [
-        (name, colours.get(name, "var(--soft)"), [(point[0], point[1], point[3]) for point in points])
-        for name, points in (series.get("learners") or {}).items()
+        (name, colours.get(name, "var(--soft)"), [(point[0], point[1], point[3]) for point in points if finite(point[3])])
+        for name, points in sorted((series.get("learners") or {}).items(), key=lambda item: natural(str(item[0])))
     ]
-    whole = [(point[0], point[1], point[2]) for point in series.get("global") or []]
+    whole: list[tuple[Any, ...]] = [(point[0], point[1], point[2]) for point in series.get("global") or [] if finite(point[2])]
     end = (report.get("wall_s"), report.get("tokens_merged"), report.get("val_loss"))
-    if any(finite(loss) for *_, loss in whole) and all(finite(value) for value in end):
+    if whole and not report.get("now") and all(finite(value) for value in end):
         whole.append(end)
     drawn.append(("global", "var(--global)", whole))
     rolled_back = series.get("rollbacks") or []
 
     def chart(place: int, key: str, axis: charts.Axis, label: str) -> str:
         lines = [
-            charts.Line(name, css, [(point[place], point[2]) for point in points if finite(point[2])], strong=name == "global")
+            curves.Line(
+                name,
+                css,
+                [(point[place], point[2]) for point in points],
+                strong=name == "global",
+                breaks=() if name == "global" else curves.gaps([point[0] for point in points]),
+            )
             for name, css, points in drawn
         ]
         moments = [(moment[key], f"back to {moment['to_version']}") for moment in rolled_back]
@@ -213,7 +220,9 @@ def _others_and_traffic(report: Report) -> str:
 def _activity(report: Report) -> str:
     activity = {
         str(name): [(float(start_s), float(stop_s), str(state)) for start_s, stop_s, state in spans]
-        for name, spans in ((report.get("series") or {}).get("activity") or {}).items()
+        for name, spans in sorted(
+            ((report.get("series") or {}).get("activity") or {}).items(), key=lambda item: natural(str(item[0]))
+        )
     }
     if not activity:
         return ""
@@ -229,7 +238,7 @@ def _activity(report: Report) -> str:
 def _merges(report: Report) -> str:
     rounds: Sequence[Mapping[str, Any]] = (report.get("series") or {}).get("merges") or []
     colours = colours_of(report)
-    for name in sorted({str(member[0]) for merged in rounds for member in merged["members"]} - set(colours)):
+    for name in sorted({str(member[0]) for merged in rounds for member in merged["members"]} - set(colours), key=natural):
         colours[name] = "var(--soft)"
     picture, drawn = charts.merges(rounds, colours, until_s(report))
     every = int((report.get("series") or {}).get("merges_every") or 1)
@@ -261,7 +270,7 @@ def _regions(report: Report) -> str:
     groups = [
         charts.Group(
             str(name),
-            f"var(--s{place % COLOURS})",
+            f"var(--s{place % HUES})",
             {
                 str(member): [(float(at_s), float(step)) for at_s, _, step, _ in points.get(member, ())]
                 for member in sorted(region["learners"], key=natural)
@@ -459,6 +468,7 @@ def _sum(values: Mapping[str, Any], *keys: str) -> float:
 
 
 PARTS: dict[str, Callable[[Report], str]] = {
+    "state": now.state,
     "headline": _headline,
     "alerts": now.alerts,
     "loss": _losses,

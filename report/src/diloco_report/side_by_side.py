@@ -14,7 +14,8 @@ from importlib.resources import files
 from typing import Any, NamedTuple
 
 from diloco_report import charts, html
-from diloco_report.charts import Axis, Line, Point
+from diloco_report.charts import Axis
+from diloco_report.curves import Line, Point
 from diloco_report.units import MISSING, count, decimal, duration, finite, share, size
 
 MAX_RUNS = 24

@@ -65,6 +65,17 @@ def duration(value_s: object) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
+def lasting(value_s: object) -> str:
+    """Format a length of time in words, which is not taken for a time of the run: ``40 s``, ``12 min``, ``3 h 5 min``."""
+    number = _known(value_s)
+    if number is None or number < 0:
+        return MISSING
+    if number < 99.5:
+        return f"{round(number)} s"
+    hours, minutes = divmod(round(number / 60), 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
+
+
 def moment(value_s: object) -> str:
     """Format Unix time as ``2026-11-22 08:30:00`` UTC."""
     number = _known(value_s)

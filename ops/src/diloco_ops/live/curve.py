@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from rich.console import RenderableType
 from rich.text import Text
 
-from diloco.process.logs import service_colour
-from diloco_ops.live.parts import FRAME, Status, panel
+from diloco_ops.live.parts import FRAME, Status, learner_colours, panel
+from diloco_report.charts import nice_ticks
+from diloco_report.curves import gaps
 from diloco_report.units import duration
 
 _GLOBAL = "bold default"
@@ -55,13 +57,18 @@ class _Canvas:
 
 def loss_curve(status: Status, width: int, lines: int) -> RenderableType:
     units, validation = status.get("units"), status.get("validation") or []
-    body = loss_lines(status.get("loss") or {}, validation, width - 4, lines - 2)
+    body = loss_lines(status.get("loss") or {}, validation, learner_colours(status), width - 4, lines - 2)
     legend = Text().append("● each learner  ", "default dim").append("━ global", _GLOBAL) if _points(validation) else ""
     return panel(body, f"loss, {units}" if units else "loss", width, legend)
 
 
-def loss_lines(loss: Mapping[str, Sequence[Any]], points: Sequence[Any], width: int, lines: int) -> list[Text]:
-    """Draw learners' losses by name, and ``points`` of the global model, each (seconds, tokens, loss), over time."""
+def loss_lines(
+    loss: Mapping[str, Sequence[Any]], points: Sequence[Any], colours: Mapping[str, str], width: int, lines: int
+) -> list[Text]:
+    """Draw learners' losses by name in their ``colours``, and the global model's ``points``, over time.
+
+    A point is (seconds, tokens, loss).
+    """
     learners, validation = {name: _points(each) for name, each in sorted(loss.items())}, _points(points)
     drawn = [each for each in (*learners.values(), validation) if each]
     rows, columns = lines - 1, width - 6
@@ -72,13 +79,15 @@ def loss_lines(loss: Mapping[str, Sequence[Any]], points: Sequence[Any], width: 
     low, high = _range(drawn)
     canvas = _Canvas(columns, rows)
     for name, each in learners.items():
-        canvas.line([_place(point, end_s, low, high) for point in each], service_colour(name))
+        bounds = [0, *gaps([at_s for at_s, _ in each]), len(each)]
+        for start, stop in pairwise(bounds):
+            canvas.line([_place(point, end_s, low, high) for point in each[start:stop]], colours.get(name, "default"))
     canvas.line([_place(point, end_s, low, high) for point in validation], _GLOBAL)
-    ticks = {0, rows // 2, rows - 1} if rows > 4 else {0, rows - 1}
-    labelled = {row: high - (high - low) * row / max(1, rows - 1) for row in ticks}
+    ticks = nice_ticks(low, high, 4 if rows > 4 else 2)
+    labelled = {round((rows - 1) * (high - tick) / (high - low)): tick for tick in ticks}
     body = []
     for row in range(rows):
-        label = f"{labelled[row]:5.2f}" if row in labelled else " " * 5
+        label = f"{labelled[row]:5.4g}" if row in labelled else " " * 5
         body.append(Text(label, "dim").append("┤" if row in labelled else "│", FRAME).append_text(canvas.text(row)))
     axis = f"{' ' * 5}└0:00"
     body.append(Text(axis + f"{duration(end_s):>{width - len(axis)}}", "dim"))

@@ -12,10 +12,11 @@ from rich.text import Text
 from diloco.process.logs import printable
 from diloco_ops.live import lanes
 from diloco_ops.live.curve import loss_lines
-from diloco_ops.live.parts import STATES, Status, clean
+from diloco_ops.live.parts import STATES, Status, clean, learner_colours
 from diloco_ops.live.rows import WINDOWS, Shown, open_rounds_of, window_text
 from diloco_ops.live.tables import open_round
 from diloco_ops.live.watched import Event, Watched
+from diloco_report.facts import natural
 from diloco_report.units import MISSING, count, decimal, duration, share, size
 
 LABEL = 14  # cells of a fact's name
@@ -44,7 +45,7 @@ def learner(watched: Watched, status: Status, name: str, run_s: float, width: in
         lines.append(_fact(label, lanes.lane(spans, from_s, to_s, width - LABEL), width))
     points = (status.get("loss") or {}).get(name) or []
     if points and height - len(lines) >= CURVE_LINES + 3:
-        lines += loss_lines({name: points}, [], width, CURVE_LINES)
+        lines += loss_lines({name: points}, [], learner_colours(status), width, CURVE_LINES)
     return _with_events(lines, watched.events_of(name), height, width)
 
 
@@ -68,7 +69,10 @@ def fragment(watched: Watched, status: Status, index: int, run_s: float, width: 
         lines.append(_fact(f"version {version}", f"{_ago(run_s - at_s)}: {merged}", width))
     shares = Counter(member for _, _, members in known.merges for member in members)
     if shares:
-        said = "  ".join(f"{clean(member)} {number}/{len(known.merges)}" for member, number in sorted(shares.items()))
+        said = "  ".join(
+            f"{clean(member)} {number}/{len(known.merges)}"
+            for member, number in sorted(shares.items(), key=lambda item: natural(item[0]))
+        )
         lines.append(_fact("members", said, width))
     return _with_events(lines, watched.events_of(f"fragment {index}"), height, width)
 
@@ -110,7 +114,7 @@ def sample(watched: Watched, run_s: float, width: int, most: int) -> list[Text]:
 def _windows(run_s: float) -> list[tuple[str, float, float]]:
     """Return the stretches of time that are shorter than the run, and the whole run."""
     shorter = [window_s for window_s in WINDOWS if window_s is not None and window_s < run_s]
-    return [(window_text(window_s), *Shown(window_s=window_s).span(run_s)) for window_s in (*shorter, None)]
+    return [(window_text(window_s, run_s), *Shown(window_s=window_s).span(run_s)) for window_s in (*shorter, None)]
 
 
 def _with_events(lines: list[Text], events: Sequence[Event], height: int, width: int) -> list[Text]:

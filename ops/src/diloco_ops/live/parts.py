@@ -12,10 +12,13 @@ from rich.console import Group
 from rich.panel import Panel
 from rich.text import Text
 
-from diloco.process.logs import printable
+from diloco.process.logs import COLOURS, printable
+from diloco_report.colours import assigned, terminal
+from diloco_report.facts import natural
 
 Status = Mapping[str, Any]
 
+DOT = "● "  # before a name, in its colour
 ACCENT = "#3b9eff"
 FRAME = "grey37"
 STATES = {
@@ -77,6 +80,14 @@ def total(learners: Mapping[str, Any], key: str) -> int:
 def mean(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None and math.isfinite(value)]
     return sum(known) / len(known) if known else None
+
+
+def learner_colours(status: Status) -> dict[str, str]:
+    """Return a colour (``#rrggbb``) of its own for each learner of a status: a shade of its region's, as the page has it."""
+    learners: Mapping[str, Any] = status.get("learners") or {}
+    regions = {name: str(learner.get("region") or "") for name, learner in learners.items()}
+    places = assigned(sorted(learners, key=natural), regions, list(status.get("regions") or {}))
+    return {name: terminal(COLOURS, *place) for name, place in places.items()}
 
 
 def states_text(learners: Mapping[str, Any]) -> str:

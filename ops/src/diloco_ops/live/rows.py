@@ -21,13 +21,14 @@ from diloco_ops.live.tables import (
     fit,
     heading,
     learner_cells,
+    learner_names,
     names_in,
-    natural,
     open_round,
     row_of,
     shard_cells,
 )
 from diloco_ops.live.watched import Fragment, Watched
+from diloco_report.facts import natural
 from diloco_report.units import MISSING, count, duration, finite
 
 MIN_WIDTH, MIN_HEIGHT = 66, 12  # of a terminal that these fit
@@ -119,11 +120,12 @@ def learners(watched: Watched, status: Status, shown: Shown, run_s: float, width
     names = _ordered(rows, LEARNER_ORDERS, shown)
     columns = fit(_LANED, rows, width - len(MARK), flexible=LANE)
     from_s, to_s = shown.span(run_s)
-    lane_width, shown_names = columns[-1].width, names_in(columns, rows)
+    lane_width, shown_names = columns[-1].width, learner_names(status, columns[0].width)
 
     def cells(name: str) -> dict[str, Text]:
-        return learner_cells(name, shown_names[name], rows[name], 0) | {
-            LANE: lanes.lane(watched.lane(name), from_s, to_s, lane_width)
+        return learner_cells(rows[name], 0) | {
+            "name": shown_names[name],
+            LANE: lanes.lane(watched.lane(name), from_s, to_s, lane_width),
         }
 
     return _table(names, columns, cells, shown)
@@ -221,6 +223,6 @@ def next_window(window_s: float | None) -> float | None:
     return WINDOWS[(WINDOWS.index(window_s) + 1) % len(WINDOWS)]
 
 
-def window_text(window_s: float | None) -> str:
-    """Return how a stretch of time is called."""
-    return "whole run" if window_s is None else f"last {duration(window_s)}"
+def window_text(window_s: float | None, run_s: float) -> str:
+    """Return how a stretch of time is called at ``run_s``: a run that is not as old is shown whole."""
+    return "whole run" if window_s is None or run_s <= window_s else f"last {duration(window_s)}"

@@ -14,6 +14,9 @@ The status (all keys but the first may be missing) is what the coordinator answe
     shards      {name: region, fragments, rounds, versions, refused, bytes_in, bytes_out, seen_s_ago,
                  open: [{fragment, answers, quorum, waited_s}]}
     regions     {name: members, heard (of them), away_s (None: it is here), fragments, bytes_in, bytes_out}
+    page        address of the run's page, where it is known here
+    news        what happened last, where that is not long ago
+    starting    what is being started, while there is no learner yet
     failures    {evaluator: the error of its task's code; learner: why its steps are in vain}
     epochs      {source of a mix of data: so often have merged tokens gone over it}
     validation  [[wall_s, tokens, loss], ...]                     of the global model
@@ -40,15 +43,18 @@ from diloco_ops.live.curve import loss_curve
 from diloco_ops.live.lanes import LEGEND, lane
 from diloco_ops.live.parts import ACCENT, STATES, Status, bar, clean, ends, mean, panel, speed, states_text, total
 from diloco_ops.live.rows import Shown, window_text
-from diloco_ops.live.tables import Rows, make_tables, natural, share_rows, whole_width
+from diloco_ops.live.tables import Rows, learner_names, make_tables, share_rows, whole_width
 from diloco_ops.live.watched import Watched
+from diloco_report.facts import natural
 from diloco_report.units import count, decimal, duration, share, size, times
 
 MIN_WIDTH = 32
+NEWS_S = 30.0  # for which an event stays in the head of the view
 _WIDE = 112  # from here on the curve stands beside the tables
 _LEAST_LANES = 3  # fewer of many say little
 _LANE_NAME = 16
 _WHOLE_CURVE = 14  # lines
+LINKED = 16  # lines, from which on the page's address has one
 
 
 def render(status: Status, width: int, height: int, watched: Watched | None = None) -> RenderableType:
@@ -57,14 +63,14 @@ def render(status: Status, width: int, height: int, watched: Watched | None = No
     ``watched``, where the run has been followed: lanes are drawn of it, if there is room.
     """
     width = max(width, MIN_WIDTH)
-    head = glance(status, width, roomy=height >= 26) + _failures(status, width)[: height // 4 - 1]
+    head = glance(status, width, roomy=height >= 26, linked=height >= LINKED) + _failures(status, width)[: height // 4 - 1]
     left = max(0, height - len(head))
     learners: Mapping[str, Any] = status.get("learners") or {}
     shards: Mapping[str, Any] = status.get("shards") or {}
     if width >= _WIDE:
         column = max(78, width * 11 // 20)
         rows = share_rows(left, len(learners), len(shards), curve=0)
-        tables = make_tables(learners, shards, column, rows)
+        tables = make_tables(status, column, rows)
         curve_lines = min(max(rows.lines, 12), left)
         parts: list[RenderableType] = []
         if tables and curve_lines >= 5:
@@ -75,7 +81,7 @@ def render(status: Status, width: int, height: int, watched: Watched | None = No
             parts += _lanes(watched, status, width, left - max(rows.lines, curve_lines))
     else:
         rows = share_rows(left, len(learners), len(shards), curve=7)
-        parts = make_tables(learners, shards, width, rows)
+        parts = make_tables(status, width, rows)
         if left - rows.lines >= 6:
             parts.append(loss_curve(status, width, min(left - rows.lines, 22)))
     return Group(*head, *parts)
@@ -86,7 +92,7 @@ def render_whole(status: Status, width: int | None = None) -> RenderableType:
     learners: Mapping[str, Any] = status.get("learners") or {}
     shards: Mapping[str, Any] = status.get("shards") or {}
     width = whole_width(learners, shards) if width is None else max(width, MIN_WIDTH)
-    tables = make_tables(learners, shards, width, Rows(max(1, len(learners)), max(1, len(shards))))
+    tables = make_tables(status, width, Rows(max(1, len(learners)), max(1, len(shards))))
     return Group(*glance(status, width), *_failures(status, width), *tables, loss_curve(status, width, _WHOLE_CURVE))
 
 
@@ -98,7 +104,7 @@ def plain_line(status: Status) -> str:
         str(status.get("state", "waiting")),
         f"{count(status.get('tokens_processed', 0))} of {count(status.get('tokens_budget'))} tokens ({_progress_text(status)})"
         + _after(status),
-        f"{count(speed(learners))} tokens/s",
+        f"{count(_rate(status))} tokens/s",
     ]
     if (loss := mean(learner.get("loss") for learner in learners.values())) is not None:
         parts.append(f"loss {loss:.3f}")
@@ -133,24 +139,23 @@ def _lanes(watched: Watched, status: Status, width: int, height: int) -> list[Re
     shown, rows = Shown(), min(len(names), height - 2)
     if rows < max(1, min(len(names), _LEAST_LANES)):
         return []
-    from_s, to_s = shown.span(float(status.get("wall_s") or 0.0))
+    run_s = float(status.get("wall_s") or 0.0)
+    from_s, to_s = shown.span(run_s)
     room = width - 5 - _LANE_NAME
-    lines = [
-        Text(f"{clean(name, _LANE_NAME):<{_LANE_NAME}} ").append_text(lane(watched.lane(name), from_s, to_s, room))
-        for name in names[:rows]
-    ]
-    return [panel(lines, f"learners, {window_text(shown.window_s)}", width, LEGEND)]
+    shown_names = learner_names(status, _LANE_NAME)
+    lines = [ends(shown_names[name], lane(watched.lane(name), from_s, to_s, room), width - 4) for name in names[:rows]]
+    return [panel(lines, f"learners, {window_text(shown.window_s, run_s)}", width, LEGEND)]
 
 
 class LiveView:
     """The view kept up to date on a terminal's alternate screen; the last picture stays on the normal one.
 
-    A context manager. Without :meth:`update` nothing is drawn; a new size of the terminal is taken over at the next one.
-    ``watched``: the run, of which nothing else is told.
+    A context manager. A new size of the terminal is taken over at the next :meth:`update` or :meth:`wait`.
+    ``watched``: the run, of which nothing else is told. ``page``: the address of its page.
     """
 
-    def __init__(self, console: Console, watched: Watched) -> None:
-        self._console, self._watched = console, watched
+    def __init__(self, console: Console, watched: Watched, page: str | None = None) -> None:
+        self._console, self._watched, self._page = console, watched, page
         self._live = Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
         self._last: Status | None = None
 
@@ -163,15 +168,28 @@ class LiveView:
         if self._last is not None:
             self._console.print(render(self._last, self._console.width, min(self._console.height - 1, 32), self._watched))
 
+    def wait(self, starting: str, wall_s: float) -> None:
+        """Draw what is being started, since ``wall_s`` seconds, while the run has no learner yet."""
+        status = {"run": self._watched.name, "state": "starting", "wall_s": wall_s, "starting": starting, "page": self._page}
+        self._live.update(render(status, self._console.width, self._console.height), refresh=True)
+
     def update(self, status: Status) -> None:
         """Draw this status now."""
+        status = {**status, "page": self._page}
         self._last = status
-        self._watched.answer(status, time.monotonic())
+        now_s = time.monotonic()
+        self._watched.answer(status, now_s)
+        recent = [each for each in self._watched.events if not each.minor and self._watched.run_s(now_s) - each.at_s < NEWS_S]
+        if recent:
+            status["news"] = f"{duration(recent[-1].at_s)}  {recent[-1].who}: {recent[-1].text}"
         self._live.update(render(status, self._console.width, self._console.height, self._watched), refresh=True)
 
 
-def glance(status: Status, width: int, *, roomy: bool = False) -> list[Text]:
-    """Draw the run in three lines, or four with regions: name and state, progress, and the most important figures."""
+def glance(status: Status, width: int, *, roomy: bool = False, linked: bool = True) -> list[Text]:
+    """Draw the run in three lines: name and state, progress, and the most important figures.
+
+    A run with regions has one more, and ``linked`` one with a page has another.
+    """
     state = str(status.get("state", "waiting"))
     title = Text(" ").append("diloco", f"bold {ACCENT}").append(f"  {clean(status.get('run', 'run'))}", "bold")
     if preset := status.get("preset"):
@@ -190,6 +208,10 @@ def glance(status: Status, width: int, *, roomy: bool = False) -> list[Text]:
     facts = [_facts(status, width)]
     if regions := status.get("regions"):
         facts.append(_regions(regions, width))
+    if linked and (news := status.get("news")):
+        facts.append(Text(f" {clean(news, width - 2)}", STATES["sending"], no_wrap=True, overflow="ellipsis"))
+    if linked and (page := status.get("page")):
+        facts.append(Text(" page ", "dim", no_wrap=True, overflow="ellipsis").append(clean(page, width - 6), "underline"))
     return [Text(""), *lines, *facts, Text("")] if roomy else [*lines, *facts]
 
 
@@ -204,7 +226,7 @@ def _facts(status: Status, width: int) -> Text:
     if parallel and up + down:
         by, word = times(parallel / (up + down))
         facts.append((f"{by}×", f" {word} than data-parallel"))
-    facts.append((count(speed(learners)), " tokens/s"))
+    facts.append((count(_rate(status)), " tokens/s"))
     if status.get("tokens_processed"):
         facts.append((share(status.get("tokens_merged", 0) / status["tokens_processed"]), " merged"))
     facts.append((str(status.get("versions", 0)), " versions"))
@@ -250,6 +272,14 @@ def _data_parallel_bytes(status: Status) -> float:
     learners: Mapping[str, Any] = status.get("learners") or {}
     ring = 2 * (len(learners) - 1) / len(learners) if learners else 0.0
     return 2 * total(learners, "step") * ring * 2 * (status.get("parameters") or 0)
+
+
+def _rate(status: Status) -> float:
+    """Return the tokens a second: now, or over the whole run that is finished."""
+    wall_s = float(status.get("wall_s") or 0.0)
+    if status.get("state") == "finished" and wall_s > 0:
+        return float(status.get("tokens_processed", 0)) / wall_s
+    return speed(status.get("learners") or {})
 
 
 def _progress(status: Status) -> float:

@@ -11,7 +11,7 @@ _TEXTS = ("run", "preset", "state", "units", "region", "software")
 _TABLES = ("learners", "shards", "regions")
 _NUMBERS = (
     "wall_s", "eta_s", "tokens_before", "tokens_budget", "tokens_processed", "tokens_merged", "versions", "rounds",
-    "parameters", "changes", "step", "tokens", "lost_tokens", "tokens_per_s", "loss", "step_s", "busy_fraction",
+    "parameters", "changes", "step", "tokens", "lost_tokens", "tokens_per_s", "loss", "step_s", "mean_step_s", "busy_fraction",
     "blocked_fraction", "bytes_up", "bytes_down", "rounds_merged", "rounds_missed", "seen_s_ago", "refused", "bytes_in",
     "bytes_out", "members", "heard", "away_s",
 )  # fmt: skip

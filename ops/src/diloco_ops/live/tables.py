@@ -10,8 +10,10 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from diloco.process.logs import service_colour
-from diloco_ops.live.names import least_name_width, name_width, short_names
-from diloco_ops.live.parts import STATES, bar, clean, panel, states_text
+from diloco_ops.live.names import least_name_width, name_width
+from diloco_ops.live.parts import DOT, STATES, Status, bar, clean, learner_colours, panel, states_text
+from diloco_report.colours import short_names
+from diloco_report.facts import natural
 from diloco_report.units import count, decimal, share, size
 
 
@@ -42,11 +44,12 @@ def share_rows(lines: int, learners: int, shards: int, *, curve: int) -> Rows:
     return Rows(max(0, min(learners, lines - 3)), 0)
 
 
-def make_tables(learners: Mapping[str, Any], shards: Mapping[str, Any], width: int, rows: Rows) -> list[RenderableType]:
+def make_tables(status: Status, width: int, rows: Rows) -> list[RenderableType]:
+    learners, shards = status.get("learners") or {}, status.get("shards") or {}
     tables: list[RenderableType] = []
     if rows.learners:
         note = states_text(learners) if learners else ""
-        tables.append(panel(_learners(learners, width - 4, rows.learners), "learners", width, note))
+        tables.append(panel(_learners(status, width - 4, rows.learners), "learners", width, note))
     if rows.shards:
         refused = sum(shard.get("refused", 0) for shard in shards.values())
         note = f"{refused} messages refused" if refused else ""
@@ -144,25 +147,33 @@ def heading(columns: Sequence[Column]) -> Text:
     return row_of(columns, {column.key: Text(column.header, "dim") for column in columns})
 
 
-def _learners(learners: Mapping[str, Any], width: int, rows: int) -> list[Text]:
+def _learners(status: Status, width: int, rows: int) -> list[Text]:
+    learners: Mapping[str, Any] = status.get("learners") or {}
     if not learners:
-        return [Text("waiting for the first learner …", "dim")]
+        return [Text(clean(status.get("starting") or "waiting for the first learner …", width), "dim")]
     columns = fit(LEARNER_COLUMNS, learners, width, flexible="busy")
-    names = names_in(columns, learners)
     shown, hidden = cut(learners, rows)
     busy_width = next((column.width for column in columns if column.key == "busy"), 0)
     lines = [heading(columns)]
-    lines += [row_of(columns, learner_cells(name, names[name], learner, busy_width)) for name, learner in shown.items()]
+    names = learner_names(status, columns[0].width)
+    lines += [row_of(columns, learner_cells(learner, busy_width) | {"name": names[name]}) for name, learner in shown.items()]
     if hidden:
         lines.append(Text(f"+ {len(hidden)} more: {states_text(hidden)}", "dim", no_wrap=True, overflow="ellipsis"))
     return lines
 
 
-def learner_cells(name: str, shown: str, learner: Mapping[str, Any], busy_width: int) -> dict[str, Text]:
+def learner_names(status: Status, width: int) -> dict[str, Text]:
+    """Return the cell of each learner's name: its colour, and what tells it from others, in ``width`` cells."""
+    colours = learner_colours(status)
+    shown = short_names([clean(name) for name in colours], width - len(DOT))
+    return {name: Text(DOT, colour).append(shown[clean(name)], "default") for name, colour in colours.items()}
+
+
+def learner_cells(learner: Mapping[str, Any], busy_width: int) -> dict[str, Text]:
+    """Return the cells of a learner's figures; :func:`learner_names` has its name's."""
     state = str(learner.get("state", ""))
     quiet = "dim" if state in ("gone", "finished") else ""
     return {
-        "name": name_cell(name, shown),
         "state": Text(clean(state), STATES.get(state, "")),
         "region": Text(clean(learner.get("region") or "")),
         "step": Text(clean(learner.get("step", 0)), quiet),
@@ -246,7 +257,7 @@ def open_round(opened: Mapping[str, Any]) -> Text:
 
 
 def name_cell(name: str, shown: str) -> Text:
-    return Text("● ", service_colour(name)).append(shown, "default")
+    return Text(DOT, service_colour(name)).append(shown, "default")
 
 
 def cut(members: Mapping[str, Any], rows: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -256,11 +267,8 @@ def cut(members: Mapping[str, Any], rows: int) -> tuple[dict[str, Any], dict[str
 
 
 def names_in(columns: Sequence[Column], names: Iterable[str]) -> dict[str, str]:
-    """Return each name as it is shown in its column."""
+    """Return each syncer's name as it is shown in its column."""
     width = next(column.width for column in columns if column.key == "name")
-    return short_names(list(names), width - 2)
-
-
-def natural(name: str) -> tuple[str, int, str]:
-    stem, _, number = name.rpartition("-")
-    return (stem, int(number), name) if stem and number.isdecimal() and len(number) < 10 else (name, -1, name)
+    known = list(names)
+    shown = short_names([clean(name) for name in known], width - len(DOT))
+    return {name: shown[clean(name)] for name in known}

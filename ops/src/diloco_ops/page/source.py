@@ -71,6 +71,6 @@ def _newest(picture: Mapping[str, Any], answered: Facts | None) -> dict[str, Any
     facts["fragments"] = [rows.get(row["fragment"], {}) | row for row in answered["fragments"]]
     gone = {name: learner for name, learner in stored["learners"].items() if learner["state"] == "gone"}
     facts["learners"] = gone | dict(answered["learners"])
-    rates = [learner["tokens_per_s"] for learner in facts["learners"].values() if learner["state"] != "gone"]
+    rates = [learner["tokens_per_s"] or 0.0 for learner in facts["learners"].values() if learner["state"] != "gone"]
     loss = answered["validation"][-1][2] if answered.get("validation") else picture["val_loss"]
     return {**picture, "facts": facts, "val_loss": loss, "tokens_per_s": sum(rates)}

@@ -60,6 +60,7 @@ class Findings:
     changes: Changes
     references: Sequence[Reference]
     failures: Mapping[str, str]
+    events: Sequence[Mapping[str, Any]] = ()  # that diloco up knows of
 
     @property
     def sizes(self) -> list[int]:
@@ -120,6 +121,7 @@ def build(found: Findings) -> dict[str, Any]:
             for c in found.changes.records
         ],
         "failures": dict(found.failures),
+        "events": sorted([*series.get("events", []), *found.events], key=lambda event: event["at_s"]),
         "sample": evaluation.get("sample"),
         "series": overview.series(series),
     }
@@ -216,7 +218,8 @@ def _learner(name: str, found: Findings, processed: int) -> dict[str, Any]:
     tokens_merged = mean([cursor.tokens if cursor else 0 for cursor in cursors], found.sizes)
     return {
         "region": heard["region"],
-        "steps": heard["step"],
+        # of the same moment as the tokens: the step of a learner that lost its checkpoint is that of its new one
+        "steps": processed // found.ledger.batch_tokens if found.ledger.batch_tokens else heard["step"],
         "tokens_processed": processed,
         "tokens_merged": tokens_merged,
         "tokens_lost": processed - tokens_merged,
@@ -226,7 +229,7 @@ def _learner(name: str, found: Findings, processed: int) -> dict[str, Any]:
         "bytes_down": heard["bytes_down"],
         "rounds_merged": merged,
         "rounds_missed": sum(chain.version for chain in chains) - merged,
-        "step_s": heard["step_s"],
+        "step_s": heard["step_s"] if heard.get("mean_step_s") is None else heard["mean_step_s"],
     }
 
 

@@ -19,12 +19,13 @@ from textual.widgets import Static
 
 from diloco.errors import DilocoError
 from diloco.process import logs
+from diloco_ops import pages
 from diloco_ops.live import details, rows
 from diloco_ops.live.curve import loss_lines
 from diloco_ops.live.lanes import LEGENDS
-from diloco_ops.live.parts import Status, clean
+from diloco_ops.live.parts import Status, clean, learner_colours
 from diloco_ops.live.rows import MIN_HEIGHT, MIN_WIDTH, Shown, Table
-from diloco_ops.live.screen import glance
+from diloco_ops.live.screen import LINKED, glance
 from diloco_ops.live.watched import SILENT_S
 from diloco_ops.top.feed import Feed
 from diloco_report.units import duration
@@ -83,6 +84,7 @@ class Top(App[None]):
         self._clock_s = clock
         self.feed, self.watched = feed, feed.watched
         self.failure: DilocoError | None = None
+        self.page = pages.link_of(feed.directory) if feed.local else None
         self.view = 0
         self.tables = dict.fromkeys(TABLES, Shown())
         self.in_detail = self.helping = self.with_versions = False
@@ -144,7 +146,11 @@ class Top(App[None]):
     def picture(self, width: int, height: int, now_s: float) -> tuple[list[Text], list[Text], list[Text]]:
         """Return the lines of the head, the body and the foot, which fill a terminal of this size."""
         status, run_s = self.watched.status(now_s), self.watched.run_s(now_s)
-        head = [*glance(status, width), *self._alerts(now_s, width), self._tabs(width)]
+        head = [
+            *glance({**status, "page": self.page}, width, linked=height >= LINKED),
+            *self._alerts(now_s, width),
+            self._tabs(width),
+        ]
         foot = [self._foot(width)]
         room = height - len(head) - len(foot)
         return head, self._body(status, run_s, width, room)[:room], foot
@@ -164,7 +170,8 @@ class Top(App[None]):
             return self._tail(self.feed.lines, _log_line, width, room, said)
         title = Text(f" loss, {self.watched.units}" if self.watched.units else " loss", "bold")
         sample = details.sample(self.watched, run_s, width, SAMPLE_LINES) if room >= 3 * SAMPLE_LINES else []
-        curves = loss_lines(status.get("loss") or {}, status.get("validation") or [], width - 1, room - 1 - len(sample))
+        losses, points = status.get("loss") or {}, status.get("validation") or []
+        curves = loss_lines(losses, points, learner_colours(status), width - 1, room - 1 - len(sample))
         return [title, *curves, *sample]
 
     def _table(self, name: str, status: Status, run_s: float, width: int, room: int) -> list[Text]:
@@ -223,7 +230,7 @@ class Top(App[None]):
             shown = self.tables[name]
             said.insert(0, f"↑↓ enter  s by {rows.order_of(name, shown)}  r turn")
             if name != "syncers":
-                said.insert(1, f"w {rows.window_text(shown.window_s)}")
+                said.insert(1, f"w {rows.window_text(shown.window_s, self.watched.run_s(time.monotonic()))}")
         elif name == "events":
             said.insert(0, "↑↓  v " + ("without versions" if self.with_versions else "with versions"))
         line = Text(" " + "   ".join(said), "dim", no_wrap=True)

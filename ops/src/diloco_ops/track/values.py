@@ -80,7 +80,7 @@ def _of_status(status: Mapping[str, Any]) -> Iterator[Value]:
     for at, merged, loss in status["validation"]:
         yield Value(RUN, VALIDATION, int(merged), float(loss), float(at))
     totals = {name: status[name] for name in _OF_RUN if name in status}
-    totals["tokens_per_s"] = sum(float(learner["tokens_per_s"]) for learner in learners.values())
+    totals["tokens_per_s"] = sum(float(learner["tokens_per_s"] or 0.0) for learner in learners.values())
     totals["learners"] = sum(learner["state"] not in ("gone", "left", "finished") for learner in learners.values())
     for name, value in totals.items():
         yield Value(RUN, name, tokens, float(value), wall_s)

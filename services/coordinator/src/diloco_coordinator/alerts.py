@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from diloco_coordinator.monitor import Monitor
-from diloco_report.units import size
+from diloco_report.facts import natural
+from diloco_report.units import lasting, size
 
 MAX_EVENTS = 200  # the oldest are forgotten
 MAX_TEXT = 200  # characters of an event
@@ -25,6 +26,7 @@ class Alerts:
     def __init__(self) -> None:
         self.holding: dict[str, float] = {}  # by text: since when
         self.events: list[tuple[float, str]] = []
+        self._incarnations: dict[str, int] = {}  # by learner: of the process that was heard last
 
     def note(self, monitor: Monitor, now_s: float) -> None:
         """Look at the run as of now."""
@@ -33,8 +35,13 @@ class Alerts:
             self.holding[text] = now_s
             self.tell(text, now_s)
         for text in sorted(self.holding.keys() - found):
-            del self.holding[text]
-            self.tell(f"over: {text}", now_s)
+            since_s = self.holding.pop(text)
+            self.tell(f"over after {lasting(now_s - since_s)}: {text}", now_s)
+        for name, learner in sorted(monitor.learners.items(), key=lambda item: natural(item[0])):
+            incarnation = learner.heartbeat.incarnation
+            if self._incarnations.setdefault(name, incarnation) != incarnation:
+                self._incarnations[name] = incarnation
+                self.tell(f"{name}: was restarted; its new process is heard", now_s)
 
     def tell(self, text: str, now_s: float) -> None:
         """Note an event."""
@@ -80,7 +87,7 @@ def conditions(monitor: Monitor, now_s: float) -> Iterator[str]:
 
 def _of_learners(monitor: Monitor, now_s: float) -> Iterator[str]:
     versions, fragments = sum(monitor.versions), len(monitor.versions)
-    for name, learner in sorted(monitor.learners.items()):
+    for name, learner in sorted(monitor.learners.items(), key=lambda item: natural(item[0])):
         heartbeat = learner.heartbeat
         if heartbeat.state in ("finished", "left"):
             continue

@@ -22,6 +22,7 @@ from diloco.wire.control import Heartbeat, Sample, ShardHeartbeat
 from diloco.wire.entries import Record
 from diloco.wire.fields import MAX_SYNCERS
 from diloco_coordinator.crossing import Crossing
+from diloco_coordinator.goodput import TrainedTime, goodput
 from diloco_coordinator.long_rounds import SlowFragments
 from diloco_coordinator.merges import Merges
 from diloco_coordinator.presence import Absence, Presence
@@ -34,6 +35,7 @@ MAX_POINTS = 2000  # of a learner's loss, or of the validation's; every second o
 STATUS_POINTS = 120  # as many as a terminal's chart can show
 MAX_FAILURES = 16  # of so many evaluators
 MAX_TRAINED = 4096  # ranges that one learner's processes trained: one more for each break in the order of their batches
+IDLE = ("gone", "left", "finished", "ejected", "quarantined")  # states of learners that have no rate
 RATE_EVERY_S = 1.0  # a shorter time between two heartbeats says little about a rate
 EJECTED_SHOWN_S = 600.0  # an ejected learner that is silent for longer does not come back, or not soon
 SYNCER_SHOWN_S = 3600.0  # a syncer that owns nothing and is silent for longer was taken out, or has another name now
@@ -59,6 +61,7 @@ class Monitor:
         self.now = Effective(settings)
         self.learners: dict[str, _Learner] = {}
         self.past: dict[str, dict[str, Any]] = {}  # by learner: its series of an earlier process of this run
+        self.times: dict[str, TrainedTime] = {}  # by learner
         self.merged: dict[str, dict[int, tuple[int, int]]] = {}  # by learner and fragment: versions and tokens
         self.shards: dict[str, tuple[ShardHeartbeat, float]] = {}
         self.slow_fragments = SlowFragments()
@@ -144,6 +147,7 @@ class Monitor:
         extend(known.activity, now_s, activity(heartbeat), known.seen_s if now_s - known.seen_s < self.gone_s else None)
         if len(known.activity) > MAX_POINTS:  # a learner may say another state in each heartbeat: of two spans one is kept
             known.activity[:] = halved(known.activity)
+        self.times.setdefault(heartbeat.learner, TrainedTime(now_s, now_s)).hear(heartbeat, now_s)
         fresh = heartbeat.step != known.heartbeat.step or heartbeat.incarnation != known.heartbeat.incarnation
         known.heartbeat, known.seen_s = heartbeat, now_s
         self._note_failure(heartbeat)
@@ -241,6 +245,10 @@ class Monitor:
         alive_s = busy_s + sum(heartbeat.blocked_s for heartbeat in self.live(now_s))
         return busy_s / alive_s if alive_s > 0 else None
 
+    def goodput(self, now_s: float) -> float | None:
+        """Return the share of all learners' time in which a step was in flight, as :func:`goodput` does."""
+        return goodput(self.times.values(), now_s)
+
     def tokens_merged(self) -> int:
         """Return the mean over fragments, weighted by parameters."""
         return self._mean(dict(enumerate(self.tokens)))
@@ -319,6 +327,7 @@ class Monitor:
                     **self._learner(learner, now_s),
                     "points": learner.points[:],
                     "activity": learner.activity[:],
+                    "trained_time": self.times[name].dump(),
                 }
                 for name, learner in sorted(self.learners.items())
             },
@@ -346,6 +355,7 @@ class Monitor:
             int(learner["tokens"])
             _points(learner)
             _activity_of(learner)
+        times = {name: TrainedTime.load(learner) for name, learner in past.items()}
         # an older version writes no rollbacks, no traffic and no samples
         samples = Samples(series.get("samples", ()))
         traffic = Traffic.resumed(series.get("traffic", ()), past)
@@ -356,6 +366,7 @@ class Monitor:
         self.presence.resume(absences, self.resumed_s)
         self.crossing, self.rollbacks, self.traffic, self.samples = crossing, rollbacks, traffic, samples
         self.ledger, self.validation, self.past, self.merges = ledger, validation, past, merges
+        self.times = times
         for (learner, _), trained in ledger.trained.items():
             self._ranges[learner] += max(1, len(trained))
 
@@ -366,11 +377,13 @@ class Monitor:
         said = of_learner(heartbeat, now_s - learner.seen_s, self.gone_s)
         by_kind = (("ejected", self.now.ejected), ("quarantined", self.now.quarantined))
         excluded = next((kind for kind, learners in by_kind if heartbeat.learner in learners), None)
+        state = excluded or said["state"]
         return said | {
-            "state": excluded or said["state"],
+            "state": state,
+            "steps": heartbeat.tokens // heartbeat.batch_tokens if heartbeat.batch_tokens else heartbeat.step,
             "tokens_merged": self._mean({index: tokens for index, (_, tokens) in merged.items()}),
             "lost_tokens": self._mean(dict(enumerate(heartbeat.lost_tokens))),
-            "tokens_per_s": learner.rate.get(),
+            "tokens_per_s": None if state in IDLE else learner.rate.get(),
             "rounds_merged": rounds_merged,
             "rounds_missed": sum(self.versions) - rounds_merged,
         }

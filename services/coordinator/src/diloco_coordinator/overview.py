@@ -25,7 +25,7 @@ FORMAT = 1  # docs/report.md
 MAX_POINTS = 1 << 14  # of all learners' losses together; as many spans of their activity, and as many members of merges
 MAX_MEMBERS = 8  # of a fragment's last merge that are named
 
-_CURVES = ("points", "activity")
+_CURVES = ("points", "activity", "trained_time")
 
 
 def picture(monitor: Monitor, alerts: Alerts, changes: Changes, now_s: float) -> dict[str, Any]:
@@ -44,6 +44,7 @@ def picture(monitor: Monitor, alerts: Alerts, changes: Changes, now_s: float) ->
         "facts": facts | {"learners": before | facts["learners"]},
         "tokens_per_s": monitor.tokens_per_s(now_s),
         "busy_fraction": monitor.busy_fraction(now_s),
+        "goodput": monitor.goodput(now_s),
         "val_loss": monitor.validation[-1][2] if monitor.validation else None,
         "changes": [
             {"number": each.number, "at_s": each.at_s, "author": each.author, "reason": each.reason, "text": text_of(each)}
@@ -169,6 +170,7 @@ def report(seen: Mapping[str, Any], settings: RunSettings, known_s_ago: float | 
         "in_force": changed(seen.get("in_force", {}), settings),
         "now": {
             **{key: seen[key] for key in ("tokens_per_s", "busy_fraction", "alerts", "events")},
+            "goodput": seen.get("goodput"),  # which an older version's picture has not
             "state": facts["state"],
             "eta_s": facts["eta_s"],
             "known_s_ago": known_s_ago,
@@ -215,7 +217,7 @@ def series(curves: Mapping[str, Any]) -> dict[str, Any]:
 def _learner(learner: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **learner,
-        "steps": learner["step"],
+        "steps": learner.get("steps", learner["step"]),  # an older version's picture has the step alone
         "tokens_processed": learner["tokens"],
         "tokens_lost": learner.get("lost_tokens"),
     }

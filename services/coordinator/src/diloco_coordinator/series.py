@@ -10,6 +10,7 @@ from typing import Any
 from diloco.process.observe import Logger
 from diloco.process.retry import Complaint
 from diloco.service.rundir import write_text
+from diloco_coordinator.alerts import Alerts
 from diloco_coordinator.monitor import Monitor
 
 
@@ -53,6 +54,9 @@ class SeriesFile:
             self._complaint.over()
 
 
-def as_text(monitor: Monitor, now_s: float) -> str:
-    """Return a monitor's series as of ``now_s`` as JSON. Call it in the thread that the monitor hears in: they change."""
-    return json.dumps(monitor.series(now_s))
+def as_text(monitor: Monitor, alerts: Alerts, now_s: float) -> str:
+    """Return a monitor's series, and the events, as of ``now_s`` as JSON.
+
+    Call it in the thread that the monitor hears in: they change.
+    """
+    return json.dumps(monitor.series(now_s) | {"events": alerts.dump(now_s)["events"]})

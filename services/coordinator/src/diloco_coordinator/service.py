@@ -416,7 +416,7 @@ class Coordinator:
     def _series(self) -> str | None:
         if self.monitor is None or not self._leadership.sure(self._clock()):
             return None
-        return as_text(self.monitor, self.now_s())
+        return as_text(self.monitor, self._alerts, self.now_s())
 
 
 def _holder(stored: bytes) -> tuple[str, bytes] | None:

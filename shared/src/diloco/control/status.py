@@ -28,6 +28,8 @@ def of_learner(heartbeat: Heartbeat, ago_s: float, dead_s: float) -> dict[str, A
         "tokens": heartbeat.tokens,
         "loss": heartbeat.loss,
         "step_s": heartbeat.step_s,
+        # both are counted since the same moment, by a restored learner too
+        "mean_step_s": (heartbeat.busy_s + heartbeat.blocked_s) / heartbeat.step if heartbeat.step else None,
         "busy_fraction": heartbeat.busy_s / alive_s,
         "blocked_fraction": heartbeat.blocked_s / alive_s,
         "bytes_up": heartbeat.bytes_up,

@@ -27,9 +27,9 @@ LEVELS = ("debug", "info", "warning", "error", "critical")
 FIXED_KEYS = ("time", "level", "service", "role", "run", "region", "event")
 MAX_LINE_BYTES = 1 << 20
 
-# Distinct at a glance on dark and on light backgrounds; learners and syncers take theirs by number, so that a service has
-# the same colour in every command and in the live view.
-_COLOURS = ("#3b9eff", "#e5873a", "#2fae72", "#c66bd6", "#d9b02b", "#e2557a", "#24b3c2", "#8f8bff")
+# Distinct at a glance on dark and on light backgrounds. In logs a service takes its colour by its name alone, since the others
+# are not known; the live view gives each learner a colour of its own.
+COLOURS = ("#3b9eff", "#e5873a", "#2fae72", "#c66bd6", "#d9b02b", "#e2557a", "#24b3c2", "#8f8bff")
 _SYNCER_COLOURS = ("#8fa6bd", "#b39d83", "#92b08c", "#b095b8")
 _LEVEL_STYLES = {"debug": "dim", "info": "", "warning": "yellow", "error": "bold red", "critical": "bold red"}
 _LEVEL_NAMES = {"warning": "warn", "critical": "fatal"}
@@ -66,8 +66,9 @@ class Entry:
 def service_colour(name: str) -> str:
     """Return the colour (``#rrggbb``) of a service, the same in every command."""
     stem, _, number = name.rpartition("-")
-    palette = _SYNCER_COLOURS if stem == "syncer" else _COLOURS
-    index = int(number) if stem and number.isdecimal() and len(number) < 10 else zlib.crc32(name.encode())
+    palette = _SYNCER_COLOURS if stem == "syncer" else COLOURS
+    numbered = stem and number.isdecimal() and len(number) < 10
+    index = int(number) if numbered and "-" not in stem else zlib.crc32(name.encode())  # learner-us-0 and learner-eu-0 differ
     return palette[index % len(palette)]
 
 

@@ -34,7 +34,7 @@ MAX_CONNECTIONS = 128
 STALLED_S = 30.0  # a viewer that takes nothing for so long is cut off, and comes again when it is back
 MAX_REQUEST_BYTES = 16384
 SEND_BYTES = 1 << 17  # of a socket's buffer, which Linux doubles: else it keeps megabytes of old frames for one that stalls
-FIRST = ("headline", "alerts")  # parts that a browser can show while others are drawn
+FIRST = ("state", "headline", "alerts")  # parts that a browser can show while others are drawn
 CLOSE_S = 0.5  # for the server to end, which looks whether it should every tenth of a second
 
 HEADERS = {
