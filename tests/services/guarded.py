@@ -1,9 +1,9 @@
-"""A run in two regions under identities: servers that know each other as little as those who may use them."""
+"""A run in regions under identities: servers that know each other as little as those who may use them."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,14 @@ REGIONS = ("eu", "us")
 
 
 class Guarded(Cluster):
-    """A cluster in two regions; service ``n`` is in region ``n % 2``."""
+    """A cluster in regions, of which service ``n`` is in the ``n``-th, and so on from the first."""
 
+    regions: Sequence[str] = REGIONS
     servers: Mapping[str, Server] = {}  # of the control store and of each region
     keys: Folder
 
     def place(self, number: int) -> dict[str, Any]:
-        region = REGIONS[number % len(REGIONS)]
+        region = self.regions[number % len(self.regions)]
         return {"region": region, "nats_bulk_url": self.servers[region].url}
 
     def coordinator(self) -> Service:
@@ -43,7 +44,7 @@ class Guarded(Cluster):
 
     def syncer(self, index: int) -> Service:
         own = self.place(index)
-        urls = {region: self.servers[region].url for region in REGIONS if region != own["region"]}
+        urls = {region: self.servers[region].url for region in self.regions if region != own["region"]}
         return self.start(f"syncer-{index}", "diloco_syncer", region_urls=urls, **own)
 
     def toy_process(self, share: int, **values: Any) -> Service:
@@ -52,7 +53,7 @@ class Guarded(Cluster):
     async def link(self) -> NatsTransport:
         """The test's own connection to the control store, and to the streams of the first region; it hears the heartbeats."""
         if self._link is None:
-            self._link = await self.link_to(REGIONS[0])
+            self._link = await self.link_to(self.regions[0])
             await self._listen(self._link)
         return self._link
 
@@ -84,16 +85,33 @@ async def two_regions(
     nursery: Nursery, path: Path, run: str, settings: RunSettings, more: Iterable[Who] = ()
 ) -> AsyncIterator[Guarded]:
     """A cluster of a run's members, and of ``more`` identities, at servers of its own."""
-    places = {CONTROL: ["control"], **{region: [region] for region in REGIONS}}
-    known = [*members(settings.learners, settings.shards, REGIONS), *more]
-    keys = make_keys(path / "keys", run, known, regions=REGIONS, servers=places)
-    servers = {name: Server(path / name, keys=keys.server_folder(name)) for name in places}
+    keys = keys_of(path / "keys", run, settings, REGIONS, more)
+    async with in_regions(nursery, path, run, settings, REGIONS, keys) as cluster:
+        yield cluster
+
+
+def keys_of(path: Path, run: str, settings: RunSettings, regions: Sequence[str], more: Iterable[Who] = ()) -> Folder:
+    """The keys of a control store, of a server for each region, of a run's members and of ``more`` identities."""
+    known = [*members(settings.learners, settings.shards, regions), *more]
+    return make_keys(path, run, known, regions=regions, servers=_places(regions))
+
+
+def _places(regions: Sequence[str]) -> dict[str, list[str]]:
+    return {CONTROL: ["control"], **{region: [region] for region in regions}}
+
+
+@contextlib.asynccontextmanager
+async def in_regions(
+    nursery: Nursery, path: Path, run: str, settings: RunSettings, regions: Sequence[str], keys: Folder
+) -> AsyncIterator[Guarded]:
+    """A cluster of a run's members in these regions, at servers whose files are in ``path``; ``keys`` as :func:`keys_of`."""
+    servers = {name: Server(path / name, keys=keys.server_folder(name)) for name in _places(regions)}
     with contextlib.ExitStack() as started:
         for server in servers.values():
             server.start()
             started.callback(server.kill)
         cluster = Guarded(nursery, path / run, servers[CONTROL].url, run, settings)
-        cluster.servers, cluster.keys = servers, keys
+        cluster.regions, cluster.servers, cluster.keys = regions, servers, keys
         cluster.identity = str(keys.path / "identities" / "{name}.identity")
         try:
             yield cluster

@@ -18,6 +18,9 @@ number
 A server that is reloaded does not connect the services of an account that it did not know before (nats-server 2.15.1; the next
 reload does). So there are always :data:`SPARE` accounts without a user, of which identities take theirs when they are added.
 
+A restored stream's chunks are no requests for a service, which would put a header before their bytes: an operator's account has
+``RUN`` hear them, and the server answers in ``RUN``, to the inbox that the operator's account hears there.
+
 ``SIGNALS`` is apart from ``RUN`` because of consumers that push. The subject that they send to is the asker's choice as well,
 and the server sends in the account of the streams. No subscription of a process is there.
 
@@ -42,6 +45,7 @@ CONNECTIONS = 32  # of one identity at a time: a service has two, and after a re
 CONNECTIONS_OF_PROCESS = 4  # where many processes share one
 SENT, HEARD = "sent.", "heard."
 STORED = ("$JS.API.>", "$JS.SNAPSHOT.>")  # of RUN, beside the subjects that its streams store
+RESTORED = "$JS.SNAPSHOT.RESTORE."  # chunks of a snapshot, which RUN hears: a service would put a header before their bytes
 
 NOTHING = Allowed()
 
@@ -90,7 +94,8 @@ def accounts(run: str, regions: Sequence[str], serves: Collection[str], known: M
     heard = tuple(Import("service", account.name, subject) for account in own for subject in account.services)
     sent = tuple(SENT + subject for subject in _signals(names))
     hub = Account(SIGNALS, services=sent, imports=heard, renames=(SENT, HEARD))
-    return [Account(STREAMS, services=written, streams=saved), hub, *own]
+    restored = tuple(Import("stream", account.name, subject) for account in own for subject in account.streams)
+    return [Account(STREAMS, services=written, streams=saved, imports=restored), hub, *own]
 
 
 def _own(number: int, who: Who, run: str, regions: Sequence[str], serves: Collection[str]) -> Account:
@@ -100,7 +105,8 @@ def _own(number: int, who: Who, run: str, regions: Sequence[str], serves: Collec
     def is_signal(subject: str) -> bool:
         return any(covers(signal, subject) for signal in signals)
 
-    out = [subject for subject in allowed.publish if subject not in (inbox, ANSWERS)]
+    chunks = tuple(subject for subject in allowed.publish if subject.startswith(RESTORED))
+    out = [subject for subject in allowed.publish if subject not in (inbox, ANSWERS, *chunks)]
     imports = [
         Import("service", SIGNALS, SENT + subject, subject) if is_signal(subject) else Import("service", STREAMS, subject)
         for subject in out
@@ -108,7 +114,7 @@ def _own(number: int, who: Who, run: str, regions: Sequence[str], serves: Collec
     if any(subject.startswith("$JS.SNAPSHOT.") for subject in out):
         imports.append(Import("stream", STREAMS, inbox))  # a snapshot is no answer: the server sends it to a subject of RUN
     heard = tuple(HEARD + subject for subject in allowed.subscribe if is_signal(subject))
-    return Account(f"P{number}", who, allowed, heard, (), tuple(imports), (HEARD, ""))
+    return Account(f"P{number}", who, allowed, heard, chunks, tuple(imports), (HEARD, ""))
 
 
 def _signals(names: Subjects) -> tuple[str, ...]:
