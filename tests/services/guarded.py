@@ -30,11 +30,11 @@ REGIONS = ("eu", "us")
 
 
 class Guarded(Cluster):
-    """A cluster in regions, the first of them service 0's, the next one service 1's, and so on around."""
+    """A cluster in regions, of which service ``n`` is in the ``n``-th, and so on from the first."""
 
+    regions: Sequence[str] = REGIONS
     servers: Mapping[str, Server] = {}  # of the control store and of each region
     keys: Folder
-    regions: Sequence[str] = REGIONS
 
     def place(self, number: int) -> dict[str, Any]:
         region = self.regions[number % len(self.regions)]
@@ -86,16 +86,33 @@ async def guarded_regions(
     nursery: Nursery, path: Path, run: str, settings: RunSettings, regions: Sequence[str], more: Iterable[Who] = ()
 ) -> AsyncIterator[Guarded]:
     """A cluster of a run's members, and of ``more`` identities, at servers of its own."""
-    places = {CONTROL: ["control"], **{region: [region] for region in regions}}
+    keys = keys_of(path / "keys", run, settings, regions, more)
+    async with in_regions(nursery, path, run, settings, regions, keys) as cluster:
+        yield cluster
+
+
+def keys_of(path: Path, run: str, settings: RunSettings, regions: Sequence[str], more: Iterable[Who] = ()) -> Folder:
+    """The keys of a control store, of a server for each region, of a run's members and of ``more`` identities."""
     known = [*members(settings.learners, settings.shards, regions), *more]
-    keys = make_keys(path / "keys", run, known, regions=regions, servers=places)
-    servers = {name: Server(path / name, keys=keys.server_folder(name)) for name in places}
+    return make_keys(path, run, known, regions=regions, servers=_places(regions))
+
+
+def _places(regions: Sequence[str]) -> dict[str, list[str]]:
+    return {CONTROL: ["control"], **{region: [region] for region in regions}}
+
+
+@contextlib.asynccontextmanager
+async def in_regions(
+    nursery: Nursery, path: Path, run: str, settings: RunSettings, regions: Sequence[str], keys: Folder
+) -> AsyncIterator[Guarded]:
+    """A cluster of a run's members in these regions, at servers whose files are in ``path``; ``keys`` as :func:`keys_of`."""
+    servers = {name: Server(path / name, keys=keys.server_folder(name)) for name in _places(regions)}
     with contextlib.ExitStack() as started:
         for server in servers.values():
             server.start()
             started.callback(server.kill)
         cluster = Guarded(nursery, path / run, servers[CONTROL].url, run, settings)
-        cluster.servers, cluster.keys, cluster.regions = servers, keys, regions
+        cluster.regions, cluster.servers, cluster.keys = regions, servers, keys
         cluster.identity = str(keys.path / "identities" / "{name}.identity")
         try:
             yield cluster

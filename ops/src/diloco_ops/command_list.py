@@ -34,6 +34,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "eject": "Exclude a learner from a run.",
         "readmit": "Let an ejected or quarantined learner take part again.",
         "checkpoint": "Take a checkpoint of a whole run, without a pause.",
+        "restore": "Restore a checkpoint onto servers that are there.",
         "rollback": "Take a run back to an earlier version.",
         "repair": "Find damaged records in a run's log, and continue after them.",
         "keys": "Manage certificates and NATS keys: who may take part in a run.",

@@ -15,6 +15,7 @@ from diloco.control import creation
 from diloco.control.changes import append_changes
 from diloco.control.creation import Run
 from diloco.control.shares import key_of
+from diloco.control.whole import KEY
 from diloco.core import changes
 from diloco.core.chain import NO_ENTRY, Chain
 from diloco.core.changes import SETTABLE, Action, Effective, Set
@@ -45,15 +46,24 @@ Residual: TypeAlias = NDArray[np.float32]  # [size]
 
 
 async def restore(
-    source: Checkpoint, directory: RunDirectory, control: NatsTransport, homes: Sequence[NatsTransport], at: int | None
+    source: Checkpoint,
+    directory: RunDirectory,
+    control: NatsTransport,
+    homes: Sequence[NatsTransport],
+    at: int | None,
+    *,
+    scratch: bool = False,
 ) -> None:
     """Restore the bucket at the control store, and the log at each region's server, ``homes``; or at the only one.
+
+    ``scratch``: they are one server, from which both are copied to where the run goes on. It keeps everything once.
 
     Raises:
         RunError: the log does not hold version ``at``, or a server has this run already.
         BrokerError: a server refuses or is silent. Nothing is left at any of them then.
     """
-    manifest, names, settings = source.manifest, Subjects(directory.name), directory.settings
+    manifest, names, created = source.manifest, Subjects(directory.name), directory.settings
+    settings = _kept_once(created) if scratch else created
     made: list[tuple[NatsTransport, str]] = []
     try:
         await _unpack(source, manifest.bucket, control, settings)
@@ -74,16 +84,21 @@ async def restore(
             if stored is not None:
                 listed = changes.unpack(stored[0], origin.identity)
                 await registry.put(KEY_OF_CHANGES, listed.without_rollbacks(at, carried_out).pack())
-        revision = await registry.put("run", settings.canonical())
+        revision = await registry.put("run", created.canonical())
+        await streams.purge(control, f"KV_{names.bucket}", f"$KV.{names.bucket}.{KEY}", revision)  # numbers begin again
         if at is not None:  # claims to data shares go on from where they were: at an earlier version that is too far
             await streams.purge(control, f"KV_{names.bucket}", f"$KV.{names.bucket}.{key_of('*')}", revision)
-        run = await creation.create(homes[0], directory.name, settings)
-        overridden = partial(_overridden, source.settings, settings)
+        run = Run(directory.name, created, registry) if scratch else await creation.create(homes[0], directory.name, created)
+        overridden = partial(_overridden, source.settings, created)
         await append_changes(control, run, overridden, author="resume", reason="resumed with it")
     except BaseException:
         for link, name in made:
             await streams.delete(link, name)
         raise
+
+
+def _kept_once(settings: RunSettings) -> RunSettings:
+    return settings.model_copy(update={"log": settings.log.model_copy(update={"replicas": 1})})
 
 
 async def _unpack(source: Checkpoint, stream: SavedStream, link: NatsTransport, settings: RunSettings) -> None:

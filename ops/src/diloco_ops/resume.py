@@ -91,15 +91,15 @@ def _of_stopped(path: Path, at: int | None) -> Source:
     return asyncio.run(take())
 
 
-def changed(source: Checkpoint, overrides: Mapping[str, Any]) -> RunSettings:
-    """Return the settings to go on with.
+def changed(source: Checkpoint, overrides: Mapping[str, Any], command: str = "diloco up --resume") -> RunSettings:
+    """Return the settings to go on with; ``command`` is named in errors.
 
     Raises:
         RunError: an override would break the run; it is named.
         SettingsError: an override is no setting, or out of range.
     """
     settings = source.settings
-    wanted = changed_settings(settings, overrides, "diloco up --resume")
+    wanted = changed_settings(settings, overrides, command)
     if wanted.digest() != settings.digest():
         kept, given = settings.model_dump(exclude=set(DEPLOYMENT)), wanted.model_dump(exclude=set(DEPLOYMENT))
         difference = creation.first_difference(given, kept)

@@ -119,8 +119,16 @@ async def _restore(link: Link, snapshot: Snapshot, path: Path, request: Mapping[
                 f"{snapshot.state['last_seq']}: the snapshot is damaged"
             )
     except BrokerError:
-        await streams.delete(link, stream)  # the server may have kept a part of it
+        made = await streams.info(link, stream)
+        if made is not None and _metadata(made["config"]) == _metadata(request["config"]):  # else another process made it
+            await streams.delete(link, stream)  # the server has kept a part of it
         raise
+
+
+def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the maker of a stream has said of it, without what the server adds."""
+    found = config.get("metadata")
+    return {name: value for name, value in found.items() if not name.startswith("_nats")} if isinstance(found, dict) else {}
 
 
 async def _send(link: Link, subject: str, path: Path, stream: str) -> dict[str, Any]:
@@ -131,7 +139,13 @@ async def _send(link: Link, subject: str, path: Path, stream: str) -> dict[str, 
                 if reply.startswith(b"-ERR"):
                     said = reply.decode(errors="replace")
                     raise BrokerError(f"stream {stream}: the server could not take its snapshot: {said}")
-    return _parse(stream, await _request(link, subject, b"", stream))
+    answer = await _request(link, subject, b"", stream)
+    if not answer:  # it was taken for a chunk: lists of earlier versions put a header before what an operator sends
+        raise BrokerError(
+            f"stream {stream}: the server cannot be given a snapshot under an identity: its list is of an earlier version; "
+            "diloco keys refresh, hand it over, and start the server again"
+        )
+    return _parse(stream, answer)
 
 
 async def _ask(link: Link, subject: str, request: Mapping[str, Any], stream: str) -> dict[str, Any]:

@@ -19,6 +19,9 @@ A server that is reloaded does not connect the services of an account that it di
 reload does). So there are always at least :data:`SPARE` accounts without a user, of which new identities take theirs. Their
 number grows by as many at a time, so that an identity that a server does not know changes nothing in its file.
 
+A restored stream's chunks are no requests for a service, which would put a header before their bytes: an operator's account has
+``RUN`` hear them, and the server answers in ``RUN``, to the inbox that the operator's account hears there.
+
 ``SIGNALS`` is apart from ``RUN`` because of consumers that push. The subject that they send to is the asker's choice as well,
 and the server sends in the account of the streams. No subscription of a process is there.
 
@@ -47,6 +50,7 @@ CONNECTIONS = 32  # of one identity at a time: a service has two, and after a re
 CONNECTIONS_OF_PROCESS = 4  # where many processes share one
 SENT, HEARD = "sent.", "heard."
 STORED = ("$JS.API.>", "$JS.SNAPSHOT.>")  # of RUN, beside the subjects that its streams store
+RESTORED = "$JS.SNAPSHOT.RESTORE."  # chunks of a snapshot, which RUN hears: a service would put a header before their bytes
 
 NOTHING = Allowed()
 
@@ -99,7 +103,8 @@ def accounts(
     heard = tuple(Import("service", account.name, subject) for account in own for subject in account.services)
     sent = tuple(SENT + subject for subject in _signals(names))
     hub = Account(SIGNALS, services=sent, imports=heard, renames=(SENT, HEARD))
-    return [Account(STREAMS, services=written, streams=saved), hub, *own]
+    restored = tuple(Import("stream", account.name, subject) for account in own for subject in account.streams)
+    return [Account(STREAMS, services=written, streams=saved, imports=restored), hub, *own]
 
 
 def _own(number: int, who: Who, run: str, regions: Sequence[str], serves: Collection[str], listed: ServerList) -> Account:
@@ -109,7 +114,8 @@ def _own(number: int, who: Who, run: str, regions: Sequence[str], serves: Collec
     def is_signal(subject: str) -> bool:
         return any(covers(signal, subject) for signal in signals)
 
-    out = [subject for subject in allowed.publish if subject not in (inbox, ANSWERS)]
+    chunks = tuple(subject for subject in allowed.publish if subject.startswith(RESTORED))
+    out = [subject for subject in allowed.publish if subject not in (inbox, ANSWERS, *chunks)]
     imports = [
         Import("service", SIGNALS, SENT + subject, subject) if is_signal(subject) else Import("service", STREAMS, subject)
         for subject in out
@@ -119,7 +125,7 @@ def _own(number: int, who: Who, run: str, regions: Sequence[str], serves: Collec
     heard = tuple(HEARD + subject for subject in allowed.subscribe if is_signal(subject))
     asked = list_request(who.name, "*")
     answer = asked, list_answer(who.name, "{{wildcard(1)}}", listed.server, listed.number, listed.digest)
-    return Account(f"P{number}", who, allowed, heard, (), tuple(imports), (HEARD, ""), answer)
+    return Account(f"P{number}", who, allowed, heard, chunks, tuple(imports), (HEARD, ""), answer)
 
 
 def _signals(names: Subjects) -> tuple[str, ...]:

@@ -290,6 +290,19 @@ async def exists(link: Link, stream: str) -> bool:
     return True
 
 
+async def info(link: Link, stream: str) -> dict[str, Any] | None:
+    """Return ``config``, ``state`` and ``created`` of a stream as the server's API has them; None: the server has none.
+
+    Raises: as :func:`listed`.
+    """
+    answer = await _ask(link, f"STREAM.INFO.{stream}", stream, (_NO_STREAM,))
+    if _refusal(answer)[0] is not None:
+        return None
+    if not isinstance(answer.get("config"), dict) or not isinstance(answer.get("state"), dict):
+        raise _nonsense(stream, answer)
+    return answer
+
+
 async def made_at(link: Link, stream: str) -> str | None:
     """Return when a stream was made, by its server's clock; None: the server does not have it. Raises as :func:`last`."""
     try:
