@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -133,6 +134,7 @@ def test_no_secret_is_in_any_file() -> None:
         (["nats-eu", "syncer-eu-*"], ["nats/auth.conf", "nats/server.key", "syncer/syncer-eu-0.identity"]),
         (["control-us", "learner-eu-1"], ["control/server.key", "learner/learner-eu-1.identity"]),
         (["metrics-us", "coordinator"], ["coordinator/coordinator.identity", "page/server.key"]),
+        (["--lists", "nats-eu"], ["nats/auth.conf"]),
     ],
 )
 def test_a_bundle_has_what_was_asked_for_by_role_and_for_nobody_else_to_read(
@@ -140,7 +142,8 @@ def test_a_bundle_has_what_was_asked_for_by_role_and_for_nobody_else_to_read(
 ) -> None:
     bundle = tmp_path / "eu.tar"
     with bundle.open("wb") as out:
-        subprocess.run([DATACENTER / "bundle", operator, *names], stdout=out, check=True)
+        options = [name for name in names if name.startswith("--")]
+        subprocess.run([DATACENTER / "bundle", *options, operator, *names[len(options) :]], stdout=out, check=True)
     with tarfile.open(bundle) as tar:
         members = tar.getmembers()
     assert sorted(member.name for member in members if member.isfile()) == [f"keys/{name}" for name in files]
@@ -153,15 +156,52 @@ def test_a_bundle_has_what_was_asked_for_by_role_and_for_nobody_else_to_read(
     ("arguments", "said"),
     [
         (["OPERATOR"], "bundle: expected the folder of 'diloco keys' and names of servers or identities"),
-        (["nowhere", "nats-eu"], "bundle: nowhere: no keys.toml; is it the folder of 'diloco keys'?"),
+        (["nowhere", "nats-eu"], "bundle: HOME/diloco-keys: no keys.toml; is it the folder of 'diloco keys'?"),
+        (["--lists", "OPERATOR", "syncer-eu-0"], "bundle: syncer-eu-0: is no server, which have lists"),
         (["OPERATOR", "nats-eu", "nats-xx"], "bundle: OPERATOR: neither a server, a page nor an identity is called nats-xx"),
     ],
 )
-def test_what_cannot_be_bundled_is_said_in_one_line(operator: Path, arguments: list[str], said: str) -> None:
+def test_what_cannot_be_bundled_is_said_in_one_line(operator: Path, tmp_path: Path, arguments: list[str], said: str) -> None:
     given = [str(operator) if argument == "OPERATOR" else argument for argument in arguments]
-    ended = subprocess.run([DATACENTER / "bundle", *given], capture_output=True, text=True, check=False)
+    home = tmp_path / "home"
+    ended = subprocess.run(
+        [DATACENTER / "bundle", *given],
+        env={"PATH": os.environ["PATH"], "HOME": str(home)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert (ended.returncode, ended.stdout) == (1, "")
-    assert ended.stderr == said.replace("OPERATOR", str(operator)) + "\n"
+    assert ended.stderr == said.replace("OPERATOR", str(operator)).replace("HOME", str(home)) + "\n"
+
+
+@pytest.mark.tool
+def test_keys_are_outside_of_the_checkout_unless_an_older_folder_is_there(operator: Path, tmp_path: Path) -> None:
+    """Both scripts take the same folder; ``docker`` is stood in for by a script that shows its arguments."""
+    here, home, programs = tmp_path / "checkout", tmp_path / "home", tmp_path / "bin"
+    for folder in (here, home, programs):
+        folder.mkdir()
+    (programs / "docker").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (programs / "docker").chmod(0o755)
+    shutil.copytree(operator, home / "diloco-keys")
+    (home / "diloco-keys" / "servers" / "nats-eu").rename(home / "diloco-keys" / "servers" / "nats-new")
+
+    def called(script: str, *arguments: str, **environment: str) -> str:
+        known = {"PATH": f"{programs}:{os.environ['PATH']}", "HOME": str(home)} | environment
+        return subprocess.run(
+            [DATACENTER / script, *arguments], cwd=here, env=known, stdin=subprocess.DEVNULL, capture_output=True, check=True
+        ).stdout.decode(errors="replace")
+
+    default = str(home / "diloco-keys")
+    assert f"-v\n{default}:{default}\n-e\nDILOCO_KEYS={default}\n" in called("diloco", "keys", "list")
+    assert "keys/nats/" in called("bundle", "nats-new")
+    stated = tmp_path / "stated"
+    assert f"-e\nDILOCO_KEYS={stated}\n" in called("diloco", "keys", "list", DILOCO_KEYS=str(stated))
+    assert stated.stat().st_mode & 0o777 == 0o700
+    shutil.copytree(operator, here / "operator")
+    assert "DILOCO_KEYS" not in called("diloco", "keys", "list")
+    assert "keys/nats/" in called("bundle", "nats-eu")
+    assert "keys/nats/" in called("bundle", "nats-new", DILOCO_KEYS=default)
 
 
 @pytest.fixture

@@ -18,8 +18,11 @@ from diloco.process import observe
 from diloco.settings.counts import COUNT, parse_count
 from diloco.settings.run import RunSettings
 from diloco.settings.validation import nearest, parse
+from diloco_ops.keys import passphrase
+from diloco_ops.keys.between_teams import complete, request, sign_requests
 from diloco_ops.keys.folder import Folder, write_for_browser
 from diloco_ops.keys.permissions import CONTROL
+from diloco_ops.keys.place import folder_and, folder_and_files
 from diloco_ops.keys.roster import IdentityEntry, Roster, ServerEntry
 from diloco_ops.keys.server_status import addresses, ask_servers, asking_identity
 
@@ -32,8 +35,11 @@ KINDS = ("server", "page", *ROLES)
 
 keys = typer.Typer(no_args_is_help=True, help="Who may take part in a run: certificates and NATS keys, made and taken back.")
 
-Where = Annotated[Path, typer.Argument(metavar="DIR", help="The operator's folder of the run's keys.")]
-Named = Annotated[str, typer.Argument(metavar="NAME", help="The server's, or the process's: as in its settings.")]
+FOLDER = "The folder of the run's keys; default: DILOCO_KEYS, else ~/diloco-keys."
+Where = Annotated[list[str] | None, typer.Argument(metavar="[DIR]", help=FOLDER)]
+Named = Annotated[
+    list[str], typer.Argument(metavar="[DIR] NAME", help=f"{FOLDER} The server's name, or the process's: as in its settings.")
+]
 # a grant bounds what its learner can claim at once, so the default is one for small models; `diloco keys grant` gives more
 BATCH_TOKENS = 65_536
 MIN_STEP_S = 0.01  # a step of a small model on a fast processor
@@ -47,16 +53,20 @@ MinStepS = Annotated[
     float | None, typer.Option("--min-step-s", help="For a learner: the seconds of its fastest step. Default: 0.01.")
 ]
 Processes = Annotated[int | None, typer.Option(help="A learner: its processes, one a host, that share these keys.")]
+NewFile = Annotated[Path | None, typer.Option("--new-file", help="Whose first line is the new passphrase, at no terminal.")]
 Days = Annotated[int, typer.Option(help="How long they are good for.")]
 
 
 @keys.command()
 def init(
-    folder: Where,
     run: Annotated[str, typer.Option(help="The run's name.")],
+    where: Where = None,
     region: Annotated[list[str] | None, typer.Option(help="A region of the run; repeatable.")] = None,
+    protect: Annotated[bool, typer.Option("--passphrase", help="Put ca.key under a passphrase, which is asked for.")] = False,
+    new_file: NewFile = None,
 ) -> None:
     """Make the folder, with an authority for the run."""
+    folder, _ = folder_and(where)
     regions = region or []
     if CONTROL in regions:
         raise SettingsError(f"--region {CONTROL}: is the name of the control store; a region is to have another one")
@@ -65,15 +75,13 @@ def init(
     parse(Roster, {"run": run, "regions": regions}, "diloco keys init")
     if regions:
         parse(RunSettings, {"regions": {"names": regions}}, "diloco keys init")
-    Folder.make(folder, run, regions)
+    Folder.make(folder, run, regions, passphrase.chosen(new_file) if protect or new_file else None)
     print(f"{folder}: keys of run {run}{' in ' + ', '.join(regions) if regions else ''}; {folder / 'ca.key'} never leaves it")
 
 
 @keys.command()
 def add(
-    folder: Where,
-    kind: Annotated[str, typer.Argument(metavar="KIND", help=", ".join(KINDS))],
-    name: Named,
+    words: Annotated[list[str], typer.Argument(metavar="[DIR] KIND NAME", help=f"{FOLDER} KIND is one of {', '.join(KINDS)}.")],
     region: Annotated[str | None, typer.Option(help="Where the process is, in a run with regions.")] = None,
     founder: Annotated[bool, typer.Option("--founder", help="A learner that may found the run.")] = False,
     host: Annotated[list[str] | None, typer.Option(help="A server's name or address, as clients use it; repeatable.")] = None,
@@ -84,6 +92,7 @@ def add(
     days: Days = DAYS,
 ) -> None:
     """Make the keys of a server or of a process."""
+    folder, (kind, name) = folder_and(words, "KIND", "NAME")
     opened = Folder.open(folder)
     expires = _expiry(days)
     opened.roster.check_new(name)
@@ -158,8 +167,9 @@ def _add_identity(
 
 
 @keys.command()
-def renew(folder: Where, name: Named, processes: Processes = None, days: Days = DAYS) -> None:
+def renew(words: Named, processes: Processes = None, days: Days = DAYS) -> None:
     """Make new keys for a server or a process: before they end, or when they may have been stolen."""
+    folder, (name,) = folder_and(words, "NAME")
     opened = Folder.open(folder)
     expires = _expiry(days)
     server = opened.roster.server(name)
@@ -182,9 +192,47 @@ def renew(folder: Where, name: Named, processes: Processes = None, days: Days = 
     _say_reload(opened)
 
 
+keys.command()(request)
+keys.command()(complete)
+
+
 @keys.command()
-def grant(folder: Where, name: Named, batch_tokens: BatchTokens = None, min_step_s: MinStepS = None) -> None:
+def sign(
+    words: Annotated[list[str], typer.Argument(metavar="[DIR] REQUEST...", help=f"{FOLDER} Requests of diloco keys request.")],
+    renew: Annotated[bool, typer.Option("--renew", help="Of names that are there: new keys in place of theirs.")] = False,
+    founder: Annotated[bool, typer.Option("--founder", help="A learner that may found the run.")] = False,
+    batch_tokens: BatchTokens = None,
+    min_step_s: MinStepS = None,
+    days: Days = DAYS,
+) -> None:
+    """Sign requests of other teams, whose private keys stay with them, and write the answers."""
+    opened = Folder.open(folder_and_files(words)[0])
+    granted = {
+        "batch_tokens": BATCH_TOKENS if batch_tokens is None else batch_tokens,
+        "min_step_s": MIN_STEP_S if min_step_s is None else min_step_s,
+    }
+    sign_requests(opened, words, granted, _expiry(days), founder=founder, renew=renew)
+    _say_reload(opened)
+
+
+@keys.command("passphrase")
+def passphrase_(
+    where: Where = None,
+    new_file: NewFile = None,
+    remove: Annotated[bool, typer.Option("--remove", help="Leave ca.key without a passphrase.")] = False,
+) -> None:
+    """Put ca.key under a new passphrase. The old one is asked for, or of the file that DILOCO_CA_PASSPHRASE_FILE names."""
+    if remove and new_file is not None:
+        raise SettingsError("--remove and --new-file contradict each other: give one of them")
+    opened = Folder.open(folder_and(where)[0])
+    opened.protect(None if remove else passphrase.chosen(new_file))
+    print(f"{opened.path / 'ca.key'}: {'is under no passphrase' if remove else 'is under the new passphrase'}")
+
+
+@keys.command()
+def grant(words: Named, batch_tokens: BatchTokens = None, min_step_s: MinStepS = None) -> None:
     """Grant a learner more work than before; what is not given stays. Servers need nothing of it."""
+    folder, (name,) = folder_and(words, "NAME")
     opened = Folder.open(folder)
     entry = _living(opened, name)
     if entry.role != "learner":
@@ -196,9 +244,12 @@ def grant(folder: Where, name: Named, batch_tokens: BatchTokens = None, min_step
     changes = {"batch_tokens": batch_tokens, "min_step_s": min_step_s}
     given = {what: value for what, value in changes.items() if value is not None}
     entry = parse(IdentityEntry, entry.model_dump() | given, "diloco keys grant")
-    opened.grant(entry)
+    file = opened.grant(entry)
     print(f"learner {name}: {_grant_of(entry)}")
-    print(f"it gets {opened.identity_file(name)}, and is restarted")
+    if file == opened.answer_file(name):
+        print(f"its team gets {file}, for diloco keys complete, and restarts it")
+    else:
+        print(f"it gets {file}, and is restarted")
 
 
 def _grant_of(entry: IdentityEntry) -> str:
@@ -208,21 +259,23 @@ def _grant_of(entry: IdentityEntry) -> str:
 
 
 @keys.command()
-def revoke(folder: Where, name: Named) -> None:
+def revoke(words: Named) -> None:
     """Take an identity's rights back, for ever."""
+    folder, (name,) = folder_and(words, "NAME")
     opened = Folder.open(folder)
     if opened.roster.server(name) is not None:
         raise SettingsError(f"{name!r} is a server, which is trusted by its certificate until that ends: make a new folder")
     entry = _living(opened, name).model_copy(update={"revoked": True, "founder": False})
     opened.replace(entry)
-    opened.identity_file(name).unlink(missing_ok=True)
+    opened.forget(name)
     print(f"{entry.role} {name}: revoked")
     _say_reload(opened)
 
 
 @keys.command()
-def founded(folder: Where) -> None:
+def founded(where: Where = None) -> None:
     """End the extra rights of founders, and of coordinators, which create a run, once it has begun."""
+    folder, _ = folder_and(where)
     opened = Folder.open(folder)
     founders = [entry for entry in opened.roster.identities if entry.founder]
     if not founders:
@@ -234,7 +287,7 @@ def founded(folder: Where) -> None:
 
 @keys.command()
 def refresh(
-    folder: Where,
+    where: Where = None,
     above: Annotated[
         int, typer.Option(help="Number the lists above this one: that of a server, where the folder is an older copy.")
     ] = 0,
@@ -242,7 +295,7 @@ def refresh(
     """Write the servers' files again: after an update of diloco, or when identities have ended."""
     if not 0 <= above <= MAX_LIST_NUMBER:
         raise SettingsError(f"--above {above}: expected 0 to {MAX_LIST_NUMBER}, the number of a server's list")
-    opened = Folder.open(folder)
+    opened = Folder.open(folder_and(where)[0])
     opened.refresh(above)
     changed = {server.name for server in opened.relisted}
     for server in opened.roster.servers:
@@ -252,7 +305,7 @@ def refresh(
 
 @keys.command()
 def status(
-    folder: Where,
+    where: Where = None,
     at: Annotated[
         list[str] | None,
         typer.Option(
@@ -265,7 +318,7 @@ def status(
     ] = None,
 ) -> int:
     """Ask every server which list of identities it has; the code is 1 unless all have the newest."""
-    opened = Folder.open(folder)
+    opened = Folder.open(folder_and(where)[0])
     urls = addresses(opened, at or [])
     own = asking_identity(opened, by)
     observe.configure(own.name, own.run, level="error", fmt="console")
@@ -286,9 +339,9 @@ def browser(
 
 
 @keys.command("list")
-def list_(folder: Where) -> None:
+def list_(where: Where = None) -> None:
     """List servers and identities, and how long each is good for."""
-    opened, now = Folder.open(folder), datetime.now(UTC)
+    opened, now = Folder.open(folder_and(where)[0]), datetime.now(UTC)
     rows = [
         ("server", server.name, ", ".join(server.serves) or "everything", _until(server.expires, now), ", ".join(server.hosts))
         for server in opened.roster.servers
@@ -296,7 +349,8 @@ def list_(folder: Where) -> None:
     for entry in opened.roster.identities:
         until = "revoked" if entry.revoked else _until(entry.expires, now)
         rows.append((entry.role, entry.name, entry.region or "-", until, _notes(entry)))
-    print(f"run {opened.roster.run}, regions: {', '.join(opened.roster.regions) or 'none'}")
+    regions, authority = ", ".join(opened.roster.regions) or "none", _until(opened.authority.expires, now)
+    print(f"run {opened.roster.run}, regions: {regions}; its authority: {authority}")
     _print_table(rows)
 
 

@@ -5,35 +5,34 @@ ca.pem  ca.key                 the authority, whose key stays here
 grants.key                     its key that signs grants, which stays here too
 identities/NAME.identity       for one process
 servers/NAME/                  for one server: ca.pem, server.pem, server.key, auth.conf; of control servers, routes.conf
+answers/NAME.answer            to a request for one of these, whose private keys are not here but where it was made
 pages/NAME/                    for a page that is served over TLS: ca.pem, server.pem, server.key
 """
 
 from __future__ import annotations
 
-import os
 import secrets
-import stat
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import tomli_w
 from blake3 import blake3
+from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey as PublicKey
 
 from diloco.errors import SettingsError
 from diloco.nats import grants, identity
-from diloco.nats.identity import FORMAT, OTHERS_MODES
+from diloco.nats.identity import FORMAT
 from diloco.nats.nkey import NatsKey
 from diloco.nats.server_list import DIGEST_LETTERS, ServerList
-from diloco.process import files
 from diloco.wire.grants import Grant
-from diloco_ops.keys import accounts, roster
+from diloco_ops.keys import accounts, passphrase, pki, roster
 from diloco_ops.keys.pki import Authority, Issued, for_browser, pin
+from diloco_ops.keys.requests import SERVER_FILES, Answer, Request, with_secrets
 from diloco_ops.keys.roster import IdentityEntry, Roster, ServerEntry
+from diloco_ops.keys.writing import PUBLIC, SECRET, check_secret, identity_text, make_private, write
 
-SECRET, PUBLIC = 0o600, 0o644
 SIGNER = "grants.key"
 PASSWORD_BYTES = 12  # of a file for a browser
 
@@ -42,23 +41,23 @@ class Folder:
     """One run's keys. A file is written before the roster that names it."""
 
     def __init__(self, path: Path, listed: Roster, authority: Authority, signer: NatsKey) -> None:
-        self.path, self.roster, self._authority, self._signer = path, listed, authority, signer
-        self.relisted: list[ServerEntry] = []  # the servers whose lists have been changed since
+        self.path, self.roster, self.authority, self._signer = path, listed, authority, signer
+        self._relisted: set[str] = set()  # servers whose lists have been changed since
 
     @classmethod
-    def make(cls, path: Path, run: str, regions: Sequence[str]) -> Folder:
-        """Make a new folder.
+    def make(cls, path: Path, run: str, regions: Sequence[str], passphrase: bytes | None = None) -> Folder:
+        """Make a new folder; ``passphrase``: of its authority's key.
 
         Raises:
             SettingsError: there is something already.
         """
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise SettingsError(f"{path}: is there, and not empty; keys are made in a folder of their own")
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path.chmod(0o700)
-        made = cls(path, Roster(run=run, regions=list(regions)), Authority.new(run), _new_signer(path))
-        _write(path / "ca.key", made._authority.private_key, SECRET)
-        _write(path / "ca.pem", made._authority.certificate, PUBLIC)
+        make_private(path)
+        key = pki.new_key()
+        made = cls(path, Roster(run=run, regions=list(regions)), Authority.new(run, key), _new_signer(path))
+        write(path / "ca.key", _authority_text(key, passphrase), SECRET)
+        write(path / "ca.pem", made.authority.certificate, PUBLIC)
         made._save(made.roster)
         return made
 
@@ -72,11 +71,11 @@ class Folder:
         listed = roster.load(path)
         key, signer = path / "ca.key", path / SIGNER
         try:
-            _check_secret(key)
-            authority = Authority.of((path / "ca.pem").read_bytes(), key.read_bytes())
+            check_secret(key)
+            authority = Authority.of((path / "ca.pem").read_bytes(), key.read_bytes(), passphrase.known)
             if not signer.exists():  # of an older version
                 return cls(path, listed, authority, _new_signer(path))
-            _check_secret(signer)
+            check_secret(signer)
             return cls(path, listed, authority, NatsKey.from_seed(signer.read_text(encoding="utf-8").strip()))
         except OSError as error:
             raise SettingsError(f"{error.filename}: cannot be read: {error.strerror}; without it no key can be made") from None
@@ -88,12 +87,47 @@ class Folder:
     def identity_file(self, name: str) -> Path:
         return self.path / "identities" / f"{name}.identity"
 
+    def answer_file(self, name: str) -> Path:
+        return self.path / "answers" / f"{name}.answer"
+
     def server_folder(self, name: str) -> Path:
         return self.path / "servers" / name
 
+    @property
+    def relisted(self) -> list[ServerEntry]:
+        """The servers whose lists have been changed since the folder was opened."""
+        return [server for server in self.roster.servers if server.name in self._relisted]
+
+    def protect(self, new: bytes | None) -> None:
+        """Put the authority's key under another passphrase, or under none.
+
+        Raises:
+            SettingsError: the one that it is under now is another one.
+        """
+        path = self.path / "ca.key"
+        text = path.read_bytes()
+        key = pki.unlocked(text, passphrase.known()) if pki.is_protected(text) else pki.private_key(text.decode())
+        write(path, _authority_text(key, new), SECRET)
+
     def put_server(self, name: str, hosts: list[str], serves: list[str], expires: datetime) -> ServerEntry:
         """Make a server's keys, in the place of those that it has."""
-        issued = self._put_certificate(self.server_folder(name), name, hosts, expires)
+        target, key = self.server_folder(name), pki.new_key()
+        issued = self._put_certificate(target, name, hosts, expires, key.public_key())
+        write(target / "server.key", pki.plain_text(key), SECRET)
+        self.answer_file(name).unlink(missing_ok=True)
+        return self._list_server(name, issued, hosts, serves)
+
+    def sign_server(self, request: Request, serves: list[str], expires: datetime) -> ServerEntry:
+        """Sign the certificate that a server's team asks for, and write the answer; the private key is only the team's."""
+        name, hosts, target = request.name, request.hosts, self.server_folder(request.name)
+        issued = self._put_certificate(target, name, hosts, expires, request.tls_key)
+        (target / "server.key").unlink(missing_ok=True)  # of a certificate before
+        entry = self._list_server(name, issued, hosts, serves)
+        texts = {part.name: part.read_text(encoding="utf-8") for part in sorted(target.iterdir()) if part.name in SERVER_FILES}
+        write(self.answer_file(name), Answer.of_server(self.roster.run, name, texts).text(), SECRET)
+        return entry
+
+    def _list_server(self, name: str, issued: Issued, hosts: list[str], serves: list[str]) -> ServerEntry:
         made = {"serial": issued.serial, "expires": issued.expires, "hosts": hosts, "serves": serves}
         before = self.roster.server(name)
         entry = ServerEntry(name=name, **made) if before is None else before.model_copy(update=made)
@@ -102,39 +136,72 @@ class Folder:
 
     def put_page(self, name: str, hosts: list[str], expires: datetime) -> Path:
         """Make the keys of a page; return its folder. It is in no roster: no NATS server knows of it, or lets it in."""
-        target = self.path / "pages" / name
-        self._put_certificate(target, name, hosts, expires)
+        target, key = self.path / "pages" / name, pki.new_key()
+        self._put_certificate(target, name, hosts, expires, key.public_key())
+        write(target / "server.key", pki.plain_text(key), SECRET)
         return target
 
-    def _put_certificate(self, target: Path, name: str, hosts: list[str], expires: datetime) -> Issued:
-        issued = self._authority.server(name, self.roster.run, hosts, expires)
-        _write(target / "ca.pem", self._authority.certificate, PUBLIC)
-        _write(target / "server.pem", issued.certificate, PUBLIC)
-        _write(target / "server.key", issued.private_key, SECRET)
+    def _put_certificate(self, target: Path, name: str, hosts: list[str], expires: datetime, key: PublicKey) -> Issued:
+        issued = self.authority.server(name, self.roster.run, hosts, expires, key)
+        write(target / "ca.pem", self.authority.certificate, PUBLIC)
+        write(target / "server.pem", issued.certificate, PUBLIC)
         return issued
 
     def put_identity(self, entry: IdentityEntry) -> IdentityEntry:
         """Make an identity's keys, in place of those that it has. ``entry``'s own keys are ignored."""
-        issued, key = self._authority.client(entry.name, self.roster.run, entry.role, entry.expires), NatsKey.new()
-        made = {"serial": issued.serial, "expires": issued.expires, "public_key": key.public_key}
-        entry = entry.model_copy(update=made)
-        values = _identity(self.roster.run, entry, issued, key, self._authority)
-        _write(self.identity_file(entry.name), _identity_text(values | self._granted(entry)), SECRET)
+        own, key = pki.new_key(), NatsKey.new()
+        entry, values = self._signed(entry.model_copy(update={"public_key": key.public_key}), own.public_key())
+        write(self.identity_file(entry.name), identity_text(with_secrets(values, key.seed, pki.plain_text(own))), SECRET)
+        self.answer_file(entry.name).unlink(missing_ok=True)
         self.replace(entry)
         return entry
 
-    def grant(self, entry: IdentityEntry) -> None:
-        """Have a learner's identity file say what ``entry`` grants; its keys stay.
+    def sign_identity(self, entry: IdentityEntry, key: PublicKey) -> IdentityEntry:
+        """Sign the certificate of a key, and write the answer, which is the identity without its private keys."""
+        entry, values = self._signed(entry, key)
+        write(self.answer_file(entry.name), Answer.of_identity(self.roster.run, entry.role, entry.name, values).text(), SECRET)
+        self.identity_file(entry.name).unlink(missing_ok=True)  # of keys before, which were made here
+        self.replace(entry)
+        return entry
+
+    def _signed(self, entry: IdentityEntry, key: PublicKey) -> tuple[IdentityEntry, dict[str, Any]]:
+        """Return an identity with its new certificate, and the values of its file without private keys."""
+        run, authority = self.roster.run, self.authority
+        issued = authority.client(entry.name, run, entry.role, entry.expires, key)
+        entry = entry.model_copy(update={"serial": issued.serial, "expires": issued.expires})
+        values = {"format": FORMAT, "run": run, "role": entry.role, "name": entry.name, "region": entry.region}
+        values |= {"public_key": entry.public_key, "founder": entry.founder, "expires": entry.expires}
+        values |= {"processes": entry.processes, "certificate": issued.certificate, "ca": authority.certificate}
+        return entry, values | self._granted(entry)
+
+    def grant(self, entry: IdentityEntry) -> Path:
+        """Have a learner's file say what ``entry`` grants, or else the answer to its request. Its keys stay.
+
+        Returns:
+            That file.
 
         Raises:
-            SettingsError: the file is not here any more, or damaged.
+            SettingsError: neither is here any more, or it is damaged.
         """
-        path = self.identity_file(entry.name)
+        path, answer = self.identity_file(entry.name), self.answer_file(entry.name)
+        granted = self._granted(entry)
+        if not path.exists() and answer.exists():
+            known = Answer.read(answer)
+            values = known.identity_values | granted
+            write(answer, Answer.of_identity(known.run, known.kind, known.name, values).text(), SECRET)
+            self.replace(entry)
+            return answer
         if not path.exists():
             raise SettingsError(f"{path}: was handed over and is not here any more: put it back, since its keys are to stay")
         identity.load(path)
-        _write(path, _identity_text(tomllib.loads(path.read_text(encoding="utf-8")) | self._granted(entry)), SECRET)
+        write(path, identity_text(tomllib.loads(path.read_text(encoding="utf-8")) | granted), SECRET)
         self.replace(entry)
+        return path
+
+    def forget(self, name: str) -> None:
+        """Remove what is here to be handed over to a process."""
+        self.identity_file(name).unlink(missing_ok=True)
+        self.answer_file(name).unlink(missing_ok=True)
 
     def _granted(self, entry: IdentityEntry) -> dict[str, str]:
         """Return the values of an identity file that show, and check, what learners were granted."""
@@ -158,13 +225,13 @@ class Folder:
         listed = listed.numbered()
         before = {server.name: server for server in listed.servers}
         self.roster = listed = listed.replaced(*(counted(listed, server) for server in listed.servers))
-        self.relisted = [server for server in listed.servers if server != before[server.name]]
+        self._relisted |= {server.name for server in listed.servers if server != before[server.name]}
         pins = [self._pin(server) for server in listed.servers if server.is_control]
         for server in listed.servers:
-            _write(self.server_folder(server.name) / "auth.conf", authorization(listed, server), PUBLIC)
+            write(self.server_folder(server.name) / "auth.conf", authorization(listed, server), PUBLIC)
             if server.is_control:
-                _write(self.server_folder(server.name) / "routes.conf", routes(listed, pins), PUBLIC)
-        _write(self.path / roster.FILE, roster.text(listed), PUBLIC)
+                write(self.server_folder(server.name) / "routes.conf", routes(listed, pins), PUBLIC)
+        write(self.path / roster.FILE, roster.text(listed), PUBLIC)
 
     def _pin(self, server: ServerEntry) -> str:
         path = self.server_folder(server.name) / "server.pem"
@@ -204,35 +271,14 @@ def _list_after(number: int) -> dict[str, int | None]:
     return {"list_number": number or None, "list_digest": None}
 
 
-def _identity(run: str, entry: IdentityEntry, issued: Issued, key: NatsKey, authority: Authority) -> dict[str, Any]:
-    """Return the values of an identity file but for what is granted."""
-    values = {"format": FORMAT, "run": run, "role": entry.role, "name": entry.name, "region": entry.region}
-    values |= {"public_key": key.public_key, "founder": entry.founder, "expires": entry.expires, "seed": key.seed}
-    values |= {"processes": entry.processes}
-    return values | {"certificate": issued.certificate, "private_key": issued.private_key, "ca": authority.certificate}
-
-
-def _identity_text(values: Mapping[str, Any]) -> str:
-    """Return the text of an identity file.
-
-    OpenSSL reads the blocks in it in this order: the process's certificate first, the authority last.
-    """
-    head = "# A reader of this file can act as this process: hand it over by a safe way, and keep no copy."
-    there = {name: value for name, value in values.items() if value is not None}
-    return f"{head}\n{tomli_w.dumps(there, multiline_strings=True)}"
-
-
-def _check_secret(path: Path) -> None:
-    """Refuse a secret that others may read."""
-    mode = stat.S_IMODE(path.stat().st_mode)
-    if mode & OTHERS_MODES:
-        raise SettingsError(f"{path}: has mode {mode:04o}: others on this machine can read it; chmod 600 {path}")
+def _authority_text(key: pki.Key, new: bytes | None) -> str:
+    return pki.plain_text(key) if new is None else pki.protected_text(key, new)
 
 
 def _new_signer(folder: Path) -> NatsKey:
     """Make the key that signs grants."""
     key = NatsKey.new()
-    _write(folder / SIGNER, f"{key.seed}\n", SECRET)
+    write(folder / SIGNER, f"{key.seed}\n", SECRET)
     return key
 
 
@@ -248,20 +294,5 @@ def write_for_browser(file: Path, out: Path) -> str:
         data = for_browser(values["certificate"], values["private_key"], known.name, password.encode())
     except ValueError as error:
         raise SettingsError(f"identity {file}: {error}; make it again with 'diloco keys add'") from None
-    _write(out, data, SECRET)
+    write(out, data, SECRET)
     return password
-
-
-def _write(path: Path, text: str | bytes, mode: int) -> None:
-    """Write a file that has its final access rights from the beginning."""
-
-    def write(draft: Path) -> None:
-        draft.unlink(missing_ok=True)
-        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-            os.fchmod(file.fileno(), mode)
-            file.write(text.encode() if isinstance(text, str) else text)
-
-    try:
-        files.replace(path, write)
-    except OSError as error:
-        raise SettingsError(f"{path}: cannot be written: {error.strerror}") from None
