@@ -287,7 +287,7 @@ async def test_senders_of_refused_messages_are_few_and_their_names_short(exporte
     assert len(ages) == 32
     assert (ages["learner-39"], ages["learner-9"], ages[("\\udce4" * 22)[:128]]) == (0, 30, 0)
     now_s += 599
-    refused.note("learner-3", "HashError")
+    refused.note("diloco.mine.heartbeat.learner-3", "HashError")
     assert _ages((await ask(exporter, "/metrics"))[2]) == {"learner-3": 0, "learner-39": 599, ("\\udce4" * 22)[:128]: 599}
     now_s += 1000
     assert _ages((await ask(exporter, "/metrics"))[2]) == {}

@@ -245,6 +245,12 @@ def test_a_service_may_have_the_environment_alone(monkeypatch: pytest.MonkeyPatc
     assert load_service(SyncerSettings, None).bulk_url == "nats://far:1"
 
 
+def test_a_service_without_a_name_is_told_how_to_give_one() -> None:
+    with pytest.raises(SettingsError) as caught:
+        load_service(SyncerSettings, None)
+    assert str(caught.value) == "environment: name is missing: give it as DILOCO_NAME, or as name in the TOML file of --config"
+
+
 def test_the_coordinator_has_the_run_s_settings(tmp_path: Path) -> None:
     settings = load_service(CoordinatorSettings, config(tmp_path, 'name = "c"\n[settings.round]\nsteps = 7\n'))
     assert settings.settings == run_settings(overrides={"round.steps": 7})

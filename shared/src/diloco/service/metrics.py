@@ -358,10 +358,15 @@ def _senders(exporter: Exporter) -> Labelled:
     refused = None if exporter.observed is None else exporter.observed.refused
     ages_s = {} if refused is None else refused.ages_s()
     newest = sorted(ages_s.items(), key=lambda item: item[1])[:SENDERS]
-    return {(_label(sender),): age_s for sender, age_s in newest if age_s < SENDERS_S}
+    # a message that cannot be read is known by its subject, which ends in its sender's name
+    subjects = Subjects(exporter.settings.run)
+    beats = [subjects.heartbeat(""), subjects.shard("")]
+    return {(_sender(text, beats),): age_s for text, age_s in newest if age_s < SENDERS_S}
 
 
-def _label(text: str) -> str:
+def _sender(text: str, prefixes: Iterable[str]) -> str:
+    for prefix in prefixes:
+        text = text.removeprefix(prefix)
     return text.encode("ascii", "backslashreplace").decode()[:SENDER_LENGTH]
 
 

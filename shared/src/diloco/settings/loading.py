@@ -75,6 +75,14 @@ def names_service() -> bool:
     return "DILOCO_NAME" in os.environ
 
 
+def _explained(cls: type[ServiceSettings], detail: Any) -> str:
+    """Describe one error of a service's settings; a missing one by what gives it."""
+    if detail["type"] == "missing" and len(detail["loc"]) == 1:
+        name = detail["loc"][0]
+        return f"{name} is missing: give it as DILOCO_{name.upper()}, or as {name} in the TOML file of --config"
+    return explain(cls, detail)
+
+
 def load_service(cls: type[V], config: Path | None) -> V:
     """Read a service's settings from a TOML file and the environment.
 
@@ -90,7 +98,7 @@ def load_service(cls: type[V], config: Path | None) -> V:
         settings = cls(**values)
     except ValidationError as error:
         source = str(config) if config else "environment"
-        raise SettingsError(f"{source}: " + "; ".join(explain(cls, detail) for detail in error.errors())) from None
+        raise SettingsError(f"{source}: " + "; ".join(_explained(cls, detail) for detail in error.errors())) from None
     except EnvironmentValueError as error:
         raise SettingsError(f"environment: {error}") from None
     if isinstance(settings, LearnerSettings):
