@@ -1,6 +1,6 @@
 """Names of hosts, resolved in threads that no process waits for.
 
-asyncio resolves names in the loop's executor. A resolver that gets no answer takes up to a minute, as where a container is gone.
+asyncio resolves names in the loop's executor. A resolver without an answer takes up to a minute, as where a container is gone.
 Meanwhile it holds the executor's threads, which encode and fold, and a process that ends waits for them.
 """
 
