@@ -19,7 +19,7 @@ from diloco.core.compiled import kernels
 from diloco.errors import DilocoError, SettingsError
 from diloco.nats.identity import Role, identity_file, of_service
 from diloco.nats.transport import NatsTransport
-from diloco.process import kernel_cache, observe
+from diloco.process import kernel_cache, observe, resolving
 from diloco.process.observe import Logger
 from diloco.service import volume
 from diloco.settings.loading import load_service, logging_settings
@@ -158,6 +158,7 @@ async def connect(
         SettingsError: the identity is not one for ``role`` and these settings.
         BrokerError: there is a limit, and no server within it.
     """
+    resolving.use_own_threads(asyncio.get_running_loop())
     caches = [settings.cache_dir] if isinstance(settings, LearnerSettings) else []
     kernel_cache.choose(*caches, settings.state_dir)
     kernels.load()
