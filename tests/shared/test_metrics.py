@@ -19,6 +19,7 @@ from tests.pace import DEADLINE_S
 
 from diloco.errors import SettingsError
 from diloco.nats.identity import Identity
+from diloco.nats.server_list import ListWatch
 from diloco.nats.transport import NatsTransport
 from diloco.process.observe import Counted, get_logger
 from diloco.service import metrics
@@ -60,6 +61,7 @@ class Broker:
 
     identity: Identity | None = None
     now_s = 1_000_000.0
+    lists: Mapping[str, ListWatch] = {}  # none without an identity
 
     def __init__(self) -> None:
         self.control, self.bulk = Connection(), Connection()
