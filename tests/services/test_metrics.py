@@ -240,7 +240,8 @@ async def test_what_services_tell_is_what_the_run_says(make_server: Callable[[],
         "diloco_coordinator_region_away",
     }
     of_own_tasks = {"diloco_learner_task_metric"}  # the toy has no metrics of its own
-    assert unseen == of_regions | of_own_tasks
+    of_identities = {"diloco_server_list_number"}
+    assert unseen == of_regions | of_own_tasks | of_identities
 
     # without NATS no process is ready, all are healthy, and the learner trains on
     server.stop()
