@@ -16,7 +16,10 @@ from tests.made.command_line import Command, commanding
 from tests.made.fixtures import Ended
 
 from diloco.nats import identity
-from diloco_ops.keys import passphrase, pki
+from diloco.settings.folders import KEYS_VARIABLE, PASSPHRASE_VARIABLE
+from diloco.settings.loading import load_service
+from diloco.settings.service import SyncerSettings
+from diloco_ops.keys import pki
 from diloco_ops.keys.command import keys
 
 REQUESTS = {
@@ -29,7 +32,7 @@ Change = Callable[[dict[str, object]], None]
 
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Iterator[Command]:
-    for variable in (passphrase.VARIABLE, "DILOCO_KEYS"):
+    for variable in (PASSPHRASE_VARIABLE, KEYS_VARIABLE):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     with commanding(keys, ("keys",), 200, tmp_path, monkeypatch, capfd) as made:
@@ -343,21 +346,21 @@ def test_a_passphrase_is_needed_to_sign_and_for_nothing_else(
     assert key.stat().st_mode & 0o777 == 0o600
     monkeypatch.setattr("sys.stdin", io.StringIO())
     add = ("add", "op", "learner", "a")
-    assert f"name a file that holds it in {passphrase.VARIABLE}" in refused(command(*add))
-    monkeypatch.setenv(passphrase.VARIABLE, wrong)
+    assert f"name a file that holds it in {PASSPHRASE_VARIABLE}" in refused(command(*add))
+    monkeypatch.setenv(PASSPHRASE_VARIABLE, wrong)
     assert "the passphrase is not the one that it is under" in refused(command(*add))
-    monkeypatch.setenv(passphrase.VARIABLE, right)
+    monkeypatch.setenv(PASSPHRASE_VARIABLE, right)
     good(command(*add))
-    monkeypatch.delenv(passphrase.VARIABLE)
+    monkeypatch.delenv(PASSPHRASE_VARIABLE)
     for line in ("list op", "refresh op", "grant op a --batch-tokens 70000", "revoke op a"):  # a timer needs none
         good(command(*line.split()))
 
-    monkeypatch.setenv(passphrase.VARIABLE, right)
+    monkeypatch.setenv(PASSPHRASE_VARIABLE, right)
     assert "under the new passphrase" in good(command("passphrase", "op", "--new-file", wrong))
     assert "not the one" in refused(command("add", "op", "learner", "b"))
-    monkeypatch.setenv(passphrase.VARIABLE, wrong)
+    monkeypatch.setenv(PASSPHRASE_VARIABLE, wrong)
     assert "no passphrase" in good(command("passphrase", "op", "--remove"))
-    monkeypatch.delenv(passphrase.VARIABLE)
+    monkeypatch.delenv(PASSPHRASE_VARIABLE)
     good(command("add", "op", "learner", "b"))
 
 
@@ -402,7 +405,7 @@ def test_a_file_that_holds_no_passphrase(command: Command, tmp_path: Path, text:
 def test_a_protected_key_that_is_damaged(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right = secret(tmp_path / "right", "twelve letters")
     good(command("init", "op", "--run", "demo", "--new-file", right))
-    monkeypatch.setenv(passphrase.VARIABLE, right)
+    monkeypatch.setenv(PASSPHRASE_VARIABLE, right)
     key = tmp_path / "op" / "ca.key"
     head, *rest = key.read_text().splitlines()
     for damaged in ("\n".join([head[:-3], *rest]), f"{head}\n", head[:-1] + "x\n" + "\n".join(rest)):
@@ -438,3 +441,10 @@ def test_without_a_folder_keys_are_outside_of_the_checkout(
         ("list a b", "expected [DIR]; 2 words came: a b"),
     ):
         assert said in refused(command(*line.split()))
+
+
+def test_services_of_the_same_shell_take_no_notice_of_these_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in (KEYS_VARIABLE, PASSPHRASE_VARIABLE):
+        monkeypatch.setenv(variable, "somewhere")
+    monkeypatch.setenv("DILOCO_NAME", "syncer-0")
+    assert load_service(SyncerSettings, None).name == "syncer-0"

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 from diloco.errors import SettingsError
+from diloco.settings.folders import PASSPHRASE_VARIABLE
 from diloco_ops.keys.writing import check_secret
 
-VARIABLE = "DILOCO_CA_PASSPHRASE_FILE"
 MIN_LETTERS = 12
 MAX_BYTES = 1024
 
@@ -21,12 +21,13 @@ def known() -> bytes:
     Raises:
         SettingsError: there is neither a file nor a terminal, or the file cannot be used.
     """
-    path = os.environ.get(VARIABLE)
+    path = os.environ.get(PASSPHRASE_VARIABLE)
     if path:
         return of_file(Path(path))
     if not sys.stdin.isatty():
         raise SettingsError(
-            f"ca.key is under a passphrase, and there is no terminal to ask for it: name a file that holds it in {VARIABLE}"
+            "ca.key is under a passphrase, and there is no terminal to ask for it: name a file that holds it in "
+            f"{PASSPHRASE_VARIABLE}"
         )
     return getpass.getpass("passphrase of ca.key: ").encode()
 

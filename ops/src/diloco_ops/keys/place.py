@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from diloco.errors import SettingsError
-from diloco.settings.folders import expanded
+from diloco.settings.folders import KEYS_VARIABLE, expanded
 
-VARIABLE = "DILOCO_KEYS"
 DEFAULT = Path("~/diloco-keys")
 BEFORE = Path("operator")  # where docs/deploy.md had it, in the checkout: one that is there goes on being used
 
@@ -20,10 +19,10 @@ def default_folder() -> Path:
     Raises:
         SettingsError: no home directory is known.
     """
-    stated = os.environ.get(VARIABLE)
+    stated = os.environ.get(KEYS_VARIABLE)
     if stated:
-        return expanded(Path(stated), VARIABLE)
-    return BEFORE if (BEFORE / "keys.toml").exists() else expanded(DEFAULT, f"the default of {VARIABLE}")
+        return expanded(Path(stated), KEYS_VARIABLE)
+    return BEFORE if (BEFORE / "keys.toml").exists() else expanded(DEFAULT, f"the default of {KEYS_VARIABLE}")
 
 
 def folder_and(words: Sequence[str] | None, *names: str) -> tuple[Path, list[str]]:

@@ -10,6 +10,8 @@ from diloco.errors import SettingsError
 
 CACHE_DIR = Path("~/.cache/diloco/jax")  # the default of `cache_dir`; ~ is looked up when a process uses it
 CACHE_VARIABLE = "DILOCO_CACHE_DIR"
+KEYS_VARIABLE = "DILOCO_KEYS"  # names the folder of `diloco keys`
+PASSPHRASE_VARIABLE = "DILOCO_CA_PASSPHRASE_FILE"  # names the file with the passphrase of its authority
 CACHE_SETTING = f"cache_dir ({CACHE_VARIABLE})"
 
 

@@ -14,6 +14,7 @@ from pydantic_settings import SettingsError as EnvironmentValueError
 
 from diloco.errors import SettingsError
 from diloco.settings import cluster
+from diloco.settings.folders import KEYS_VARIABLE, PASSPHRASE_VARIABLE
 from diloco.settings.service import LearnerSettings, ServiceSettings
 from diloco.settings.validation import explain, nearest
 
@@ -44,6 +45,7 @@ def assignment(key: str, value: Any) -> str:
 V = TypeVar("V", bound=ServiceSettings)
 LOGGING = ("name", "run", "region", "role", "log_to", "log_format")
 OF_TESTS = "DILOCO_TEST_"  # variables of the project's tests, which services inherit from them
+OF_KEYS = (KEYS_VARIABLE, PASSPHRASE_VARIABLE)  # variables of `diloco keys`, which services of the same shell inherit
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -92,7 +94,9 @@ def load_service(cls: type[V], config: Path | None) -> V:
     values = {} if config is None else read_toml(config)
     known = {f"DILOCO_{name.upper()}": name for name in cls.model_fields}
     for variable in os.environ:
-        if variable.startswith("DILOCO_") and variable not in known and not variable.startswith(OF_TESTS):
+        if variable in OF_KEYS or variable.startswith(OF_TESTS):
+            continue
+        if variable.startswith("DILOCO_") and variable not in known:
             raise SettingsError(f"environment: no setting {variable}{nearest(variable, list(known))}")
     try:
         settings = cls(**values)
