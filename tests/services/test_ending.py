@@ -22,11 +22,13 @@ RUN = "ending"
 MODULES = {"syncer": "diloco_syncer", "coordinator": "diloco_coordinator", "learner": "diloco_learner"}
 
 
-def ended(role: str, settings: dict[str, Any], folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def ended(
+    role: str, settings: dict[str, Any], folder: Path, *arguments: str, **variables: str
+) -> subprocess.CompletedProcess[str]:
     """Run a service as a container does, to its end; nothing is a terminal."""
     config = folder / f"{role}.toml"
     config.write_text(tomli_w.dumps({"run": RUN, "state_dir": str(folder / "state"), **settings}))
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("DILOCO_")}
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("DILOCO_")} | variables
     command = [sys.executable, "-m", MODULES[role], *(arguments or ("--config", str(config)))]
     return subprocess.run(
         command, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=2 * DEADLINE_S, check=False
@@ -84,11 +86,16 @@ def test_with_a_log_in_a_file_stderr_has_a_sentence_and_the_file_the_event(tmp_p
     assert done.stderr == f"diloco-syncer: {end['reason']}\n"
 
 
-def test_wrong_arguments_end_a_service_by_an_event_and_a_sentence(tmp_path: Path) -> None:
-    done = ended("syncer", {}, tmp_path, "--confg", "x")
-    line, sentence = done.stderr.splitlines()
-    end = json.loads(line)
-    assert done.returncode == end["code"] == 2
-    assert (end["service"], end["event"]) == ("diloco-syncer", "process_ended")
-    assert sentence == f"diloco-syncer: {end['reason']}"
-    assert "unrecognized arguments: --confg x" in sentence
+@pytest.mark.parametrize("log_to", ["stderr", "file"])
+def test_wrong_arguments_end_a_service_by_an_event_or_where_the_log_is_a_file_by_a_sentence(
+    log_to: str, tmp_path: Path
+) -> None:
+    done = ended("syncer", {}, tmp_path, "--confg", "x", DILOCO_LOG_TO=log_to, DILOCO_RUN=RUN)
+    if log_to == "stderr":
+        end = end_of(done.stderr)
+        assert (end["service"], end["code"]) == ("diloco-syncer", 2)
+        assert "unrecognized arguments: --confg x" in end["reason"]
+    else:
+        assert done.stderr.startswith("diloco-syncer: unrecognized arguments: --confg x; usage: ")
+        assert done.stderr.count("\n") == 1
+    assert done.returncode == 2

@@ -67,7 +67,6 @@ def configure(
     level: Level = "info",
     fmt: Literal["json", "console"] = "json",
     file: Path | None = None,
-    in_words: bool = False,
 ) -> None:
     """Set the destination of this process's events, at its start. The last call counts.
 
@@ -79,7 +78,6 @@ def configure(
         level: events below it are not written.
         fmt: format of stderr: JSON lines, or coloured lines for people. With a ``file``, no JSON goes to stderr.
         file: receives JSON lines, with any ``fmt``; its folder is made.
-        in_words: say on stderr why the process ends, even if stderr is collected as JSON lines. A terminal always gets that.
 
     Raises:
         DilocoError: the file cannot be opened.
@@ -95,7 +93,7 @@ def configure(
     elif file is None:
         writers.append(_JsonLines(sys.stderr.buffer).write)
     _log_place = str(file) if file is not None else "the events above"
-    _in_words = in_words or file is not None or fmt == "console" or sys.stderr.isatty()
+    _in_words = file is not None or fmt == "console" or sys.stderr.isatty()
     stamp, fan = _Stamp(service, role or service, run, region), _Fan(writers)
     _write_once = WriteOnce(lambda values: fan.msg(**stamp(None, "", values)))
     structlog.configure(

@@ -8,7 +8,6 @@ import contextlib
 import fcntl
 import os
 import signal
-import sys
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
@@ -81,17 +80,16 @@ def begin_logs(settings: ServiceSettings, program: str) -> None:
 
 
 def _log_errors_of_start(program: str, config: Path | None) -> None:
-    """Have an error of the settings logged, with the names that they give, although they may be wrong.
+    """Have an error of the settings logged where stderr is the log, with the names that they give, although they may be wrong.
 
-    It goes to stderr, since the service's folder may be another run's. At a terminal it is a sentence, as ever.
+    A log in a file is not there yet: the service's folder may be another run's. The error is a sentence on stderr then.
     """
     found = logging_settings(config)
-    to_stderr = found.get("log_to") == "stderr"
-    if not to_stderr and sys.stderr.isatty():
+    if found.get("log_to") != "stderr":
         return
     about: dict[str, Any] = {"role": found.get("role", _role(program)), "region": found.get("region", "")}
     fmt: Literal["json", "console"] = "console" if found.get("log_format") == "console" else "json"
-    observe.configure(found.get("name", program), found.get("run", ""), **about, fmt=fmt, in_words=not to_stderr)
+    observe.configure(found.get("name", program), found.get("run", ""), **about, fmt=fmt)
 
 
 def _role(program: str) -> str:
