@@ -472,6 +472,7 @@ PARTS: dict[str, Callable[[Report], str]] = {
     "headline": _headline,
     "alerts": now.alerts,
     "loss": _losses,
+    "sample": samples,
     "values": _values,
     "others": _others_and_traffic,
     "activity": _activity,
@@ -484,7 +485,6 @@ PARTS: dict[str, Callable[[Report], str]] = {
     "fragments": _fragments,
     "events": now.events,
     "data": _data,
-    "sample": samples,
     "settings": changed.settings,
     "changes": changed.changes,
 }
