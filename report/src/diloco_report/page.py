@@ -145,7 +145,8 @@ def _losses(report: Report) -> str:
     ]
     whole: list[tuple[Any, ...]] = [(point[0], point[1], point[2]) for point in series.get("global") or [] if finite(point[2])]
     end = (report.get("wall_s"), report.get("tokens_merged"), report.get("val_loss"))
-    if whole and not report.get("now") and all(finite(value) for value in end):
+    # the newest loss is carried on by no point of its own: a flat end would look like a plateau
+    if whole and not report.get("now") and all(finite(value) for value in end) and end[2] != whole[-1][2]:
         whole.append(end)
     drawn.append(("global", "var(--global)", whole))
     rolled_back = series.get("rollbacks") or []
