@@ -67,9 +67,9 @@ def test_the_loss_is_the_mean_over_the_batches_that_are_held_out(weights: Path) 
 
 
 def test_a_sample_is_what_the_task_draws(weights: Path) -> None:
-    assert result(weights, "draws", count=3) == {"sample": "xxx21"}
-    assert result(weights, "goes_on", count=1) == {"sample": "?y"}
-    assert result(weights, "goes_on", prompt="and ") == {"sample": "and yy"}
+    assert result(weights, "draws", count=3) == {"sample": "xxx21", "prompt": ""}
+    assert result(weights, "goes_on", count=1) == {"sample": "?y", "prompt": ""}
+    assert result(weights, "goes_on", prompt="and ") == {"sample": "and yy", "prompt": "and "}
 
 
 @pytest.mark.parametrize(
@@ -90,6 +90,17 @@ def test_weights_of_another_model_are_refused_by_name(weights: Path) -> None:
     with pytest.raises(SettingsError, match=re.escape(f"{weights}: it lacks tensor 'weight' of shape (2, 3)")) as error:
         result(weights, "silent")
     assert not str(error.value).startswith("init")
+
+
+def test_the_built_in_task_goes_on_from_words_of_its_text(tmp_path: Path) -> None:
+    settings = TaskSettings(layers=1, width=8, heads=1, context=8, batch=2)
+    (tmp_path / "text").write_text("\n\n  words and more words\n" * 400)
+    own = GptTask(settings, str(tmp_path / "text"))
+    held_out = own.data.corpus.to_evaluate.text.tobytes().decode()  # type: ignore[union-attr]
+    assert own.prompt == " ".join(held_out.split()[:3]) + " "
+    assert GptTask(settings, None).prompt == "\n\ndef "
+    params, key = own.init(jax.random.key(0)), jax.random.key(1)
+    assert own.sample(params, key, 6) == own.sample(params, key, 6, own.prompt)
 
 
 def test_the_built_in_task_goes_on_from_the_end_of_a_prompt(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from diloco.errors import SettingsError
 from diloco.process.observe import get_logger
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
-from diloco_learner.evaluator import Evaluator
+from diloco_learner.evaluator import Evaluator, too_early
 from diloco_learner.island import Island
 
 SETTINGS: RunSettings = run_settings(overrides={"shards": 1, "fragments.count": 1, "task.name": "mine:make"})
@@ -102,6 +102,23 @@ def saved(path: Path) -> dict[str, Any]:
 
 
 RIGHT = {"val_loss_initial": 2, "val_loss": 3, "values_initial": {"hits": 1}, "values": {"hits": 1}, "sample": "t"}
+
+
+def test_a_model_that_is_no_better_than_a_count_of_pairs_has_no_text_yet() -> None:
+    assert too_early(2.63, 2.494) == "too early for text: loss 2.63, counting pairs of bytes gives 2.49"
+    assert too_early(2.494, 2.494) is not None
+    assert too_early(2.3, 2.494) is None
+    assert too_early(2.63, None) is None  # on other data than text
+    assert too_early(None, 2.494) is None
+
+
+def test_a_sample_begins_with_its_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Mine, "prompt", "\n\ndef ", raising=False)
+    play(tmp_path, "")
+    assert saved(tmp_path)["sample"] == "def t"
+    monkeypatch.setattr(Mine, "prompt", 3, raising=False)  # of a task that means something else by it
+    play(tmp_path, "")
+    assert saved(tmp_path)["sample"] == "t"
 
 
 def test_the_first_and_the_last_model_are_saved(tmp_path: Path) -> None:

@@ -61,6 +61,11 @@ def test_where_a_run_stands() -> None:
     assert stands(local_run(finished)) == "finished"
 
 
+def test_a_run_that_a_url_names_is_elsewhere_whatever_this_folder_holds() -> None:
+    Path("services").mkdir()
+    assert local_runs.standing_of(RunDirectory(Path(), "mine", "nats://there:4222", None, run_settings())) == "elsewhere"
+
+
 @pytest.mark.parametrize(
     ("status", "fraction"),
     [
@@ -120,6 +125,18 @@ def test_a_stopped_run_is_answered_with_the_command_that_goes_on(command: str, c
     else:
         with pytest.raises(RunError, match=rf"^{says}$"):
             COMMANDS[command]()
+
+
+def test_the_page_of_a_finished_run_is_its_report(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    finish(make("d12", 10))
+    opened = list[str]()
+    monkeypatch.setattr(page, "show", opened.append)
+    page.page(open_=True)
+    report = (folder / "runs" / "d12" / "report.html").as_uri()
+    assert capsys.readouterr().out == f"run d12 is finished; its report: {report}\n"
+    assert opened == [report]
 
 
 def test_export_takes_one_or_two_places() -> None:

@@ -27,6 +27,7 @@ from diloco_ops.export import LATEST, TASK
 from diloco_ops.local_runs import newest_run
 from diloco_ops.run_summary import printable
 from diloco_ops.up import data_source
+from diloco_report.samples import trimmed
 from diloco_report.units import decimal
 
 Weights = Annotated[
@@ -68,7 +69,7 @@ def evaluate(
 def sample(
     weights: Weights = None,
     prompt: Annotated[
-        str | None, typer.Option(help="Text to go on from, which is not printed; default: the task's own.")
+        str | None, typer.Option(help="Text to go on from, which is printed too; default: the task's own.")
     ] = None,
     count: Annotated[int, typer.Option(min=1, max=1_000_000, help="Characters to draw.")] = 400,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of what is drawn.")] = 0,
@@ -81,7 +82,7 @@ def sample(
     """Draw text from a run's model, or from one in a file."""
     wanted = {"seed": seed, "count": count, "prompt": prompt}
     found = result(Asked(weights or newest_run("diloco sample"), version, average, data, set_ or []), wanted)
-    print(json.dumps(found) if json_ else printable(found["sample"]))
+    print(json.dumps(found) if json_ else printable(trimmed(found["prompt"] + found["sample"])))
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ def standing_of(directory: RunDirectory) -> Standing:
         return "finished"
     if rundir.is_locked(directory.path):
         return "running"
-    if (directory.path / "services").is_dir():
+    if (directory.path / "services").is_dir() and (directory.path / "run.json").exists():  # a run that a URL names has no files
         return "stopped"
     return "elsewhere" if directory.nats_url else "not begun"
 

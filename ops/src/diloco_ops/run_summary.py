@@ -8,8 +8,11 @@ from typing import Any
 
 from diloco_report import compared
 from diloco_report.facts import natural
+from diloco_report.samples import trimmed
 from diloco_report.units import count, decimal, duration, share, size, times
 
+SAMPLE_PARTS, SAMPLE_NEAR = (0.1, 0.5), 0.15  # of the merged tokens: where samples are wanted, and how far one may be away
+SAMPLE_LINES = 5  # of each of several samples
 MISSED = 0.1  # of its rounds, by each learner: worth a sentence
 
 
@@ -42,9 +45,11 @@ def summarise(report: dict[str, Any], path: Path) -> None:
         )
     if missed := on_missed(report):
         print(missed)
-    if report["sample"]:
-        print(f"\na sample:\n{printable(report['sample'])}")
-    print(f"\nreport: {path / 'report.html'}")
+    for part, text in samples(report):
+        lines = printable(trimmed(text)).split("\n")
+        shown = lines[:SAMPLE_LINES] if part is not None else lines
+        print(f"\na sample after {share(part)} of the tokens:" if part is not None else "\na sample:", *shown, sep="\n")
+    print(f"\nreport: {path / 'report.html'}\nopen it: {(path / 'report.html').resolve().as_uri()}")
 
 
 def on_missed(report: Mapping[str, Any]) -> str | None:
@@ -70,6 +75,21 @@ def _validation(report: dict[str, Any]) -> str:
     units = f" {report['units']}" if report["units"] else ""
     counted = "".join(f", {name} {value:.3f}" for name, value in report["baselines"].items())
     return f"validation loss {report['val_loss']:.4f}{units} (began at {decimal(report['val_loss_initial'])}{counted})"
+
+
+def samples(report: Mapping[str, Any]) -> list[tuple[float | None, str]]:
+    """Return samples with the part of the merged tokens after which each was drawn: near a tenth, a half, and the last.
+
+    The last one alone has no part, where no earlier one was drawn near these.
+    """
+    last, whole = report["sample"], report["tokens_merged"]
+    drawn = [(tokens / whole, str(text)) for _, tokens, _, text in report["series"].get("samples", [])] if whole else []
+    found: list[tuple[float | None, str]] = []
+    for wanted in SAMPLE_PARTS:
+        near = min(drawn, key=lambda sample: abs(sample[0] - wanted), default=None)
+        if near is not None and abs(near[0] - wanted) < SAMPLE_NEAR and near not in found:
+            found.append(near)
+    return [*found, *([(1.0 if found else None, str(last))] if last else [])]
 
 
 def printable(text: str) -> str:

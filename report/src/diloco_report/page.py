@@ -145,7 +145,8 @@ def _losses(report: Report) -> str:
     ]
     whole: list[tuple[Any, ...]] = [(point[0], point[1], point[2]) for point in series.get("global") or [] if finite(point[2])]
     end = (report.get("wall_s"), report.get("tokens_merged"), report.get("val_loss"))
-    if whole and not report.get("now") and all(finite(value) for value in end):
+    # the newest loss is carried on by no point of its own: a flat end would look like a plateau
+    if whole and not report.get("now") and all(finite(value) for value in end) and end[2] != whole[-1][2]:
         whole.append(end)
     drawn.append(("global", "var(--global)", whole))
     rolled_back = series.get("rollbacks") or []
@@ -472,6 +473,7 @@ PARTS: dict[str, Callable[[Report], str]] = {
     "headline": _headline,
     "alerts": now.alerts,
     "loss": _losses,
+    "sample": samples,
     "values": _values,
     "others": _others_and_traffic,
     "activity": _activity,
@@ -484,7 +486,6 @@ PARTS: dict[str, Callable[[Report], str]] = {
     "fragments": _fragments,
     "events": now.events,
     "data": _data,
-    "sample": samples,
     "settings": changed.settings,
     "changes": changed.changes,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
@@ -30,5 +31,10 @@ def samples(report: Report) -> str:
     return html.section("Samples", said, _texts([newest]) + earlier)
 
 
+def trimmed(text: str) -> str:
+    """Return text without blank lines at its beginning and blanks at its end."""
+    return re.sub(r"^(\s*\n)+", "", text).rstrip()
+
+
 def _texts(drawn: Iterable[Drawn]) -> str:
-    return "".join(f'<h3>{escape(when)}</h3><pre tabindex="0">{escape(text)}</pre>' for when, text in drawn)
+    return "".join(f'<h3>{escape(when)}</h3><pre tabindex="0">{escape(trimmed(text))}</pre>' for when, text in drawn)

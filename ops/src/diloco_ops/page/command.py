@@ -13,6 +13,7 @@ from diloco.errors import RunError, SettingsError
 from diloco.nats.opening import checked
 from diloco.process import observe
 from diloco.service import rundir
+from diloco.service.rundir import RunDirectory
 from diloco.service.skeleton import until_stopped
 from diloco.settings.service import host_and_port
 from diloco_coordinator.page import guard
@@ -49,7 +50,10 @@ def page(
     address: Annotated[str, typer.Option(help="HOST:PORT of this machine that it is served at.")] = ANYWHERE,
     open_: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
 ) -> None:
-    """Serve a run's page on this machine, with actions: checkpoint, set, eject, readmit, rollback. Ctrl-C ends it."""
+    """Serve a run's page on this machine, with actions: checkpoint, set, eject, readmit, rollback. Ctrl-C ends it.
+
+    Of a finished run: print where its report is; with --open, open it.
+    """
     _check_address(address)
     run_at = run_at or str(newest_run("diloco page"))
     if "://" in run_at:
@@ -58,7 +62,18 @@ def page(
     else:
         directory = Path(run_at)
         _refuse_given({"--bulk": bulk_url, "--identity": identity, "--run-dir": run_dir}, directory)
+        if (found := rundir.load(directory)).finished:
+            _show_report(found, open_)
+            return
     asyncio.run(until_stopped(lambda: _serve(directory, address, open_), observe.get_logger()))
+
+
+def _show_report(directory: RunDirectory, open_: bool) -> None:
+    """Name the report of a finished run, which is a page that needs no server, and open it if that is asked for."""
+    report = (directory.path / "report.html").resolve()
+    print(f"run {directory.name} is finished; its report: {report.as_uri()}")
+    if open_:
+        show(report.as_uri())
 
 
 def _check_address(address: str) -> None:

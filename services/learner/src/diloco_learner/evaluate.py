@@ -1,8 +1,8 @@
 """``python -m diloco_learner.evaluate``: evaluate weights in a file as the evaluator does, or draw a sample from them.
 
 Reads ``{"settings": ..., "data": ..., "weights": ..., "sample": ...}`` from stdin. Prints ``{"loss": ..., "units": ...,
-"values": ...}``, or ``{"sample": ...}`` where ``sample`` is not null but ``{"seed": ..., "count": ..., "prompt": ...}`` (null:
-the task's own).
+"values": ...}``, or ``{"sample": ..., "prompt": ...}`` where ``sample`` is not null but ``{"seed": ..., "count": ...,
+"prompt": ...}`` (null: the task's own).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from diloco.settings.run import RunSettings
 from diloco.settings.service import LearnerSettings
 from diloco.settings.validation import parse
 from diloco_learner import frameworks, members, weights
-from diloco_learner.task_api import units_of
+from diloco_learner.task_api import default_prompt, units_of
 
 
 def evaluate(settings: RunSettings, data: str | None, path: Path, sample: dict[str, Any] | None) -> dict[str, Any]:
@@ -54,7 +54,8 @@ def evaluate(settings: RunSettings, data: str | None, path: Path, sample: dict[s
         drawn = island.sample(sample["seed"], sample["count"], sample["prompt"])
         if drawn is None:
             raise SettingsError(f"task.name = {settings.task.name!r}: it has no sample(), which draws from the model")
-        return {"sample": drawn}
+        prompt = default_prompt(island.task) if sample["prompt"] is None else sample["prompt"]
+        return {"sample": drawn, "prompt": prompt}
 
 
 def takes_prompt(task: object) -> bool:

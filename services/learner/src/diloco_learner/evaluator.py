@@ -17,7 +17,7 @@ from diloco_learner.evaluation import Evaluation
 from diloco_learner.members import users_errors
 from diloco_learner.model import Evaluated
 from diloco_learner.ngram import ngram_losses
-from diloco_learner.task_api import evaluate_every_s, units_of
+from diloco_learner.task_api import default_prompt, evaluate_every_s, units_of
 from diloco_learner.text import Corpus, TextData
 
 IDLE_S = 0.5  # news wake it earlier; it then looks whether it is asked to end
@@ -46,6 +46,7 @@ class Evaluator:
         self.file = state_dir / "evaluation.json"
         self._initial = self._newest = NOTHING
         self._failure: SettingsError | None = None  # of the newest evaluation, or of a sample since
+        self._bigram: float | None = None  # its loss, once it is known
         self._sample_every_s = sample_every_s
         self._sample_s = math.inf  # that one takes: the quickest of them, as the first one compiles its program
         self._sample_due_s = time.monotonic() + sample_every_s if sample_every_s else math.inf
@@ -116,13 +117,23 @@ class Evaluator:
             self.log.debug("sampled", characters=len(text), took_s=round(took_s, 3))
 
     def _draw(self) -> str | None:
-        """Return text of the model's own; None if the task draws none.
+        """Return text of the model's own behind its prompt, or why it is too early for text; None if the task draws none.
 
         Raises:
             SettingsError: the task's ``sample`` raised an error.
         """
         with users_errors(self.settings.task):
-            return self.island.sample(self.settings.seed, SAMPLE_TOKENS)
+            early = too_early(self._newest.loss, self._bigram_loss())
+            if early is not None:
+                return early
+            drawn, prompt = self.island.sample(self.settings.seed, SAMPLE_TOKENS), default_prompt(self.island.task)
+            return None if drawn is None else prompt.lstrip("\n") + drawn
+
+    def _bigram_loss(self) -> float | None:
+        """Return the validation loss of a model that counts pairs of bytes; None: the task is trained on other data."""
+        if self._bigram is None and self._newest.loss is not None and (corpus := self._corpus()) is not None:
+            self._bigram = ngram_losses(corpus.training_text(), corpus.to_evaluate.text, (2,))[2]
+        return self._bigram
 
     def _tell_of_text(self) -> None:
         """Log how much text is evaluated on; warn if a model may know all of it by heart."""
@@ -177,6 +188,13 @@ class Evaluator:
         rundir.write_json(self.file, result)
         if self._failure is not None:
             raise self._failure
+
+
+def too_early(loss: float | None, bigram: float | None) -> str | None:
+    """Return why a model has no text to show yet: its loss is that of a count of pairs of bytes, or above; None: it may."""
+    if loss is None or bigram is None or loss < bigram:
+        return None
+    return f"too early for text: loss {loss:.2f}, counting pairs of bytes gives {bigram:.2f}"
 
 
 def _rounded(value: float | None) -> float | None:

@@ -24,9 +24,12 @@ from diloco_learner.task_api import Aux as Aux
 from diloco_learner.task_api import Units as Units
 from diloco_learner.task_api import check_called, is_torch, made
 from diloco_learner.tensors import Tensor
+from diloco_learner.text import TextData
 
 TEMPERATURE = 0.8
-PROMPT = "\n"
+PROMPT = "\n\ndef "  # Python's library goes on with text; after a single newline it mostly goes on with blanks
+PROMPT_BYTES = 200
+PROMPT_WORDS = 3  # of another text: so many words of what is held out of it
 
 jax.tree_util.register_dataclass(Aux)
 
@@ -97,6 +100,7 @@ class GptTask:
         self.shape = gpt.Shape(settings.layers, settings.width, settings.heads, settings.context, self.data.vocabulary)
         self.dtype = jnp.dtype(settings.dtype)
         self._validation: Validation | None = None
+        self._own_text = data is not None
 
     @property
     def tokens_per_batch(self) -> int:
@@ -131,9 +135,19 @@ class GptTask:
         count = {"qkv": 3, "gate_up": 2}.get(name, 1)
         return Tensor(kind="matrix", parts=(shape[0] // count,) * count)
 
-    def sample(self, params: gpt.Params, key: jax.Array, count: int, prompt: str = PROMPT) -> str:
-        """Return ``count`` tokens as text, which go on from the end of a prompt."""
-        seen = self.data.encode(prompt)[-self.shape.context :]
+    @property
+    def prompt(self) -> str:
+        """The text that samples go on from where no other is given: such as the model was trained on."""
+        if not isinstance(self.data, TextData):
+            return "\n"
+        if not self._own_text:
+            return PROMPT
+        begins = self.data.decode(self.data.corpus.to_evaluate.text[:PROMPT_BYTES].astype(np.int32)).split()
+        return " ".join(begins[:PROMPT_WORDS]) + " "
+
+    def sample(self, params: gpt.Params, key: jax.Array, count: int, prompt: str | None = None) -> str:
+        """Return ``count`` tokens as text, which go on from the end of a prompt, by default :attr:`prompt`."""
+        seen = self.data.encode(self.prompt if prompt is None else prompt)[-self.shape.context :]
         if not seen.size:
             raise SettingsError(f"prompt = '': the model goes on from a text of at least one {self.units.item}")
         start = jnp.asarray(seen, jnp.int32)
