@@ -16,6 +16,7 @@ from diloco.settings.run import RunSettings
 from diloco.settings.validation import nearest, parse
 from diloco_ops.keys.folder import Folder, write_for_browser
 from diloco_ops.keys.permissions import CONTROL
+from diloco_ops.keys.regions import region as add_region
 from diloco_ops.keys.roster import IdentityEntry, Roster, ServerEntry
 
 DAYS = 365
@@ -36,6 +37,8 @@ MinStepS = Annotated[
 ]
 Processes = Annotated[int | None, typer.Option(help="A learner: its processes, one a host, that share these keys.")]
 Days = Annotated[int, typer.Option(help="How long they are good for.")]
+
+keys.command("region")(add_region)
 
 
 @keys.command()
