@@ -369,13 +369,17 @@ def test_an_account_imports_what_its_identity_may_publish_and_nothing_else() -> 
         own = made[f"P{number}"]
         allowed = permissions(who, "r", REGIONS, ["us", CONTROL])
         services = [one.to or one.subject for one in own.imports if one.kind == "service"]
-        assert sorted(services) == sorted(set(allowed.publish) - {f"_INBOX_{who.name}.>", "_R_.>"})
+        chunks = [subject for subject in allowed.publish if subject.startswith("$JS.SNAPSHOT.RESTORE.")]
+        assert sorted(services) == sorted(set(allowed.publish) - {f"_INBOX_{who.name}.>", "_R_.>", *chunks})
         assert {one.account for one in own.imports} <= {"RUN", "SIGNALS"}
-        assert own.streams == ()
+        assert list(own.streams) == chunks  # a service would put a header before a chunk's bytes
     heard = {one.subject for one in made["SIGNALS"].imports if one.account == "P0"}
     assert heard == {f"heard.diloco.r.{what}" for what in ("heartbeat.*", "round.*", "marker", "changed", "state.a")}
     assert made["RUN"].streams == ("_INBOX_d.>",)  # snapshots of streams are sent there
-    assert made["RUN"].imports == ()
+    assert sorted((one.kind, one.account, one.subject) for one in made["RUN"].imports) == [
+        ("stream", "P4", f"$JS.SNAPSHOT.RESTORE.{stream}.>")
+        for stream in ("DILOCO_r_ARCHIVE", "DILOCO_r_LOG", "DILOCO_r_OFFERS", "KV_DILOCO_r")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -460,3 +464,19 @@ def test_a_learner_of_another_region_is_not_known() -> None:
     there = permissions(Who("a", "syncer", "eu"), "r", REGIONS, ["us"])
     assert "diloco.r.fragment.*.head" in there.publish
     assert not [s for s in there.publish if ("CREATE.DILOCO" in s and "STREAM" in s) or "PURGE" in s or "regional" in s]
+
+
+def test_a_region_more_gets_keys(command: Command, tmp_path: Path) -> None:
+    regional(command)
+    assert "no region of run 'demo'" in refused(command("add", "k", "server", "nats-ap", "--host", "ap", "--serves", "ap"))
+    ended = command("region", "k", "ap")
+    assert (ended.code, ended.err) == (0, "")
+    assert command("add", "k", "server", "nats-ap", "--host", "ap", "--serves", "ap").code == 0
+    assert command("add", "k", "syncer", "syncer-ap", "--region", "ap").code == 0
+    # syncers of all regions copy records into every log, so the other regions' servers know the new one
+    assert "syncer-ap" in (tmp_path / "k" / "servers" / "nats-eu" / "auth.conf").read_text()
+    assert "region ap: is there already; there are us, eu, ap" in refused(command("region", "k", "ap"))
+    assert "region control: is there already" in refused(command("region", "k", "control"))
+    assert "regions" in refused(command("region", "k", "A b"))
+    command("init", "one", "--run", "demo")
+    assert "has keys without regions" in refused(command("region", "one", "ap"))

@@ -239,14 +239,21 @@ class Cluster:
         return self.start(f"toy-{share}", "tests.services.toy", share=share, **{"leave_s": 2.0, "checkpoint_s": 0.0} | values)
 
     def toy(
-        self, share: int, *, name: str | None = None, checkpoint_s: float = 0.0, leave_s: float = 10.0, **behaviour: Any
+        self,
+        share: int,
+        *,
+        name: str | None = None,
+        state_dir: Path | None = None,
+        checkpoint_s: float = 0.0,
+        leave_s: float = 10.0,
+        **behaviour: Any,
     ) -> Toy:
         """Start a learner in a thread; the cluster's gate holds it before its first step unless it behaves otherwise."""
         settings = LearnerSettings(
             name=name or f"toy-{share}",
             run=self.name,
             identity=self.identity,
-            state_dir=self.directory,
+            state_dir=state_dir or self.directory,
             share=share,
             checkpoint_s=checkpoint_s,
             leave_s=leave_s,

@@ -94,19 +94,27 @@ async def guarded_regions(
 def keys_of(path: Path, run: str, settings: RunSettings, regions: Sequence[str], more: Iterable[Who] = ()) -> Folder:
     """The keys of a control store, of a server for each region, of a run's members and of ``more`` identities."""
     known = [*members(settings.learners, settings.shards, regions), *more]
-    return make_keys(path, run, known, regions=regions, servers=_places(regions))
+    return make_keys(path, run, known, regions=regions, servers=places(regions))
 
 
-def _places(regions: Sequence[str]) -> dict[str, list[str]]:
+def places(regions: Sequence[str]) -> dict[str, list[str]]:
+    """The servers of a run in these regions, by name: what each serves."""
     return {CONTROL: ["control"], **{region: [region] for region in regions}}
 
 
 @contextlib.asynccontextmanager
 async def in_regions(
-    nursery: Nursery, path: Path, run: str, settings: RunSettings, regions: Sequence[str], keys: Folder
+    nursery: Nursery,
+    path: Path,
+    run: str,
+    settings: RunSettings,
+    regions: Sequence[str],
+    keys: Folder,
+    ports: Mapping[str, int] | None = None,
 ) -> AsyncIterator[Guarded]:
     """A cluster of a run's members in these regions, at servers whose files are in ``path``; ``keys`` as :func:`keys_of`."""
-    servers = {name: Server(path / name, keys=keys.server_folder(name)) for name in _places(regions)}
+    at = ports or {}
+    servers = {name: Server(path / name, at.get(name), keys=keys.server_folder(name)) for name in places(regions)}
     with contextlib.ExitStack() as started:
         for server in servers.values():
             server.start()

@@ -6,7 +6,7 @@ each region's server gets the log, in the order of the regions' names, and the c
 
 Each stream is tagged with what it was restored from, and with the sequence and number of its messages then. So a command that
 was killed can be typed again: what is there whole stays. What a restore did not make is never deleted, except a log without any
-message. Of two restores at once one is refused: where both put the first region's log, the server takes one of them.
+message. Of two restores at once one is refused: a server makes a stream with the tags of one of them, and fills it then.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from diloco_ops.manifest import Checkpoint
 from diloco_report.units import duration, size
 
 COMMAND = "diloco restore"
+SETTLED_S = 1.0  # another restore that has deleted an empty log has made its own by then
 TAG, MADE_BY, CONTENT = "diloco_restore", "diloco_restore_by", "diloco_restore_content"  # names in a stream's metadata
 
 
@@ -186,7 +187,7 @@ class _Packed:
 
     @property
     def content(self) -> str:
-        """What a server's state of the stream is when it holds just this."""
+        """The content of a server's stream that holds just this."""
         return _content(self.snapshot.state)
 
 
@@ -222,9 +223,7 @@ class _Restoration:
         for place, home in self.homes.items():
             log = await streams.info(home, self._log)
             if log is not None and not self._is_whole(log) and not self._may_replace(log):
-                faults.append(
-                    f"{place} has {self._log} with {log['state'].get('messages')} messages, made {log.get('created')}"
-                )
+                faults.append(f"{place} has its log, with {log['state'].get('messages')} messages")
         if faults:
             raise RunError(
                 f"run {self.run!r} is there already, and a restore replaces nothing: {'; '.join(faults)}; give empty servers, "
@@ -275,6 +274,10 @@ class _Restoration:
         except RunError:
             raise self._other(place) from None
         except BrokerError as error:
+            await asyncio.sleep(SETTLED_S)
+            other = await streams.info(link, stream)
+            if other is not None and _tags(other).get(MADE_BY) != self.nonce:
+                raise self._other(place) from None
             raise BrokerError(f"{place}: {error}; type the command again: what is there stays") from None
         made = await streams.info(link, stream)
         if made is None or _tags(made).get(MADE_BY) != self.nonce:

@@ -23,6 +23,7 @@ from diloco_ops.keys.between_teams import complete, request, sign_requests
 from diloco_ops.keys.folder import Folder, write_for_browser
 from diloco_ops.keys.permissions import CONTROL
 from diloco_ops.keys.place import folder_and, folder_and_files
+from diloco_ops.keys.regions import region as add_region
 from diloco_ops.keys.roster import IdentityEntry, Roster, ServerEntry
 from diloco_ops.keys.server_status import addresses, ask_servers, asking_identity
 
@@ -55,6 +56,8 @@ MinStepS = Annotated[
 Processes = Annotated[int | None, typer.Option(help="A learner: its processes, one a host, that share these keys.")]
 NewFile = Annotated[Path | None, typer.Option("--new-file", help="Whose first line is the new passphrase, at no terminal.")]
 Days = Annotated[int, typer.Option(help="How long they are good for.")]
+
+keys.command("region")(add_region)
 
 
 @keys.command()

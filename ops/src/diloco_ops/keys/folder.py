@@ -216,6 +216,10 @@ class Folder:
         named = {entry.name: entry for entry in self.roster.identities} | {entry.name: entry for entry in entries}
         self._save(self.roster.model_copy(update={"identities": [named[name] for name in sorted(named)]}))
 
+    def add_region(self, name: str) -> None:
+        """Have the roster, and the servers' lists, know a region more."""
+        self._save(self.roster.model_copy(update={"regions": [*self.roster.regions, name]}))
+
     def refresh(self, above: int = 0) -> None:
         """Write the servers' files again as this version has them; the lists get new numbers if ``above`` is a larger one."""
         behind = [server for server in self.roster.servers if (server.list_number or 0) <= above] if above else []
