@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -173,9 +175,14 @@ async def test_it_ends_to_follow_a_server_that_was_started_again_out_of_reach(tm
     pid_file.write_text("1")
     async with monitoring({"/varz": b""}) as address:
         watch = watching(address, tmp_path, pid_file=pid_file)
-        watch._began = -1.0  # as of another start
+        assert watch._began_s == pytest.approx(time.time(), abs=3600)
+        os.utime(pid_file, (watch._began_s + 1, watch._began_s + 1))
         with pytest.raises(ServerRestartedError):
             await watch.work()
+        os.utime(pid_file, (watch._began_s - 1, watch._began_s - 1))  # it has not been started again
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await watch.work()
 
 
 def test_an_address_that_is_none_is_named_with_its_variable() -> None:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
+import re
 import sys
+import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diloco.errors import DilocoError, FormatError
@@ -39,7 +43,7 @@ class ServerWatch:
         self.settings, self.log, self.labels = settings, log, labels
         self.newest = ServerLook(None, False, None, settings.memory_bytes or _machine_bytes())
         self._answers: bool | None = None  # as last logged
-        self._began = self._server_began()
+        self._began_s = _process_began_s()
         self._looked_s: float | None = None
 
     async def work(self) -> None:
@@ -50,7 +54,7 @@ class ServerWatch:
         """
         while True:
             await self.look()
-            if self.newest.figures is None and self._server_began() != self._began:
+            if self.newest.figures is None and self._server_began_s() > self._began_s:
                 raise ServerRestartedError(
                     "the server was started again, out of reach of this process, which ends to follow it"
                 )
@@ -128,14 +132,27 @@ class ServerWatch:
             return None
         return Disk(found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize)
 
-    def _server_began(self) -> float | None:
-        """Return when the server wrote its PID file, which it does at its start; None: there is none, or none is set."""
+    def _server_began_s(self) -> float:
+        """Return when the server wrote its PID file, at its start, as Unix time; -inf: there is none, or none is set."""
         if self.settings.pid_file is None:
-            return None
+            return -math.inf
         try:
             return self.settings.pid_file.stat().st_mtime
         except OSError:
-            return None
+            return -math.inf
+
+
+def _process_began_s() -> float:
+    """Return when this process began, as Unix time, to a second: long before its modules are imported on a busy machine.
+
+    The server may be started again meanwhile, and be out of reach from the beginning.
+    """
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        [boot_s] = re.findall(r"^btime (\d+)$", Path("/proc/stat").read_text(), re.MULTILINE)
+    except (OSError, ValueError, IndexError):  # no Linux
+        return time.time()
+    return int(boot_s) + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _machine_bytes() -> int:
