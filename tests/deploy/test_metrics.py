@@ -27,7 +27,7 @@ from diloco.core.learner import Activity
 from diloco.service import metrics
 from diloco.service.metrics import usual_kinds
 from diloco_coordinator.server_watch import metrics as server_watch
-from diloco_ops.keys.pki import Authority, Issued
+from diloco_ops.keys.pki import Authority, new_key, plain_text
 from diloco_syncer.shard import STATES
 
 ROOT = Path(__file__).parents[2]
@@ -226,11 +226,11 @@ def test_prometheus_takes_the_configuration_of_a_datacenter(tmp_path: Path) -> N
     # its keys are where the configurations look for them; here any pair
     paths = {"/page": tmp_path / "page", "/observer.identity": tmp_path / "observer.identity", "/teams": tmp_path / "teams"}
     assert paths.keys() < at.keys()
-    issued, authority = _pair()
+    certificate, private_key, authority = _pair()
     (tmp_path / "page").mkdir()
-    for name, text in {"server.pem": issued.certificate, "server.key": issued.private_key, "ca.pem": authority}.items():
+    for name, text in {"server.pem": certificate, "server.key": private_key, "ca.pem": authority}.items():
         (tmp_path / "page" / name).write_text(text)
-    (tmp_path / "observer.identity").write_text(f'x = """\n{issued.certificate}"""\ny = """\n{issued.private_key}"""\n')
+    (tmp_path / "observer.identity").write_text(f'x = """\n{certificate}"""\ny = """\n{private_key}"""\n')
     for name in ("prometheus.yml", "web.yml"):
         text = (folder / name).read_text()
         for there, here in paths.items():
@@ -242,10 +242,11 @@ def test_prometheus_takes_the_configuration_of_a_datacenter(tmp_path: Path) -> N
         assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
-def _pair() -> tuple[Issued, str]:
-    authority = Authority.new("demo")
-    expires = datetime.now(UTC) + timedelta(days=2)
-    return authority.server("metrics-us", "demo", ["localhost"], expires), authority.certificate
+def _pair() -> tuple[str, str, str]:
+    """Return a server's certificate, its key, and the authority's certificate, as PEM."""
+    authority, key = Authority.new("demo", new_key()), new_key()
+    issued = authority.server("metrics-us", "demo", ["localhost"], datetime.now(UTC) + timedelta(days=2), key.public_key())
+    return issued.certificate, plain_text(key), authority.certificate
 
 
 # ---- dashboards

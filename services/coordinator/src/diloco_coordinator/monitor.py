@@ -251,7 +251,7 @@ class Monitor:
 
     def tokens_merged(self) -> int:
         """Return the mean over fragments, weighted by parameters."""
-        return self._mean(dict(enumerate(self.tokens)))
+        return _mean(self.map, dict(enumerate(self.tokens)))
 
     @property
     def state(self) -> str:
@@ -365,8 +365,7 @@ class Monitor:
         self.resumed_s = float(series["wall_s"])
         self.presence.resume(absences, self.resumed_s)
         self.crossing, self.rollbacks, self.traffic, self.samples = crossing, rollbacks, traffic, samples
-        self.ledger, self.validation, self.past, self.merges = ledger, validation, past, merges
-        self.times = times
+        self.ledger, self.validation, self.past, self.merges, self.times = ledger, validation, past, merges, times
         for (learner, _), trained in ledger.trained.items():
             self._ranges[learner] += max(1, len(trained))
 
@@ -381,8 +380,8 @@ class Monitor:
         return said | {
             "state": state,
             "steps": heartbeat.tokens // heartbeat.batch_tokens if heartbeat.batch_tokens else heartbeat.step,
-            "tokens_merged": self._mean({index: tokens for index, (_, tokens) in merged.items()}),
-            "lost_tokens": self._mean(dict(enumerate(heartbeat.lost_tokens))),
+            "tokens_merged": _mean(self.map, {index: tokens for index, (_, tokens) in merged.items()}),
+            "lost_tokens": _mean(self.map, dict(enumerate(heartbeat.lost_tokens))),
             "tokens_per_s": None if state in IDLE else learner.rate.get(),
             "rounds_merged": rounds_merged,
             "rounds_missed": sum(self.versions) - rounds_merged,
@@ -404,9 +403,11 @@ class Monitor:
             }
         return regions
 
-    def _mean(self, tokens: Mapping[int, int]) -> int:
-        weighted = sum(tokens.get(f.index, 0) * f.size for f in self.map.fragments)
-        return round(weighted / self.map.size)
+
+def _mean(fragment_map: FragmentMap, tokens: Mapping[int, int]) -> int:
+    """Return tokens by fragment as a mean over the parameters."""
+    weighted = sum(tokens.get(f.index, 0) * f.size for f in fragment_map.fragments)
+    return round(weighted / fragment_map.size)
 
 
 def _removed(made: Monitor, now_s: float) -> set[str]:
