@@ -542,7 +542,7 @@ def test_the_command(diloco: Diloco, nats_server: Server, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("arguments", "environment", "said"),
     [
-        ([], {}, "diloco: environment: name = "),
+        (["--role", "learner"], {}, "diloco: environment: name = "),
         ([], {"NAME": "a", "ROLL": "syncer"}, "diloco: environment: no setting DILOCO_ROLL (did you mean 'DILOCO_ROLE'?)"),
         (["--step-s", "0"], {"NAME": "a"}, "diloco: --step-s 0: expected a number of seconds above 0"),
         (["--config", "none.toml"], {}, "diloco: none.toml: cannot be read: No such file or directory"),
