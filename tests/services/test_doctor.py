@@ -544,7 +544,11 @@ def test_the_command(diloco: Diloco, nats_server: Server, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("arguments", "environment", "said"),
     [
-        ([], {}, "diloco: environment: name is missing: give it as DILOCO_NAME, or as name in the TOML file of --config"),
+        (
+            ["--role", "learner"],
+            {},
+            "diloco: environment: name is missing: give it as DILOCO_NAME, or as name in the TOML file of --config",
+        ),
         ([], {"NAME": "a", "ROLL": "syncer"}, "diloco: environment: no setting DILOCO_ROLL (did you mean 'DILOCO_ROLE'?)"),
         (["--step-s", "0"], {"NAME": "a"}, "diloco: --step-s 0: expected a number of seconds above 0"),
         (["--config", "none.toml"], {}, "diloco: none.toml: cannot be read: No such file or directory"),
