@@ -83,7 +83,8 @@ def small(preset: str = "decoupled", **overrides: Any) -> RunSettings:
     own = {key.replace("__", "."): value for key, value in overrides.items()}
     fixed = {"diloco": {"shards", "fragments.count"}, "data-parallel": {"round.steps"}}.get(preset, set())
     base = {key: value for key, value in SMALL.items() if key not in fixed}
-    return run_settings(preset, base | own)
+    patient = run_settings(preset, base | own)
+    return run_settings(preset, base | {"liveness.lease_s": max(patient.liveness.lease_s, patient.liveness.dead_s)} | own)
 
 
 class Events:

@@ -275,6 +275,21 @@ def without_jetstream(tmp_path: Path) -> Iterator[str]:
     server.wait()
 
 
+async def test_a_coordinator_makes_no_run_whose_time_limits_contradict_each_other(launch: Launch) -> None:
+    cluster = launch(small(liveness__dead_s=1.0, liveness__heartbeat_s=2.0))
+    [(code, said)] = await cluster.refused(cluster.coordinator())
+    assert code == 2
+    assert f"run '{cluster.name}': liveness.dead_s = 1 with liveness.heartbeat_s = 2: " in said
+
+
+async def test_services_of_a_run_that_exists_warn_of_such_time_limits_and_go_on(launch: Launch) -> None:
+    cluster = launch(small(liveness__lease_s=1.0))
+    await cluster.begin(coordinator=False)
+    await some_versions(cluster, 1)
+    [warning] = cluster.events("time_limits_contradict", "syncer-0")
+    assert str(warning["reason"]).startswith("liveness.lease_s = 1 with liveness.dead_s = 10: ")
+
+
 async def test_server_without_jetstream_is_named(launch: Launch, without_jetstream: str) -> None:
     cluster = launch(small(), without_jetstream)
     [(code, said)] = await cluster.refused(cluster.syncer(0))

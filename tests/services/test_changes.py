@@ -91,6 +91,7 @@ async def test_what_would_break_the_run_is_refused_and_nothing_is_stored(launch:
         (["round.steps"], "diloco set round.steps: expected KEY=VALUE"),
         (["tokens=16"], "are processed already; give more"),
         (["tokens=many"], "tokens = 'many'"),
+        (["liveness.lease_s=1"], "liveness.lease_s = 1 with liveness.dead_s = 10: "),
     ):
         with pytest.raises(SettingsError, match=message):
             await change(path, *assignments)

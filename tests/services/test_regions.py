@@ -20,6 +20,7 @@ from tests.services.apart import REGIONS, Region, apart, demand_one_log
 from tests.services.cluster import NEVER_S, check_accounts, fill, small, some_versions
 from tests.services.toy import SAMPLES
 
+from diloco.core import catch_up
 from diloco.errors import SettingsError
 from diloco.nats.connection import Link
 from diloco.process.observe import get_logger
@@ -315,6 +316,76 @@ async def test_a_region_whose_server_comes_back_empty_begins_again_and_the_other
     assert run.events("region_brought_back", "syncer-1")
     await some_versions(run, of=["toy-1"])
     demand_one_log(*[await run.read(region, closed=False) for region in REGIONS])
+
+
+async def test_a_region_whose_server_loses_its_disk_under_living_services_is_brought_back(regions: Regions) -> None:
+    """Both notice that the stream is another one, end, and begin again where their launcher starts them again."""
+    run = await regions(apart(**LASTS))
+    await run.begin()
+    await some_versions(run)
+    [syncer] = [service for service in run.services if service.name == "syncer-1"]
+    toy = run.toys.pop(1)
+    server = run.server("eu")
+    server.kill()
+    shutil.rmtree(server.directory / "jetstream")
+    server.start()
+    [(code, said)] = await run.refused(syncer)
+    assert code == 4
+    assert re.fullmatch(r"diloco-syncer: stream DILOCO_run_\w+: does not exist on the server\n", said)
+    await run.until(lambda: toy.failure is not None, "eu's learner ends, too")
+    assert str(toy.failure).endswith("does not exist on the server")
+    incarnation = run.heartbeats["toy-1"][-1].incarnation
+    missed = run.heartbeats["toy-0"][-1].versions
+
+    run.services.remove(syncer)
+    run.syncer(1)
+    run.toy(1)
+    await run.until(lambda: run.heartbeats["toy-1"][-1].incarnation > incarnation, "eu's learner is back")
+    first = next(heartbeat for heartbeat in run.heartbeats["toy-1"] if heartbeat.incarnation > incarnation)
+    assert np.greater_equal(first.versions, missed).all()  # it never steps on what is older
+    await some_versions(run, of=["toy-1"])
+    demand_one_log(*[await run.read(region, closed=False) for region in REGIONS])
+
+
+async def test_a_learner_that_joins_where_the_log_is_old_waits_for_what_the_others_have(
+    regions: Regions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its region is cut off from the other regions, and not from the control store: it hears how far the others are."""
+    run = await regions(apart(**LASTS))
+    await run.begin()
+    await some_versions(run)
+    toy, others = run.toys.pop(1), ["toy-0", "toy-2"]
+    await asyncio.to_thread(toy.stop)
+    bulk = [line for name, line in run.relay.lines.items() if "eu" in name.split("-") and "control" not in name]
+    run.relay.cut(bulk)
+    await some_versions(run, more=3, of=others)  # those that eu owned are taken over
+
+    with monkeypatch.context() as impatient:
+        impatient.setattr(catch_up, "QUIET_S", 0.5)
+        toy = run.toy(1)
+        await run.until(lambda: toy.member is not None and toy.member.step > 0, "it trains on what its region has")
+        [old] = run.events("region_is_old", "toy-1")
+        assert (old["region"], old["version"] < old["stated_version"]) == ("eu", True)
+        assert old["fragment"] in range(len(run.heartbeats["toy-0"][-1].versions))
+        run.toys.remove(toy)
+        await asyncio.to_thread(toy.stop)
+    await run.until(lambda: run.heartbeats["toy-1"][-1].state == "left", "it has left")
+    incarnation = run.heartbeats["toy-1"][-1].incarnation
+    missed = run.heartbeats["toy-0"][-1].versions
+    run.toy(1)
+    await run.until(lambda: bool(run.events("region_catches_up", "toy-1")), "it waits")
+    [waits] = run.events("region_catches_up", "toy-1")
+    assert waits["region"] == "eu"
+    assert waits["stated_version"] > waits["version"]
+    assert run.heartbeats["toy-1"][-1].incarnation == incarnation  # it has said nothing: it takes no step
+
+    run.relay.heal(bulk)
+    await run.until(lambda: run.heartbeats["toy-1"][-1].incarnation > incarnation, "it has joined")
+    first = next(heartbeat for heartbeat in run.heartbeats["toy-1"] if heartbeat.incarnation > incarnation)
+    assert np.greater_equal(first.versions, missed).all()
+    assert not run.events("region_is_old")
+    assert not run.events("message_refused")
+    await some_versions(run, of=["toy-1"])
 
 
 @pytest.mark.slow

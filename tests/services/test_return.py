@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from typing import cast
 
 import numpy as np
 import pytest
@@ -111,6 +113,46 @@ async def test_killed_learner_goes_on_from_its_own_checkpoint(launch: Launch) ->
     for log in folded:
         for toy in cluster.toys:
             np.testing.assert_array_equal(toy.thetas[log.index], log.theta, strict=True)
+
+
+async def test_a_restarted_learner_of_a_million_steps_is_believed_by_all(launch: Launch) -> None:
+    """It is heard before it has restored its checkpoint, and then again: no process takes the difference for steps."""
+    cluster = launch(small(learners=1, shards=1, tokens=10**9))
+    cluster.coordinator()
+    cluster.syncer(0)
+    learner = cluster.toy(0, leave_s=DEADLINE_S, **cluster.answers_held)
+    await cluster.link()
+    await cluster.all_ready()
+    await cluster.step_until(20)
+    learner.leave()
+    last = await left(cluster, "toy-0")
+    file, _ = state.generations(cluster.directory, "toy-0")
+    saved = state.load(file, cluster.run_id, "toy-0")
+    state.save(file, cluster.run_id, "toy-0", saved.accounts | {"step": 10**6}, state.Content.of(saved.arrays()))
+
+    def of_now() -> list[Heartbeat]:
+        return [heartbeat for heartbeat in cluster.heartbeats["toy-0"] if heartbeat.incarnation > last.incarnation]
+
+    async def believed(step: int) -> str:
+        """Wait until the coordinator shows such a step or a later one, but none before; return the learner's state."""
+        async with asyncio.timeout(DEADLINE_S):
+            while True:
+                shown = (await cluster.status())["learners"]["toy-0"]
+                if shown["step"] >= step and (step or not shown["step"]):
+                    return str(shown["state"])
+                await asyncio.sleep(0.05)
+
+    heard = threading.Event()
+    cluster.toys.clear()
+    cluster.toy(0, before_restore=lambda toy: cast(None, heard.wait(DEADLINE_S)), **cluster.answers_held)
+    assert await believed(0) == "starting"
+    versions = of_now()[-1].versions
+    heard.set()
+    cluster.gate.open()
+    assert await believed(10**6) in ("recovering", "stepping", "sending")
+    await cluster.until(lambda: min(of_now()[-1].versions) > max(versions), "its work is merged")
+    assert "starting" not in {heartbeat.state for heartbeat in of_now() if heartbeat.step}, "it was said before, and not again"
+    assert not cluster.events("message_refused")
 
 
 async def test_an_incarnation_grows_though_the_clock_jumps_back(launch: Launch) -> None:

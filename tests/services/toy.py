@@ -155,6 +155,7 @@ class Toy:
     hands_over: Callable[[Toy], bool] = lambda toy: True  # whether snapshots are handed over at this boundary
     specs: Callable[[Regression], list[TensorSpec]] = lambda task: task.specs
     initialise: Callable[[Regression], None] = lambda task: None  # before it joins
+    before_restore: Callable[[Toy], None] = lambda toy: None  # in a thread: it has joined, and is heard meanwhile
     finished: bool = False
     failure: BaseException | None = None
     member: Member | None = None
@@ -225,6 +226,7 @@ class Toy:
         member = self.member = Member(link, run, fragments, self.settings, self.log, tape, kept)
         try:
             await member.join(lambda fragment: fragment.gather(task.tensors))
+            await asyncio.to_thread(self.before_restore, self)
             self._restore(member, task)
             await asyncio.to_thread(self._train, member, task, run.created)
         finally:

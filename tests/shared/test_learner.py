@@ -350,6 +350,7 @@ def test_a_learner_goes_on_from_what_it_dumped(before: list[Any], after: list[An
     world.learner.restore(msgspec.json.decode(msgspec.json.encode(plain_state)), arrays)
     world.values = values
     restored = world.learner
+    assert restored.activity == "recovering", "what it has restored counts from now on"
     assert restored.accounts.tokens == learner.accounts.tokens
     for name, *acted in after:
         act(world, name, *acted)

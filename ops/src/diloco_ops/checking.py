@@ -18,6 +18,7 @@ from diloco.errors import SettingsError
 from diloco.settings.loading import assignment
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
+from diloco.settings.time_limits import check_time_limits
 from diloco_ops.asking import ask
 from diloco_ops.environment import learner_environment
 from diloco_ops.project import project_in
@@ -43,6 +44,7 @@ def check(
     """
     name, folder = found(task)
     chosen = choose(folder, name, preset, overrides_of(set_, options))
+    check_time_limits(chosen.settings, "diloco check")
     environment = learner_environment(0, 1, None)
     if folder is not None:
         environment["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, [environment.get("PYTHONPATH")])])

@@ -34,6 +34,7 @@ from diloco.log.log import Log
 from diloco.settings.loading import parse_assignments
 from diloco.settings.presets import changed_settings
 from diloco.settings.run import RunSettings
+from diloco.settings.time_limits import contradiction
 from diloco.settings.validation import value_of
 from diloco.transport import Heard
 from diloco.wire.control import Announcement
@@ -89,7 +90,7 @@ async def apply_settings(path: Path, wanted: Mapping[str, Any], reason: str, say
     """Give settings of a run that goes on, or its token budget, the values that are wanted.
 
     Raises:
-        SettingsError: one cannot be set, or not so.
+        SettingsError: one cannot be set, or not so, or time limits contradict each other then.
         RunError: the run is not going on, or has begun to close.
     """
     async with run_reader.reached(path) as live:
@@ -107,6 +108,9 @@ async def apply_settings(path: Path, wanted: Mapping[str, Any], reason: str, say
                 if changed != settings:
                     actions.append(action)
                 settings = changed
+            found = contradiction(settings)
+            if found is not None and found != contradiction(now.settings):  # an old one may take several changes
+                raise SettingsError(f"{COMMAND}: {found}")
             return actions
 
         await _change(live, decide, reason, say)

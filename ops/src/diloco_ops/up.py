@@ -27,6 +27,7 @@ from diloco.service.rundir import RunDirectory
 from diloco.settings.loading import parse_assignments
 from diloco.settings.presets import PRESETS, run_settings
 from diloco.settings.run import RunSettings
+from diloco.settings.time_limits import check_time_limits
 from diloco.wire.subjects import Subjects
 from diloco_ops import compiling, continuing, pages, resume, task_check
 from diloco_ops.broker.server import CONNECT_TIMEOUT_S
@@ -36,7 +37,6 @@ from diloco_ops.manifest import Checkpoint
 from diloco_ops.progress_lines import progress_line
 from diloco_ops.run_summary import summarise
 from diloco_ops.supervise import ServiceFailed
-from diloco_ops.time_limits import check_time_limits
 from diloco_ops.track import trackers
 from diloco_ops.track.trackers import TRACKERS
 

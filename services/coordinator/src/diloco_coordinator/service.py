@@ -439,7 +439,8 @@ async def _serve(settings: CoordinatorSettings, exporter: Exporter, log: Logger)
     transport = exporter.transport = await service.connect(settings, "coordinator", log)
     coordinator: Coordinator | None = None
     try:
-        run = await until_available(partial(creation.create, transport, settings.run, settings.settings), log)
+        made = partial(creation.create, transport, settings.run, settings.settings, check_limits=True)
+        run = await until_available(made, log)
         log.info("run_ready", preset=run.created.preset, tokens=run.created.tokens)
         tape = TapeFile.begin(settings, run.identity, transport.wall_s(), log)
         coordinator = Coordinator(transport, run, settings, log, tape)

@@ -26,6 +26,7 @@ from diloco.process import observe
 from diloco.process.observe import Logger
 from diloco.process.retry import until_available
 from diloco.settings.run import CONTINUES, TWO_BITS, RunSettings
+from diloco.settings.time_limits import check_time_limits, contradiction
 from diloco.settings.validation import parse
 from diloco.transport import Bucket, Transport
 from diloco.wire.fields import Software
@@ -91,15 +92,20 @@ class Run:
         return run_id(self.name, self.created.digest())
 
 
-async def create(transport: Transport, name: str, settings: RunSettings, offer_bytes: int = -1) -> Run:
+async def create(
+    transport: Transport, name: str, settings: RunSettings, offer_bytes: int = -1, *, check_limits: bool = False
+) -> Run:
     """Make the run's streams and bucket and store its settings; succeed too if it exists with the same settings.
 
     Raises:
         RunError: a run of that name exists with other settings, the first that differs is named; or of another protocol.
+        SettingsError: with ``check_limits``, the run is new, and its time limits contradict each other.
     """
     replicas = settings.regions.control_replicas if settings.regions.names else settings.log.replicas
     registry = await transport.bucket(Subjects(name).bucket, create=True, replicas=replicas)
     stored = await registry.get("run")
+    if stored is None and check_limits:
+        check_time_limits(settings, f"run {name!r}")
     if stored is not None:
         await check_protocol(registry, name)  # before the streams: those of another version are left as they are
     await make_streams(transport, name, settings, offer_bytes)
@@ -166,6 +172,9 @@ async def find(transport: Transport, name: str, log: Logger) -> Run:
         settings = parse(RunSettings, settings_of(name, stored[0]), f"run {name!r}")
     except SettingsError as error:
         raise RunError(f"run {name!r} was made by another version: {error}") from None
+    reason = contradiction(settings)
+    if reason is not None:
+        log.warning("time_limits_contradict", reason=reason)
     return Run(name, settings, registry, transport.authority)
 
 

@@ -59,7 +59,7 @@ class Learner:
         self.silent = False  # no round is answered any more
         self._joined = False  # every fragment has the log's state; no event takes one back to JOINING
         # as of the last boundary
-        self.activity: Activity = "recovering"
+        self.activity: Activity = "starting"  # until its first step boundary, or until a checkpoint is restored
         self.changes, self.budget = 0, settings.tokens
         self.stopped = False
         self.missing_since_s: float | None = None  # in lockstep: versions that are made without this learner
@@ -367,7 +367,7 @@ class Learner:
             warming=None if plain["warming"] is None else int(plain["warming"]),
             schedule=(int(stated), int(own)),
         )
-        self.accounts = accounts
+        self.accounts, self.activity = accounts, "recovering"  # from here on, the gate compares what heartbeats claim
         for state, (counts, held, stays), version_step in zip(self.fragments, loaded, version_steps, strict=True):
             state.delta, state.values = counts, held
             if stays:

@@ -33,18 +33,19 @@ from diloco.core.fragments import Fragment, FragmentMap
 from diloco.core.learner import Dump, Learner
 from diloco.core.markers import MarkerReply
 from diloco.core.schedule import Moment
-from diloco.errors import BrokerError, EjectedError
+from diloco.errors import EjectedError
 from diloco.log.follower import Copy
 from diloco.log.log import Log
 from diloco.member.admission import AdmissionClient
 from diloco.member.answering import Answering, Answers
 from diloco.member.audit import Audit
+from diloco.member.catching_up import Catching, listen
 from diloco.member.following import Following
 from diloco.member.outbox import Outbox, sample_of
 from diloco.member.peer import Borrower, Layout, Lendable, Lender, Loan, LoanWatch
 from diloco.member.refusals import RefusalWatch
 from diloco.member.shared import SharedLearner
-from diloco.member.shares import LeaseClient, Leases
+from diloco.member.shares import LeaseClient, Leases, free_shares
 from diloco.member.snapshots import MarkerHearing
 from diloco.member.taping import LearnerTape
 from diloco.member.tracing import MemberTraces
@@ -63,7 +64,6 @@ M = TypeVar("M", bound=framing.Message)
 Vector = NDArray[np.float32]
 
 LEAVE_TIMEOUT_S = 10.0  # quantising a fragment takes less; it ends without the offer otherwise
-FREE_TIMEOUT_S = 2.0  # a few round trips; others take over what is left
 
 
 @dataclass(frozen=True)
@@ -115,28 +115,37 @@ class Member:
     async def join(self, initial: Callable[[Fragment], Vector] | None = None) -> None:
         """Be admitted, found the run (with ``initial``) if no other process does, load the log, and begin to follow it.
 
-        A learner that was ejected is not, and waits until it is readmitted. ``initial`` gives the parameters of a fragment,
-        float32 [its size]; None: this member founds no run, or gathers them.
+        A learner that was ejected is not, and waits until it is readmitted. In a run with regions a learner waits until its
+        region's log has the versions that the run has. ``initial`` gives the parameters of a fragment, float32 [its size];
+        None: this member founds no run, or gathers them.
 
         Raises:
             AdmissionError: this learner's model is not the run's.
         """
-        learns = self.settings.role == "learner"
+        learns, catching = self.settings.role == "learner", None
         await until_available(self._changes.look, self.log)
         self._shared.tasks.spawn(self._changes.follow())
         await self.admission.readmitted(self.store.reader.closed)
         if learns:
             await self.admission.take()
             self.learner.incarnation = self.shares.incarnation = self.admission.incarnation
+            catching = await self._listen_early() if self.run.regions else None
         founder = self.settings.name if learns and self.transport.founds else None
         begin = partial(await_genesis, self.run, self.store, founder, partial(self._initial, initial), self.log)
-        for fragment, version in zip(self.map.fragments, await self._load(await until_available(begin, self.log)), strict=True):
+        genesis = await until_available(begin, self.log)
+        if catching is not None:
+            await catching.wait()
+        for fragment, version in zip(self.map.fragments, await self._load(genesis), strict=True):
             self.learner.seat(version, state=fragment.state)
         self.learner.take_up_accounts()
-        if learns:
+        if learns and catching is None:
             await self.transport.subscribe(self.subjects.heartbeat(), self._hear_alive)
+        if learns:
             await until_available(lambda: self.shares.take(self.learner.ends()), self.log)
-        await self._hear(self.subjects.round(), Announcement, self._hear_round)
+        if catching is None:
+            await self._hear(self.subjects.round(), Announcement, self._hear_round)
+        else:
+            catching.loaded = True
         if learns:
             await self._serve()
         versions = self.versions()
@@ -162,6 +171,10 @@ class Member:
         )
         self._following.folded = self._traces.folded
         return [Version.of(copy.replica) for copy in await self._following.load(genesis)]
+
+    async def _listen_early(self) -> Catching:
+        own, handlers = self.settings.region or "", (self._hear_alive, self._hear_round)
+        return await listen(self.run, self.store, own, self._shared.tasks, self.refused, self.log, *handlers)
 
     async def _serve(self) -> None:
         """Hear what others want of a learner's state, and what they refuse of its work."""
@@ -207,15 +220,7 @@ class Member:
             return None
         borrower = Borrower(self.transport, self.run.identity, self.subjects, self.settings.name, layout, wanted, put, self.log)
         loan = await self.loans.borrow(borrower, peers)
-        if loan is None:
-            self.learner.accounts.warming = 0
-            self.tape.record(events.Fresh())
-            self.log.info("state_fresh", warmup_steps=self.run.created.inner.restart_warmup_steps)
-        else:
-            self.tape.record(events.Borrowed(loan.peer, loan.content_hash[: events.DIGEST_BYTES]))
-            self.log.info(
-                "state_from_peer", learner=loan.peer, step=loan.step, version_min=min(loan.versions), bytes=layout.size_bytes
-            )
+        _note_borrowed(self, loan, layout)
         return loan
 
     def _may_lend(self) -> bool:
@@ -229,17 +234,11 @@ class Member:
             if self.learner.activity != "finished":
                 self.learner.activity = "left"
             await self._outbox.send(self.heartbeat())
-            await self._free_shares()
+            if self.settings.role == "learner" and self.learner.activity != "finished":
+                await free_shares(self.shares, self.log)
         await self._shared.tasks.end()
         self.lender.close()
         self.tape.flush()
-
-    async def _free_shares(self) -> None:
-        if self.settings.role == "learner" and self.learner.activity != "finished":
-            try:
-                await asyncio.wait_for(self.shares.leave(), FREE_TIMEOUT_S)
-            except (BrokerError, TimeoutError) as error:  # others take them over once this learner is silent for long
-                self.log.warning("shares_not_freed", reason=str(error))
 
     def _take_in(self, copy: Copy, record: Record | None, rewound: bool) -> None:
         version = Version.of(copy.replica, record)
@@ -432,6 +431,18 @@ def _copied(member: Member) -> Dump:
     """Return the state; the lock is held, so that an offer is on the tape before the copy if the state knows it, else after."""
     member.tape.record(events.Copied())
     return member.learner.dump(member.shares.positions())
+
+
+def _note_borrowed(member: Member, loan: Loan | None, layout: Layout) -> None:
+    if loan is None:
+        member.learner.accounts.warming = 0
+        member.tape.record(events.Fresh())
+        member.log.info("state_fresh", warmup_steps=member.run.created.inner.restart_warmup_steps)
+    else:
+        member.tape.record(events.Borrowed(loan.peer, loan.content_hash[: events.DIGEST_BYTES]))
+        member.log.info(
+            "state_from_peer", learner=loan.peer, step=loan.step, version_min=min(loan.versions), bytes=layout.size_bytes
+        )
 
 
 def _progress(heartbeat: Heartbeat) -> tuple[dict[str, int], dict[str, Any]]:

@@ -8,6 +8,7 @@ booked. So its next holder continues exactly there.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Collection, Iterable, Mapping
 from typing import TypeAlias
@@ -19,7 +20,7 @@ from diloco.control.shares import Claims
 from diloco.core import leases
 from diloco.core.fragments import FragmentMap
 from diloco.core.leases import ShareClaim, Shares, Watch
-from diloco.errors import FenceError
+from diloco.errors import BrokerError, FenceError
 from diloco.process.observe import Counted, Logger
 from diloco.settings.service import LearnerSettings
 from diloco.wire.fields import Range
@@ -27,6 +28,7 @@ from diloco.wire.fields import Range
 HEARTBEAT_RANGES = 16  # the newest ones; older ones were in heartbeats before
 # steps after which every batch dealt before is booked: one is in flight, one was made while it ran
 DEALT_STEPS = 3
+FREE_TIMEOUT_S = 2.0  # a few round trips; others take over what is left
 
 
 class LeaseClient:
@@ -201,3 +203,11 @@ class OwnData:
 
 
 Leases: TypeAlias = LeaseClient | OwnData
+
+
+async def free_shares(leases: Leases, log: Logger) -> None:
+    """Free all shares of a learner that leaves, if that can be done soon."""
+    try:
+        await asyncio.wait_for(leases.leave(), FREE_TIMEOUT_S)
+    except (BrokerError, TimeoutError) as error:  # others take them over once this learner is silent for long
+        log.warning("shares_not_freed", reason=str(error))

@@ -1,6 +1,6 @@
-"""Every time limit of a run that must be below another one, and the check of a new run's settings against the table.
+"""Every time limit of a run that must be below another one, and the check of settings against the table.
 
-Settings of a run that exists are not checked, so that its log stays readable.
+A new run and a change of settings are refused. A run that exists goes on, with a warning, so that its log stays readable.
 """
 
 from __future__ import annotations
@@ -34,21 +34,26 @@ REGION_TIME_LIMITS = (
 
 
 def check_time_limits(settings: RunSettings, source: str) -> None:
-    """Refuse a new run whose time limits contradict each other.
+    """Refuse settings whose time limits contradict each other.
 
     Raises:
         SettingsError: the first contradiction, with both settings and their values.
     """
+    found = contradiction(settings)
+    if found is not None:
+        raise SettingsError(f"{source}: {found}")
+
+
+def contradiction(settings: RunSettings) -> str | None:
+    """Return what the first contradiction is, with both settings and their values; None if there is none."""
     for row in (*TIME_LIMITS, *(REGION_TIME_LIMITS if settings.regions.names else ())):
         small, large = value_of(settings, row.smaller), value_of(settings, row.larger)
         if large < row.times * small:
             least = row.smaller if row.times == 1 else f"{row.times:g} times {row.smaller}"
-            raise SettingsError(
-                f"{source}: {row.larger} = {large:g} with {row.smaller} = {small:g}: {row.why}; "
-                f"{row.larger} must be at least {least}"
-            )
+            return f"{row.larger} = {large:g} with {row.smaller} = {small:g}: {row.why}; {row.larger} must be at least {least}"
     if settings.liveness.takeover_s < TAKEOVER_MIN_S:
-        raise SettingsError(
-            f"{source}: liveness.takeover_s = {settings.liveness.takeover_s:g}: a syncer with a late heartbeat would lose its "
+        return (
+            f"liveness.takeover_s = {settings.liveness.takeover_s:g}: a syncer with a late heartbeat would lose its "
             f"fragments; expected at least {TAKEOVER_MIN_S:g}"
         )
+    return None

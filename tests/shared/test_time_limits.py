@@ -8,7 +8,7 @@ import pytest
 
 from diloco.errors import SettingsError
 from diloco.settings.presets import PRESETS, run_settings
-from diloco_ops.time_limits import check_time_limits
+from diloco.settings.time_limits import check_time_limits
 
 
 @pytest.mark.parametrize("preset", PRESETS)
