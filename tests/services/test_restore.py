@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,10 @@ from tests.services.apart import demand_one_log
 from tests.services.cluster import small, some_versions
 from tests.services.forking import Nursery
 from tests.services.guarded import CONTROL, Guarded, in_regions, keys_of
-from tests.services.secured import guest
+from tests.services.secured import AN_HOUR, HOST, guest, put
 from tests.services.toy import SAMPLES
 
-from diloco.errors import DilocoError, RunError
+from diloco.errors import DilocoError, RunError, SettingsError
 from diloco.nats import streams
 from diloco.nats.transport import NatsTransport
 from diloco.settings.run import RunSettings
@@ -30,6 +31,7 @@ from diloco_ops.attach import attached
 from diloco_ops.broker import snapshot
 from diloco_ops.broker.snapshot import Snapshot
 from diloco_ops.keys.folder import Folder
+from diloco_ops.keys.permissions import Who
 from diloco_ops.manifest import Checkpoint
 from diloco_ops.restoration import restore_to
 
@@ -166,6 +168,27 @@ async def test_three_regions_that_lost_everything_go_on_from_the_checkpoint(
             RunError, match=r"run 'run' is there already.*the control store has.*region us has.*diloco runs rem"
         ):
             await operator.restore(source)
+
+
+async def test_a_region_that_was_not_named_at_the_beginning_joins_by_a_restore(
+    nursery: Nursery, tmp_path: Path, lost: Lost
+) -> None:
+    names = [*REGIONS, "sa"]
+    shutil.copytree(lost.keys.path, tmp_path / "keys")
+    keys = Folder.open(tmp_path / "keys")
+    keys.add_region("sa")
+    keys.put_server("sa", [HOST], ["sa"], datetime.now(UTC) + AN_HOUR)
+    put(keys, Who("syncer-3", "syncer", "sa"))
+    settings = small(shards=4, learners=3, tokens=3 * 100_000 * SAMPLES, round__steps=18, regions__names=names)
+    async with in_regions(nursery, tmp_path, RUN, settings, names, keys) as run:
+        operator = Operator(run, keys)
+        with pytest.raises(SettingsError, match=r"no region 'sa' of this run"):
+            await operator.restore(lost.source)
+        said = await operator.restore(lost.source, regions__names=names, shards=4)
+        assert [line.partition(":")[0] for line in said[:4]] == ["region ap", "region eu", "region sa", "region us"]
+        put_states_back(lost.source, run)
+        await demand_goes_on(run, lost.source, operator, tmp_path / "again")
+        assert run.events("standing_by", "syncer-3")
 
 
 class CutOffError(Exception):
