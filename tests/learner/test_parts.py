@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,6 +72,13 @@ class Accounts:
         self.whole = name
 
 
+class EmptyBucket:
+    """Plays a run's bucket that names no whole checkpoint."""
+
+    async def get(self, key: str) -> None:
+        return None
+
+
 class Member:
     """Plays a process's member that is told what to save."""
 
@@ -81,7 +89,9 @@ class Member:
         self.lent: dict[int, Lendable] = {}
         keep = SimpleNamespace(keep=self.lent.__setitem__)
         group = SimpleNamespace(place=index, size=2, missed=False)
-        self.part = SimpleNamespace(group=group, run=SimpleNamespace(identity=RUN), lent=keep)
+        run = SimpleNamespace(identity=RUN, registry=EmptyBucket())
+        at_once = SimpleNamespace(call_soon_threadsafe=lambda spawn, work: asyncio.run(work))
+        self.part = SimpleNamespace(group=group, run=run, lent=keep, loop=at_once, tasks=SimpleNamespace(spawn=None))
 
     def part_saved(self, saving: Saving, saved: Saved | None, content_hash: bytes) -> None:
         self.ended.append(saved)

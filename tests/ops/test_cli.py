@@ -68,7 +68,7 @@ def test_a_misspelt_command_is_answered_with_a_close_one() -> None:
             "diloco: No such option: --tokns (Possible options: --open, --task, --tokens) (diloco up --help)",
         ),
         (("keys", "ini"), "diloco: No such command 'ini'. Did you mean 'init'? (diloco keys --help)"),
-        (("keys", "init"), "diloco: Missing argument 'DIR'. (diloco keys init --help)"),
+        (("keys", "init"), "diloco: Missing option '--run'. (diloco keys init --help)"),
         (
             ("up", "--tokens", "many"),
             "diloco: Invalid value for '--tokens': expected a count, such as 600000, 600k, 7.5M or 1e6 (diloco up --help)",
@@ -88,8 +88,8 @@ def test_a_wrong_use_is_answered_with_the_help_of_its_command(arguments: tuple[s
 @pytest.mark.tool
 def test_a_folder_that_cannot_be_made_is_one_line() -> None:
     ended = diloco("keys", "init", "/proc/mine", "--run", "train")
-    why = "cannot be used: No such file or directory; look at its permissions, or name another place"
-    assert (ended.returncode, ended.stderr.splitlines()[0]) == (1, f"diloco: /proc/mine: {why}")
+    why = "cannot be made: No such file or directory; look at its permissions, or name another place"
+    assert (ended.returncode, ended.stderr.splitlines()[0]) == (2, f"diloco: /proc/mine: {why}")
 
 
 def test_every_command_has_its_group() -> None:
