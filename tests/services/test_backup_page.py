@@ -81,6 +81,7 @@ class Hosts:
         environment = {key: value for key, value in os.environ.items() if not key.startswith("DILOCO_")} | {
             "PATH": f"{self.bin}:{os.environ['PATH']}",
             "HOSTS": str(self.path),
+            "HOME": str(self.path / host),
             "DILOCO": str(Path(sys.executable).with_name("diloco")),
         }
         ended = subprocess.run(
@@ -115,7 +116,7 @@ def keys(hosts: Hosts) -> Folder:
     who = [Who("coordinator", "coordinator", REGIONS[0], True), Who("ada", "operator"), Who("test", "observer")]
     for number, region in enumerate(REGIONS):
         who += [Who(f"learner-{region}-0", "learner", region, region == "us"), Who(f"syncer-{number}", "syncer", region)]
-    return make_keys(hosts.deployment("us") / "operator", RUN, who, regions=REGIONS, servers=places(REGIONS))
+    return make_keys(hosts.path / "us" / "diloco-keys", RUN, who, regions=REGIONS, servers=places(REGIONS))
 
 
 def start_learners(run: Guarded, hosts: Hosts) -> None:

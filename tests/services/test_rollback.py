@@ -108,7 +108,7 @@ async def test_a_run_that_a_bad_learner_drove_off_goes_on_from_where_it_was(laun
         assert len(after) > 5  # it goes on
         assert {m.learner for entry in after for m in entry.members} == {"toy-0", "toy-1", "toy-2"}
     assert Regression(cluster.settings).distance(await cluster.tensors(folded)) < at_good
-    assert len(cluster.events("rolled_back")) == 4
+    assert len(cluster.events("rolled_back")) == 2  # one line of each syncer, which counts its other fragments
     # the training can be done again across it, bit by bit, but for what no tape has; and so can the merges
     lives = await redo_toys(cluster.directory)
     assert [(life.learner, bool(life.wrong)) for life in lives] == [("toy-0", False), ("toy-1", False), ("toy-2", True)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import random
 import shutil
@@ -27,6 +26,7 @@ from diloco.core import changes
 from diloco.core.changes import Changes, Set
 from diloco.member import state
 from diloco.member.state import Saved
+from diloco.process import observe
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
 from diloco_lab.virtual import threads
@@ -127,7 +127,7 @@ class IslandWorld(World):
             (socket, "has_dualstack_ipv6", lambda: False),
             (diloco.member.group, "threading", threads),
             (diloco.member.group, "time", threads),
-            (diloco.member.group, "sys", SimpleNamespace(stderr=io.StringIO())),
+            (observe, "_in_words", False),
             (diloco.member.group, "os", SimpleNamespace(urandom=os.urandom, _exit=exit_process)),
             (diloco.member.group, "renewal", SimpleNamespace(renew=renew)),
             (diloco.member.rescue, "threading", threads),

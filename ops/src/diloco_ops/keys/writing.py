@@ -58,7 +58,8 @@ def make_private(path: Path) -> None:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         path.chmod(0o700)
     except OSError as error:
-        raise SettingsError(f"{path}: cannot be made: {error.strerror}; look at its permissions, or name another place") from None
+        reason = f"{error.strerror}; look at its permissions, or name another place"
+        raise SettingsError(f"{path}: cannot be made: {reason}") from None
 
 
 def identity_text(values: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ The caller serialises the calls. An event costs time by the one fragment that it
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ from diloco.core.accounts import Accounts, StepDone, Traffic
 from diloco.core.changes import Effective
 from diloco.core.delta import ERROR_BITS, DeltaState, DeltaValues, Encoded, PendingDelta
 from diloco.core.fragment_state import Answer, Event, FragmentState, Phase, Reader, Snapshot, Version
-from diloco.core.fragments import STATE_BITS
+from diloco.core.fragments import STATE_BITS, Fragment
 from diloco.core.markers import Markers
 from diloco.core.work import Work
 from diloco.errors import MessageError
@@ -80,6 +80,13 @@ class Learner:
         self.fragments.append(begun)
         return begun
 
+    def seat_all(self, versions: Sequence[Version], fragments: Sequence[Fragment]) -> None:
+        """Begin all fragments with the log's states, in place of any before, and count on from the log."""
+        self.fragments.clear()
+        for fragment, version in zip(fragments, versions, strict=True):
+            self.seat(version, state=fragment.state)
+        self.take_up_accounts()
+
     def take_up_accounts(self) -> None:
         """Count on from what the log says of this learner; work beyond that before a crash is not known here."""
         cursors = [state.newest.chain.cursors.get(self.name) for state in self.fragments]
@@ -87,6 +94,11 @@ class Learner:
         self.accounts.tokens = self.accounts.earlier_tokens = tokens
         for state, cursor in zip(self.fragments, cursors, strict=True):
             state.delta.lost_tokens = tokens - (cursor.tokens if cursor else 0)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the log of each fragment has the run's end."""
+        return all(state.newest.chain.closed for state in self.fragments)
 
     @property
     def is_warming(self) -> bool:

@@ -105,14 +105,14 @@ class Leader(Member):
         await self._all_loaded.wait()
         return [self._loaded[index] for index in range(len(self.map.fragments))]
 
-    def _begin_to_follow(self) -> None:
-        async def holds() -> bool:
-            return True  # each carrier looks for itself
+    async def _holds(self) -> bool:
+        return True  # each carrier looks for itself
 
+    def _begin_to_follow(self) -> None:
         async def lost() -> None:
             pass
 
-        self._begin_audit(holds, lost)
+        self._begin_audit(lost)
 
     def _hear_process(self, source: int, message: Message) -> None:
         """Take in what a process says to its leader."""

@@ -135,13 +135,13 @@ class Member:
         genesis = await until_available(begin, self.log)
         if catching is not None:
             await catching.wait()
-        for fragment, version in zip(self.map.fragments, await self._load(genesis), strict=True):
-            self.learner.seat(version, state=fragment.state)
-        self.learner.take_up_accounts()
+        self.learner.seat_all(await self._load(genesis), self.map.fragments)
         if learns and catching is None:
             await self.transport.subscribe(self.subjects.heartbeat(), self._hear_alive)
         if learns:
             await until_available(lambda: self.shares.take(self.learner.ends()), self.log)
+        while self.learner.is_over and not await until_available(self._holds, self.log):  # it lost its end since
+            self.learner.seat_all(await self._load(genesis), self.map.fragments)
         if catching is None:
             await self._hear(self.subjects.round(), Announcement, self._hear_round)
         else:
@@ -155,7 +155,7 @@ class Member:
         self._shared.tasks.spawn(self._send_heartbeats_regularly())
         self._change()
         self.log.info("joined", fragments=len(versions), version_min=min(versions), version_max=max(versions))
-        if all(state.newest.chain.closed for state in self.learner.fragments):
+        if self.learner.is_over:
             self.log.warning("run_is_over", remedy="start another run; diloco up --continue starts from its model")
 
     async def _initial(self, initial: Callable[[Fragment], Vector] | None, index: int) -> Vector:
@@ -184,10 +184,14 @@ class Member:
 
     def _begin_to_follow(self) -> None:
         self._following.begin()
-        self._begin_audit(self._following.holds, self._following.begin_again)
+        self._begin_audit(self._following.begin_again)
 
-    def _begin_audit(self, holds: Callable[[], Awaitable[bool]], lost: Callable[[], Awaitable[None]]) -> None:
-        self._shared.tasks.spawn(Audit(self._shared, self.admission, self.shares, self.refusals, holds, lost, self.log).work())
+    async def _holds(self) -> bool:
+        return await self._following.holds()
+
+    def _begin_audit(self, lost: Callable[[], Awaitable[None]]) -> None:
+        looked_at = self._shared, self.admission, self.shares, self.refusals
+        self._shared.tasks.spawn(Audit(*looked_at, self._holds, lost, self.log).work())
 
     async def _hear(self, subject: str, kind: type[M], handle: Callable[[M, Heard], Awaitable[None]]) -> None:
         await hear(self.transport, subject, kind, self.run.identity, handle, self.refused)
@@ -199,8 +203,7 @@ class Member:
             if len(self.learner.fragments) < len(self.map.fragments):
                 return  # it ends when it has joined
             ejected = self.run.now.ejected.get(self.settings.name)
-            over = all(state.newest.chain.closed for state in self.learner.fragments)
-            if ejected is not None and not over:
+            if ejected is not None and not self.learner.is_over:
                 message = (
                     f"run {self.run.name!r}: learner {self.settings.name} was ejected by {ejected.label}; it may come back "
                     f"after diloco readmit DIR {self.settings.name}"
