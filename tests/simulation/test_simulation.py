@@ -90,7 +90,7 @@ def test_a_run_that_is_ordered_back_goes_back_once_whatever_goes_wrong(seeds: ra
     play_rollbacks(seeds, {})
 
 
-@in_blocks(30, 10)
+@in_blocks(30, 30)
 @pytest.mark.parametrize("merged", [False, True])
 def test_a_run_in_regions_that_is_ordered_back_goes_back_once_whatever_goes_wrong(seeds: range, merged: bool) -> None:
     play_rollbacks(seeds, {"regions": True, "merged": merged})
