@@ -268,8 +268,10 @@ async def test_a_leader_that_the_others_have_missed_keeps_no_state(missed: bool,
     for each in groups[1:]:
         for stream in each.links._streams.values():
             stream.abort()
-    threading.Thread(target=end, daemon=True).start()
+    ending = threading.Thread(target=end, daemon=True)
+    ending.start()
     await until(lambda: bool(begun))
+    await asyncio.to_thread(ending.join)  # it exits last, which must not meet the real os._exit
     assert saved == ([] if missed else [3])
 
 
@@ -340,9 +342,12 @@ async def begun_again(groups: list[Group], lost: int, monkeypatch: pytest.Monkey
     groups[lost]._ending.set()
     for stream in groups[lost].links._streams.values():
         stream.abort()
-    for index in processes:
-        threading.Thread(target=end, args=(index,), name=str(index), daemon=True).start()
+    ending = [threading.Thread(target=end, args=(index,), name=str(index), daemon=True) for index in processes]
+    for thread in ending:
+        thread.start()
     await until(lambda: len(begun) == 3)
+    for thread in ending:
+        await asyncio.to_thread(thread.join)  # it exits last, which must not meet the real os._exit
     return begun
 
 
