@@ -234,7 +234,7 @@ def _patient_servers() -> None:
 @pytest.fixture(scope="session")
 def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server that tests share: they use names of their own, and leave it running."""
-    shared = Server(tmp_path_factory.mktemp("nats"))
+    shared = Server(tmp_path_factory.mktemp("nats"), max_file_bytes=1 << 44)  # each archive of a test's run reserves 16 GiB
     shared.start()
     yield shared
     shared.kill()

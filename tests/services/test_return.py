@@ -235,7 +235,7 @@ async def test_a_real_learner_returns_with_its_checkpoint_and_without(launch: La
 
 
 async def test_of_two_learners_with_one_name_the_older_says_so_and_ends(launch: Launch) -> None:
-    cluster = launch(small(learners=1, shards=1, tokens=10**9, liveness__lease_s=scaled_s(2.0)))
+    cluster = launch(small(learners=1, shards=1, tokens=10**9, liveness__lease_s=scaled_s(2.0), liveness__dead_s=scaled_s(2.0)))
     cluster.coordinator()
     cluster.syncer(0)
     await cluster.link()
