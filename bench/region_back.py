@@ -41,7 +41,7 @@ from diloco.wire.control import Heartbeat, ShardHeartbeat
 from diloco.wire.subjects import Subjects
 
 REGIONS = ("ap", "eu", "us")
-LOST = 0  # the region that loses its disk, which has neither the run's coordinator nor its founder
+LOST = 1  # the region that loses its disk, which has neither the run's coordinator nor its founder
 TARGET_S = 60.0
 DEADLINE_S = 900.0
 LEAD_VERSIONS = 5  # of every fragment, before the region is lost
