@@ -3,9 +3,9 @@
     python bench/region_back.py                         # 40 s away, the default model; five minutes
     python bench/region_back.py --away 10 --json
 
-It begins a run with ``diloco up`` in three regions (its defaults otherwise). Once every fragment has versions it freezes all
-processes of one region for ``--away`` seconds, while the others train on. Then the region's server loses its files, and all
-processes of the region are killed at once. ``up`` starts them again.
+The bench begins a run with ``diloco up`` in three regions (its defaults otherwise). Once every fragment has versions, it
+freezes all processes of one region for ``--away`` seconds. The others train on. Then the region's server loses its files,
+and all processes of the region are killed at once. ``up`` starts them again.
 
 Seconds count from the moment at which the server answers again. *current* is the first heartbeat of the region's learner that
 steps, and has applied what the run had when the server was back. *holds* is the end of the first ``diloco verify`` through the
@@ -22,7 +22,7 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ class Watch:
         self.syncers: dict[str, ShardHeartbeat] = {}
 
     async def open(self) -> NatsTransport:
-        await until(self._begun, "the run's servers are up")
+        await script.until(self._begun, "the run's servers are up", DEADLINE_S)
         self.run = rundir.load(self.directory)
         self.urls = dict(self.run.region_urls or {})
         self.identity = framing.run_id(self.run.name, self.run.settings.digest())
@@ -89,14 +89,6 @@ class Watch:
         return sum(each.refused for each in self.learners.values()) + sum(each.refused for each in self.syncers.values())
 
 
-async def until(predicate: Callable[[], bool], what: str) -> None:
-    ends_s = time.monotonic() + DEADLINE_S
-    while not predicate():
-        if time.monotonic() > ends_s:
-            raise SystemExit(f"bench/region_back.py: not within {DEADLINE_S:g} s: {what}")
-        await asyncio.sleep(0.02)
-
-
 @asynccontextmanager
 async def training(folder: Path) -> AsyncIterator[Watch]:
     """Begin a run in three regions, and wait until each fragment has versions that all learners have applied."""
@@ -109,9 +101,10 @@ async def training(folder: Path) -> AsyncIterator[Watch]:
     try:
         watch = Watch(directory)
         link = await watch.open()
-        await until(
+        await script.until(
             lambda: all(np.min(watch.applied(region)) >= LEAD_VERSIONS for region in REGIONS),
             f"every region has versions; `diloco up` said: {(folder / 'up.txt').read_text()}",
+            DEADLINE_S,
         )
         yield watch
     finally:
@@ -171,17 +164,17 @@ async def measure(away_s: float, folder: Path) -> dict[str, Any]:
         incarnations = {name: each.incarnation for name, each in watch.learners.items() if each.region == lost}
         shutil.rmtree(watch.directory / f"nats-{lost}" / "jetstream")
         signal_all(watch, names, signal.SIGKILL)
-        await until(lambda: answers(url), "the server is back")
+        await script.until(lambda: answers(url), "the server is back", DEADLINE_S)
         back_s, wanted = time.monotonic(), watch.applied(lost, outside=True)
 
         def steps() -> bool:
             found = [watch.learners[name] for name in incarnations]
             return all(each.incarnation > incarnations[each.learner] and each.state == "stepping" for each in found)
 
-        await until(steps, "the region's learners step again")
+        await script.until(steps, "the region's learners step again", DEADLINE_S)
         first = watch.applied(lost)
         stepping_s = time.monotonic() - back_s
-        await until(lambda: bool(np.all(watch.applied(lost) >= wanted)), "they train on current versions")
+        await script.until(lambda: bool(np.all(watch.applied(lost) >= wanted)), "they train on current versions", DEADLINE_S)
         current_s = time.monotonic() - back_s
         await asyncio.sleep(TARGET_S)
         holds, said = await verified(watch, folder, lost)

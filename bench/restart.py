@@ -108,14 +108,6 @@ class Watch:
         return blocked_s / max(busy_s + blocked_s, 1e-9)
 
 
-async def until(predicate: Callable[[], bool], what: str) -> None:
-    ends_s = time.monotonic() + DEADLINE_S
-    while not predicate():
-        if time.monotonic() > ends_s:
-            raise SystemExit(f"bench/restart.py: not within {DEADLINE_S:g} s: {what}")
-        await asyncio.sleep(0.01)
-
-
 @contextlib.asynccontextmanager
 async def training(folder: Path, sets: list[str]) -> AsyncIterator[Watch]:
     """Begin a run, and wait until all learners step.
@@ -140,12 +132,12 @@ async def training(folder: Path, sets: list[str]) -> AsyncIterator[Watch]:
         return (directory / "run.json").exists() and bool(rundir.load(directory).nats_url)
 
     try:
-        await until(lambda: goes_on(served), "the server is up")
+        await script.until(lambda: goes_on(served), "the server is up", DEADLINE_S)
         run = rundir.load(directory)
         link = await NatsTransport.open(run.nats_url, run.nats_url, "bench", get_logger(), give_up_after_s=60)
         watch = Watch(run, link)
         await watch.open()
-        await until(lambda: goes_on(watch.all_step), f"all learners step; `diloco up` said: {said()}")
+        await script.until(lambda: goes_on(watch.all_step), f"all learners step; `diloco up` said: {said()}", DEADLINE_S)
         yield watch
         await link.close()
     finally:
@@ -176,13 +168,13 @@ async def kill(watch: Watch, *, checkpoint: bool, nice: bool) -> dict[str, Any]:
     killed_s, before = time.time(), watch.heartbeats[KILLED][-1][1]
     watch.forget()
     if nice:
-        await until(lambda: script.read_pid(pid_file) not in (0, killed), "it is started again")
+        await script.until(lambda: script.read_pid(pid_file) not in (0, killed), "it is started again", DEADLINE_S)
         os.setpriority(os.PRIO_PROCESS, script.read_pid(pid_file), LOWEST_PRIORITY)
 
     def mine() -> list[tuple[float, Heartbeat]]:
         return [(at_s, p) for at_s, p in watch.heartbeats.get(KILLED, ()) if p.incarnation > before.incarnation]
 
-    await until(lambda: bool(mine()) and mine()[-1][1].step > mine()[0][1].step, "it steps again")
+    await script.until(lambda: bool(mine()) and mine()[-1][1].step > mine()[0][1].step, "it steps again", DEADLINE_S)
     compiled_s = compiled_at_s(directory, killed_s)
     assert compiled_s is not None, "a step before its program was compiled"
     stepped_s = next(at_s for at_s, heartbeat in mine() if heartbeat.step > mine()[0][1].step)
@@ -197,7 +189,7 @@ async def kill(watch: Watch, *, checkpoint: bool, nice: bool) -> dict[str, Any]:
                 return made[record.fragment]
         return None
 
-    await until(lambda: rounds() is not None, "its work is merged")
+    await script.until(lambda: rounds() is not None, "its work is merged", DEADLINE_S)
     return {
         "checkpoint": checkpoint,
         "started_s": compiled_s - killed_s,
@@ -211,8 +203,10 @@ async def kill(watch: Watch, *, checkpoint: bool, nice: bool) -> dict[str, Any]:
 
 async def catch_up(watch: Watch, versions: int) -> dict[str, Any]:
     """Load the log as a learner that comes back does, once every fragment has so many versions."""
-    await until(
-        lambda: min(min(heartbeats[-1][1].versions) for heartbeats in watch.heartbeats.values()) >= versions, "enough versions"
+    await script.until(
+        lambda: min(min(heartbeats[-1][1].versions) for heartbeats in watch.heartbeats.values()) >= versions,
+        "enough versions",
+        DEADLINE_S,
     )
     run_directory = watch.run
     transport = await NatsTransport.open(run_directory.nats_url, run_directory.nats_url, "bench-reader", get_logger(), 60)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import math
 import os
@@ -10,6 +11,7 @@ import platform
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,6 +57,15 @@ def ratio(ones: Sequence[float], others: Sequence[float]) -> dict[str, float]:
         return {"ratio": math.exp(mean)}
     error = T95[len(logs)] * statistics.stdev(logs) / math.sqrt(len(logs))
     return {name: math.exp(value) for name, value in (("ratio", mean), ("low", mean - error), ("high", mean + error))}
+
+
+async def until(predicate: Callable[[], bool], what: str, within_s: float) -> None:
+    """Wait until something is so; end the bench, with ``what`` that is, if it is not within ``within_s``."""
+    ends_s = time.monotonic() + within_s
+    while not predicate():
+        if time.monotonic() > ends_s:
+            raise SystemExit(f"bench/{Path(sys.argv[0]).name}: not within {within_s:g} s: {what}")
+        await asyncio.sleep(0.01)
 
 
 @contextmanager

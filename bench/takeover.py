@@ -18,7 +18,7 @@ import signal
 import statistics
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ class Watch:
         self.owned: dict[str, tuple[float, list[int]]] = {}
 
     async def open(self) -> NatsTransport:
-        await until(self._begun, "the run's server is up")
+        await script.until(self._begun, "the run's server is up", DEADLINE_S)
         run = rundir.load(self.directory)
         self.identity = framing.run_id(run.name, run.settings.digest())
         link = await NatsTransport.open(run.nats_url, run.nats_url, "bench", get_logger(), give_up_after_s=60)
@@ -82,14 +82,6 @@ class Watch:
         return everything == list(range(self.fragments)) and not all(owned.values())
 
 
-async def until(predicate: Callable[[], bool], what: str) -> None:
-    ends_s = time.monotonic() + DEADLINE_S
-    while not predicate():
-        if time.monotonic() > ends_s:
-            raise SystemExit(f"bench/takeover.py: not within {DEADLINE_S:g} s: {what}")
-        await asyncio.sleep(0.01)
-
-
 @contextlib.asynccontextmanager
 async def training(folder: Path, standbys: int) -> AsyncIterator[Watch]:
     """Begin a run, and wait until it has versions of every fragment."""
@@ -107,7 +99,9 @@ async def training(folder: Path, standbys: int) -> AsyncIterator[Watch]:
             versions.update(record.fragment for _, record in watch.records if record.entry == "version")
             return len(versions) == watch.fragments and watch.settled()
 
-        await until(begun, f"every fragment has a version; `diloco up` said: {(folder / 'up.txt').read_text()}")
+        await script.until(
+            begun, f"every fragment has a version; `diloco up` said: {(folder / 'up.txt').read_text()}", DEADLINE_S
+        )
         yield watch
     finally:
         if link is not None:
@@ -118,7 +112,7 @@ async def training(folder: Path, standbys: int) -> AsyncIterator[Watch]:
 
 async def fail(watch: Watch, how: signal.Signals) -> dict[str, Any]:
     """Kill or freeze the owner of most fragments; seconds until others have them."""
-    await until(watch.settled, "every fragment has an owner, and one stands by")
+    await script.until(watch.settled, "every fragment has an owner, and one stands by", DEADLINE_S)
     name, lost = max(watch.alive().items(), key=lambda item: len(item[1]))
     pid = int((watch.directory / "services" / f"{name}.pid").read_text())
     watch.records.clear()
@@ -132,7 +126,9 @@ async def fail(watch: Watch, how: signal.Signals) -> dict[str, Any]:
                 found.setdefault(record.fragment, at_s - began_s)
         return found
 
-    await until(lambda: len(seen("takeover")) == len(lost) and bool(seen("version")), f"others take {name}'s fragments over")
+    await script.until(
+        lambda: len(seen("takeover")) == len(lost) and bool(seen("version")), f"others take {name}'s fragments over", DEADLINE_S
+    )
     if how == signal.SIGSTOP:
         await asyncio.sleep(max(0.0, began_s + FROZEN_S - time.monotonic()))
         os.kill(pid, signal.SIGCONT)

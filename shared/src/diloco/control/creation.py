@@ -104,10 +104,10 @@ async def create(
     replicas = settings.regions.control_replicas if settings.regions.names else settings.log.replicas
     registry = await transport.bucket(Subjects(name).bucket, create=True, replicas=replicas)
     stored = await registry.get("run")
-    if stored is None and check_limits:
-        check_time_limits(settings, f"run {name!r}")
     if stored is not None:
         await check_protocol(registry, name)  # before the streams: those of another version are left as they are
+    elif check_limits:
+        check_time_limits(settings, f"run {name!r}")
     await make_streams(transport, name, settings, offer_bytes)
     if stored is None:
         # before the settings: a member that finds them finds this
