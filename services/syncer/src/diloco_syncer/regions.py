@@ -83,11 +83,11 @@ class Regions:
         """Ask a region again whether it counts, whenever the connection to it was made again; for ever.
 
         Raises:
-            RunError: the own region has lost its log.
+            BrokerError: the server of the own region has lost its log. A launcher starts a process again that ends with it.
         """
         while True:
             if not self.counts(region) and not await self.look(region) and region == self.own and await self._is_lost():
-                raise RunError(
+                raise BrokerError(
                     f"region {region}: its server has lost the log of run {self.run.name!r}; this syncer ends, and brings the "
                     "log back when it is started again"
                 )
