@@ -23,13 +23,13 @@ from diloco.core.learner import Dump
 from diloco.member import state
 from diloco.member.state import Content, Part, Saved
 from diloco.process.observe import Logger
-from diloco_learner.model import Stored
+from diloco_learner.model import SavedModel
 
 
 class Saver:
     """Saves states of an island for a learner of a run; its files are a part of ``index`` and ``count``."""
 
-    def __init__(self, island: Stored, run: bytes, learner: str, log: Logger, index: int = 0, count: int = 1) -> None:
+    def __init__(self, island: SavedModel, run: bytes, learner: str, log: Logger, index: int = 0, count: int = 1) -> None:
         self.island, self.run, self.learner, self.log = island, run, learner, log
         self.index, self.count = index, count
         self.job: Future[None] | None = None  # begun, and not found ended
