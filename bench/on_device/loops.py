@@ -17,7 +17,7 @@ from islands import BLOCK_STEPS, bare_step, block_s, step_with_fragments
 from parties import model as model_of
 
 from diloco.core import quantise
-from diloco.core.delta import EncodedOffer, Offered, ProgressReference
+from diloco.core.delta import Baseline, EncodedOffer, Offered
 from diloco.core.fragments import build_map
 from diloco.settings import folders
 from diloco.settings.presets import run_settings
@@ -108,7 +108,7 @@ def _boundary(model: Any, fragments: Any, thetas: Any) -> Result:
     for fragment, theta in zip(fragments, thetas, strict=True):
         moved = np.random.default_rng(0).normal(0, 1e-4, fragment.size).astype(np.float32)
         encoded = EncodedOffer(quantise.quantise(moved, 4), quantise.quantise(moved / 16, 8))
-        reference = ProgressReference(theta, Offered(encoded, 4, None, 8))
+        reference = Baseline(theta, Offered(encoded, 4, None, 8))
 
         def boundary(fragment: Any = fragment, theta: Any = theta, reference: Any = reference) -> Any:
             model.write(fragment, theta, reference)

@@ -243,7 +243,7 @@ def keep(folder: Path, step: int) -> str:
     content = Content([Chunk.whole("params/w", (4, 3), "float32")], [np.full((4, 3), step, np.float32)])
     small = {"params/b": np.full(2, step, np.float32), "accounts/0/base": np.full(3, step, np.float32)}
     name, accounts = f"7, kept at boundary {step}", {"step": step, "fragments": [{}, {}]}
-    part = state.Part(0, 3, name)
+    part = state.StateFilePart(0, 3, name)
     state.save(state.kept(folder, "ann"), RUN, "ann", accounts, content + Content.of(small), part=part)
     return name
 

@@ -15,7 +15,7 @@ from tests.made.learner_delta import Delta
 
 from diloco.core import float_mode as modes
 from diloco.core import merging, outer, quantise
-from diloco.core.delta import Offered, ProgressReference
+from diloco.core.delta import Baseline, Offered
 from diloco.core.merge import Accumulator
 from diloco.core.round import Merge
 from diloco.errors import MachineError
@@ -79,7 +79,7 @@ def offer() -> list[Any]:
 
 
 def progress() -> list[Any]:
-    reference = ProgressReference(C, Offered(quantised(), 4, ERROR, 8))
+    reference = Baseline(C, Offered(quantised(), 4, ERROR, 8))
     return [reference[:], reference[70:900]]
 
 

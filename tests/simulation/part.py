@@ -457,7 +457,7 @@ class Worker:
         if place is not None and not full:
             path, previous = place
             content = Content(self._chunks, copied) + Content.of(saving.arrays)
-            part = state.Part(self.place, self.group.size, save.name)
+            part = state.StateFilePart(self.place, self.group.size, save.name)
             saved = state.save(path, run, settings.name, saving.accounts, content, previous, part)
             self.world.stats["part saved"] += 1
         if fate == "crash_after":

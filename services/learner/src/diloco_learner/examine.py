@@ -2,9 +2,9 @@
 
 Reads ``{"settings": ..., "data": ...}`` from stdin. The last line on stdout is an
 :class:`diloco_learner.examination.TaskExamination` as JSON. What makes a run fail is an error
-(:mod:`diloco_learner.check`, which ``diloco up`` asks too). What a run gets through, and its user hardly wants, is a warning: a step that is another one
-each time, batches that do not depend on their number alone, data that repeat, tensors that nothing trains, constants that are
-compiled in.
+(:mod:`diloco_learner.check`, which ``diloco up`` asks too). What a run gets through, and its user hardly wants, is a
+warning: a step that is another one each time, batches that do not depend on their number alone, data that repeat, tensors that
+nothing trains, constants that are compiled in.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from numpy.typing import NDArray
 
 from diloco.core.chunks import Chunk
-from diloco.core.delta import ProgressReference
+from diloco.core.delta import Baseline
 from diloco.core.fragments import Fragment, FragmentMap, TensorSpec, cut_model
 from diloco.core.rows import RowLayout, at
 from diloco.errors import SettingsError
@@ -273,9 +273,7 @@ class Island:
         held = None if fragment.state else self._gradients
         return _reading(fragment, self._leaf if held is None else lambda path: held[self._index[path]])
 
-    def write(
-        self, fragment: Fragment, theta: Vector, reference: ProgressReference | Vector | None = None, alpha: float = 0.0
-    ) -> None:
+    def write(self, fragment: Fragment, theta: Vector, reference: Baseline | Vector | None = None, alpha: float = 0.0) -> None:
         """Queue ``alpha * value + (1 - alpha) * kept``, where ``kept`` is ``theta + (value - reference)``, else ``theta``.
 
         ``alpha`` is the mixing of Decoupled DiLoCo (arXiv 2604.21428) on receipt. Without ``reference`` and ``alpha`` the value

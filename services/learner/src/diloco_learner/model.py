@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from diloco.core import tape
 from diloco.core.chunks import Chunk
-from diloco.core.delta import ProgressReference
+from diloco.core.delta import Baseline
 from diloco.core.fragments import Fragment, FragmentMap, TensorSpec
 from diloco.errors import RunError
 from diloco.member.peer import Layout
@@ -56,9 +56,7 @@ class FragmentCopy(Protocol):
 class SharedParameters(Protocol):
     """Parameters that versions are written into, and that offers are read from: a model's, or a loop's of one's own."""
 
-    def write(
-        self, fragment: Fragment, theta: Vector, reference: ProgressReference | Vector | None = None, alpha: float = 0.0
-    ) -> None:
+    def write(self, fragment: Fragment, theta: Vector, reference: Baseline | Vector | None = None, alpha: float = 0.0) -> None:
         """Queue ``alpha * value + (1 - alpha) * kept``, where ``kept`` is ``theta + (value - reference)``, else ``theta``.
 
         Without ``reference`` and ``alpha`` the value becomes ``theta`` whatever it was, NaN too. Both are float32 [size of the

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from diloco.core.learner import Dump
 from diloco.member import state
-from diloco.member.state import Content, Part, Saved
+from diloco.member.state import Content, Saved, StateFilePart
 from diloco.process.observe import Logger
 from diloco_learner.model import SavedModel
 
@@ -87,7 +87,9 @@ class Saver:
     ) -> Saved | None:
         """Write a file; None if the disk does not take it, which is no reason to end: the event ``failure`` says so once."""
         try:
-            saved = state.save(path, self.run, self.learner, accounts, content, previous, Part(self.index, self.count, name))
+            saved = state.save(
+                path, self.run, self.learner, accounts, content, previous, StateFilePart(self.index, self.count, name)
+            )
         except OSError as error:
             self.complain(failure, path, error)
             return None

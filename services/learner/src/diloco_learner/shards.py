@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco.core.delta import ProgressReference
+from diloco.core.delta import Baseline
 from diloco.core.fragments import Fragment, Piece
 from diloco.core.rows import FragmentRows, RowLayout, at
 
@@ -58,9 +58,7 @@ def clear(tensor: jax.Array, piece: Piece) -> jax.Array:
     return _rebuilt(tensor, piece, lambda shard, part: _overwrite_rows(shard, zeros[part.where], part.start))
 
 
-def mix(
-    tensor: jax.Array, piece: Piece, theta: Values, reference: ProgressReference | Values | None, alpha: float
-) -> jax.Array:
+def mix(tensor: jax.Array, piece: Piece, theta: Values, reference: Baseline | Values | None, alpha: float) -> jax.Array:
     """Queue ``alpha * value + (1 - alpha) * kept`` of a piece, as :func:`overwrite` does.
 
     ``kept`` is ``theta + (value - reference)``, or ``theta`` without a reference; both are float32 [size of the fragment]. Of a

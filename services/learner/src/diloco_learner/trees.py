@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diloco.core.arrangement import Arrangement
-from diloco.core.delta import ProgressReference
+from diloco.core.delta import Baseline
 from diloco.core.fragments import FixedSpec, Fragment, TensorSpec
 from diloco.errors import SettingsError
 from diloco_learner.island import IslandReading
@@ -105,9 +105,7 @@ class Tree:
             fragment, tuple(read_rows(self._stored(self._index[piece.path]), piece) for piece in fragment.pieces)
         )
 
-    def write(
-        self, fragment: Fragment, theta: Vector, reference: ProgressReference | Vector | None = None, alpha: float = 0.0
-    ) -> None:
+    def write(self, fragment: Fragment, theta: Vector, reference: Baseline | Vector | None = None, alpha: float = 0.0) -> None:
         """Write a fragment, as :func:`diloco_learner.leaves.write_rows` does; vectors are float32 [size of the fragment]."""
         for piece in fragment.pieces:
             at = self._index[piece.path]

@@ -72,7 +72,7 @@ class Offered:
 
 
 @dataclass(frozen=True)
-class ProgressReference:
+class Baseline:
     """The value that a learner's progress is counted from: ``base``, float32 [size of the fragment], plus what was offered.
 
     A slice of it is made where it is asked for, so that the whole takes no memory. Its arrays are never written to.
@@ -118,7 +118,7 @@ class VersionWrite:
     """
 
     theta: Vector
-    reference: ProgressReference | Vector | None
+    reference: Baseline | Vector | None
     reset: bool = False  # the log was loaded or rolled back: nothing of the value is to be mixed in (apply.alpha)
 
 
@@ -359,7 +359,7 @@ class DeltaValues:
             return VersionWrite(theta, None, carried.reset)
         if merged is not None:
             offered = Offered(self.held[merged.identity], merged.bits, self.error, self.error_bits)
-        return VersionWrite(theta, ProgressReference(self.base, offered), carried.reset)
+        return VersionWrite(theta, Baseline(self.base, offered), carried.reset)
 
     def commit(self, carried: ApplyOutcome, pending: Iterable[Unmerged], theta: Vector) -> None:
         """Take over a version that was written, ``theta`` float32 [size], as the base."""

@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco.core.delta import ProgressReference
+from diloco.core.delta import Baseline
 from diloco.core.fragments import Piece
 
 Vector = NDArray[np.float32]
@@ -29,7 +29,7 @@ class FragmentRows:
         """Number of values."""
         return sum(_size(_ranges(piece, where)) for piece, where in self.parts)
 
-    def take(self, vector: ProgressReference | Vector) -> Vector:
+    def take(self, vector: Baseline | Vector) -> Vector:
         """Return these values of a fragment's vector, float32 [size of the fragment], as float32 [size].
 
         They may be a view of it. Of a reference no other rows are computed.
@@ -81,7 +81,7 @@ class RowLayout:
     held: Sequence[FragmentRows]
 
 
-def at(vector: ProgressReference | Vector, piece: Piece, where: Where = ()) -> Vector:
+def at(vector: Baseline | Vector, piece: Piece, where: Where = ()) -> Vector:
     """Return the values at a place of a piece, float32 [their shape], of its fragment's vector, float32 [size]: a view of it.
 
     Of a reference the rows at this place are computed, and no others; they must not be written to.

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from diloco.control.creation import KnownRun
 from diloco.core import codec, decisions
 from diloco.core.chain import Chain
-from diloco.core.delta import DeltaValues, EncodedOffer, ProgressReference, Unmerged, VersionWrite, dump_arrays, load_arrays
+from diloco.core.delta import Baseline, DeltaValues, EncodedOffer, Unmerged, VersionWrite, dump_arrays, load_arrays
 from diloco.core.learner import ACCOUNTS
 from diloco.core.leases import LOOKS_A_LEASE
 from diloco.core.roll import LEADER
@@ -76,7 +76,7 @@ class _Carried:
 class _Staged:
     stage: Stage
     theta: Vector
-    reference: ProgressReference | Vector | None = None
+    reference: Baseline | Vector | None = None
 
 
 class Carrier:
@@ -281,7 +281,7 @@ class Carrier:
         sequence = await store_answer(self.transport, self.subjects, run, offer, inline, parts, self.log)
         if trace is not None:
             trace.stored(offer)
-        self.links.write(LEADER, island.Stored(offer.fragment, sequence))
+        self.links.write(LEADER, island.OfferStored(offer.fragment, sequence))
 
     # ---- checkpoints
 

@@ -127,7 +127,7 @@ class Leader(Member):
                 case island.Encoded():
                     self._check_carrier(source, message.fragment)
                     self._offers.encoded(message)
-                case island.Stored():
+                case island.OfferStored():
                     self._check_carrier(source, message.fragment)
                     self._offers.stored(message)
                 case island.Passed():
@@ -411,7 +411,7 @@ class _Offers:
         store = island.Store(index, answer.bits, pending.stated)
         leader.part.loop.call_soon(leader.part.links.write, leader.part.carriers[index], store)
 
-    def stored(self, message: island.Stored) -> None:
+    def stored(self, message: island.OfferStored) -> None:
         """Note that an offer is stored; the lock is held."""
         _, began_s = self._answers.pop(message.fragment)
         self.learner.sent(message.fragment, message.sequence)

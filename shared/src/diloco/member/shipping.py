@@ -13,7 +13,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from diloco.core.delta import ProgressReference
+from diloco.core.delta import Baseline
 from diloco.core.rows import VALUE_BYTES, FragmentRows, RowLayout
 from diloco.errors import FormatError, HashError
 from diloco.member.links import Links
@@ -59,7 +59,7 @@ class Shipping:
                 found.append([process])
         return found
 
-    async def send(self, to: Sequence[int], fragment: int, number: int, what: What, vector: ProgressReference | Vector) -> None:
+    async def send(self, to: Sequence[int], fragment: int, number: int, what: What, vector: Baseline | Vector) -> None:
         """Send rows of a fragment's vector to processes that have the same ones.
 
         ``vector``, float32 [size of the fragment], must not change any more.
@@ -131,7 +131,7 @@ class Shipping:
         return self._pieces[key]
 
 
-def _contents(pieces: Sequence[FragmentRows], vector: ProgressReference | Vector) -> list[tuple[memoryview, bytes]]:
+def _contents(pieces: Sequence[FragmentRows], vector: Baseline | Vector) -> list[tuple[memoryview, bytes]]:
     """Return the bytes of each piece of a fragment's vector, float32 [its size], and their hash."""
     contents = [piece.take(vector).view(np.uint8).data for piece in pieces]
     return [(content, blake3(content).digest()) for content in contents]

@@ -21,7 +21,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from diloco.core.chunks import Chunk
-from diloco.core.delta import ProgressReference
+from diloco.core.delta import Baseline
 from diloco.core.fragments import FixedSpec, Fragment, FragmentMap, TensorSpec, cut_model
 from diloco.errors import SettingsError
 from diloco.member.peer import Layout
@@ -266,9 +266,7 @@ class TorchIsland:
 
     snapshot = read  # an offer is made of the values
 
-    def write(
-        self, fragment: Fragment, theta: Vector, reference: ProgressReference | Vector | None = None, alpha: float = 0.0
-    ) -> None:
+    def write(self, fragment: Fragment, theta: Vector, reference: Baseline | Vector | None = None, alpha: float = 0.0) -> None:
         """Queue the writing of a fragment (:class:`diloco_learner.model.SharedParameters`); vectors are float32 [its size]."""
         self._queue.add(self._rows_of(fragment).write, fragment, theta, reference, alpha)
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from diloco.core.delta import ProgressReference
+from diloco.core.delta import Baseline
 from diloco.core.fragments import FixedSpec, Fragment, TensorSpec
 from diloco.errors import SettingsError
 from diloco_learner.model import Vector
@@ -110,9 +110,7 @@ class TorchParameters:
         """Queue a copy of a fragment's values."""
         return TorchFragmentCopy(self._rows_of(fragment).read(fragment))
 
-    def write(
-        self, fragment: Fragment, theta: Vector, reference: ProgressReference | Vector | None = None, alpha: float = 0.0
-    ) -> None:
+    def write(self, fragment: Fragment, theta: Vector, reference: Baseline | Vector | None = None, alpha: float = 0.0) -> None:
         """Write a fragment, as :class:`diloco_learner.model.SharedParameters` says; vectors are float32 [its size]."""
         self._rows_of(fragment).write(fragment, theta, reference, alpha)
 

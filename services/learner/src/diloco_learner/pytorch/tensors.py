@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from diloco.core.arrangement import Arrangement
-from diloco.core.delta import ProgressReference
+from diloco.core.delta import Baseline
 from diloco.core.fragments import Fragment, Piece, TensorSpec
 from diloco.core.rows import at
 from diloco.errors import SettingsError
@@ -163,7 +163,7 @@ class TensorRows:
         """Return a copy of a fragment's values, float32 [its size], on their device."""
         return torch.cat([self._rows(piece).reshape(-1) for piece in fragment.pieces])
 
-    def write(self, fragment: Fragment, theta: Vector, reference: ProgressReference | Vector | None, alpha: float) -> None:
+    def write(self, fragment: Fragment, theta: Vector, reference: Baseline | Vector | None, alpha: float) -> None:
         """Write a fragment, as :class:`diloco_learner.model.SharedParameters` says; vectors are float32 [its size]."""
         with torch.no_grad():
             for piece in fragment.pieces:
@@ -188,7 +188,7 @@ def _outputs_first(view: torch.Tensor, kept: Arrangement | None) -> torch.Tensor
     return view.movedim(kept.outputs[0], 0) if kept.outputs else view[None]
 
 
-def _part(vector: ProgressReference | Vector, piece: Piece, rows: torch.Tensor) -> torch.Tensor:
+def _part(vector: Baseline | Vector, piece: Piece, rows: torch.Tensor) -> torch.Tensor:
     values = at(vector, piece)
     return torch.from_numpy(values if values.flags.writeable else values.copy()).to(rows.device).reshape(rows.shape)
 
