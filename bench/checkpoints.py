@@ -33,7 +33,7 @@ def measure(parameters: int, seconds: float, folder: Path) -> dict[str, Any]:
     from diloco.process.observe import get_logger
     from diloco.settings.presets import run_settings
     from diloco.settings.service import LearnerSettings
-    from diloco_learner.checkpoint import Keeper
+    from diloco_learner.checkpoint import CheckpointKeeper
     from diloco_learner.island import Island
     from diloco_learner.task import load_task
     from diloco_learner.task_api import first_batch
@@ -58,7 +58,7 @@ def measure(parameters: int, seconds: float, folder: Path) -> dict[str, Any]:
         note_saved=saved.append,
     )
     stated = LearnerSettings(name="bench", state_dir=folder, checkpoint_s=1.0)
-    keeper = Keeper(island, member, stated, get_logger())
+    keeper = CheckpointKeeper(island, member, stated, get_logger())
 
     def step() -> None:
         island.step(batch, 1e-3).wait()

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from diloco.settings.presets import run_settings
 from diloco_lab import simulation
-from diloco_lab.cluster import MICROS, Learner, Link, Rounds
-from diloco_lab.outcome import Scenario, Version
+from diloco_lab.cluster import MICROS, ClusterLearner, LearnerLink, Rounds
+from diloco_lab.outcome import MergedVersion, Scenario
 from diloco_lab.pictures import WIDTH, standalone
 from diloco_report.charts import across, nice_ticks, text_at, time_axis
 
@@ -35,11 +35,14 @@ LEFT, TOP, HIGH, BETWEEN = 52, 34, 150, 56  # pixels: left margin, top margin, h
 
 def counts() -> list[int]:
     """Simulate the run; return the versions in each second."""
-    learners = [Learner(f"learner-{n}", 1, 1, STEP_S + n * SLOWER_S, link=Link(delay_s=ONE_WAY_S)) for n in range(LEARNERS)]
+    learners = [
+        ClusterLearner(f"learner-{n}", 1, 1, STEP_S + n * SLOWER_S, link=LearnerLink(delay_s=ONE_WAY_S))
+        for n in range(LEARNERS)
+    ]
     settings = run_settings("published", {"learners": LEARNERS, "fragments.count": FRAGMENTS, "round.steps": H})
     rounds = Rounds(settings, [1] * FRAGMENTS, answer_s=ANSWER_S, commit_s=COMMIT_S)
     cut = (CUT_S * MICROS, HEALED_S * MICROS)
-    versions: list[Version] = []
+    versions: list[MergedVersion] = []
     cuts = {learner.name: [cut] for learner in learners}
     simulation.simulate(Scenario(learners, float(END_S), 1, rounds, {}, cuts, on_version=versions.append))
     each = Counter(version.committed_us // MICROS for version in versions)

@@ -26,7 +26,7 @@ import optax
 import script
 
 from diloco.settings.presets import run_settings
-from diloco_learner.frameworks import Loaded, load, make_model
+from diloco_learner.frameworks import LoadedTask, load, make_model
 from diloco_learner.task import named
 
 EXAMPLES = (
@@ -88,7 +88,7 @@ def bare_torch(task: Any) -> Take:
     return take
 
 
-def island_of(name: str, loaded: Loaded) -> Take:
+def island_of(name: str, loaded: LoadedTask) -> Take:
     """Return a step of the task's island."""
     inner = {"inner.optimizer": "adamw", "inner.clip_norm": 1e9, "fragments.count": 8, "task.name": f"{name}:make"}
     island, count = make_model(loaded, run_settings(overrides=inner), None), [0]

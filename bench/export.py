@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from diloco.control import creation, genesis
 from diloco.core import merging
 from diloco.core.fragments import FragmentMap, TensorSpec, build_map
-from diloco.core.round import Held, Merge
+from diloco.core.round import Merge, RoundOffer
 from diloco.log.log import Log
 from diloco.nats.transport import NatsTransport
 from diloco.process.observe import get_logger
@@ -86,7 +86,7 @@ async def add_version(log: Log, settings: RunSettings, fragment: int, chance: np
     delta, residual = await noise(chance, replica.theta.size), np.zeros(replica.theta.size, np.float32)
     nothing = Body(0, bytes(32), 0, bytes(8))
     offer = Offer(fragment, "ann", 1, 1, (0, 0), 1, 0, bytes(32), 4, 1, 1, 0, [], nothing)
-    merge = Merge(1, (Held(offer, delta.view(np.uint8)),), False, 0.0, 0.0)
+    merge = Merge(1, (RoundOffer(offer, delta.view(np.uint8)),), False, 0.0, 0.0)
     made = partial(merging.make_version, bits=4, syncer="s", attempt=os.urandom(8), now_s=0.0)
     record, inline, parts = await asyncio.to_thread(made, replica, residual, delta, merge, settings)
     sequence = await log.writer.append_record(record, inline, parts, await log.reader.head_sequence(fragment))

@@ -22,7 +22,7 @@ from diloco.settings.run import RunSettings
 from diloco_lab.paces.times import Paces, steady
 from diloco_lab.trial import Trial
 from diloco_learner.island import Island
-from diloco_learner.pytorch.island import StepOutput, TorchIsland
+from diloco_learner.pytorch.island import TorchIsland, TorchStepOutput
 from diloco_learner.pytorch.task import load_task as load_torch
 from diloco_learner.task import load_task
 from diloco_learner.task_api import first_batch
@@ -35,7 +35,7 @@ STEP_S = 0.1  # of virtual time
 class OfTorch(TorchIsland):
     """An island of PyTorch with the calls that a trial makes."""
 
-    def step(self, batch: Any, learning_rate: float, at: tuple[int, int] = (0, 0)) -> StepOutput:
+    def step(self, batch: Any, learning_rate: float, at: tuple[int, int] = (0, 0)) -> TorchStepOutput:
         return self.begin_step(batch, learning_rate, at)
 
 

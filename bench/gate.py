@@ -17,7 +17,7 @@ import msgspec
 from script import machine, parser, print_result
 
 from diloco.control.admission import Admission
-from diloco.control.creation import Run
+from diloco.control.creation import KnownRun
 from diloco.control.gate import HeartbeatGate
 from diloco.core.chain import Chain
 from diloco.core.fragments import TensorSpec, build_map
@@ -72,7 +72,7 @@ async def measure(learners: int, fragments: int, rounds: int) -> dict[str, Any]:
         for name in names
     }
     bucket = Admissions(stored)
-    run = Run("bench", settings, cast(Bucket, bucket))
+    run = KnownRun("bench", settings, cast(Bucket, bucket))
     roster = Roster(settings)
     heard = 0
 

@@ -42,7 +42,7 @@ from numpy.typing import NDArray
 
 from diloco.core import merging
 from diloco.core.fragments import TensorSpec, build_map
-from diloco.core.round import Held, Merge
+from diloco.core.round import Merge, RoundOffer
 from diloco.log.follower import LogFollower
 from diloco.log.log import Log
 from diloco.log.stream import pass_over
@@ -106,7 +106,7 @@ async def fill(url: str, model: Model) -> int:
         for version in (1, 2):
             delta = chance.standard_normal(size, np.float32)
             offer = Offer(index, "ann", 1, version, (0, 0), version, version - 1, bytes(32), BITS, 1, 1, 0, [], NOTHING)
-            merge = Merge(version, (Held(offer, delta.view(np.uint8)),), False, 0.0, 0.0)
+            merge = Merge(version, (RoundOffer(offer, delta.view(np.uint8)),), False, 0.0, 0.0)
             record, inline, parts = merging.make_version(
                 replica, residual, delta, merge, settings, bits=BITS, syncer="s", attempt=os.urandom(8), now_s=0.0
             )

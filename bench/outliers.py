@@ -18,7 +18,7 @@ from pathlib import Path
 from diloco.core import excess
 from diloco.core.outliers import Norms
 from diloco.log.entries import fold
-from diloco.log.stream import Entry
+from diloco.log.stream import LogEntry
 from diloco.settings.run import QuarantineSettings
 from diloco_ops.refold import refold
 from diloco_ops.run_reader import opened
@@ -29,7 +29,7 @@ async def ratios(path: Path) -> dict[str, float]:
     largest: dict[str, float] = defaultdict(float)
     async with opened(path) as outside:
         for fragment in outside.map.fragments if outside.run.created.log.archive else ():
-            entries: list[Entry] = []
+            entries: list[LogEntry] = []
             await refold(outside, fragment.index, entries.append)
             norms, heard = Norms(), set[str]()
             for entry in entries:
@@ -54,7 +54,7 @@ async def moves(path: Path) -> list[tuple[float, int, int]]:
         genesis, settings = await outside.log.reader.genesis(), outside.run.created
         assert genesis is not None
         for fragment in outside.map.fragments:
-            entries: list[Entry] = []
+            entries: list[LogEntry] = []
             await refold(outside, fragment.index, entries.append)
             replica = await outside.log.reader.state_at(fragment.index, 0, *genesis)
             for entry in entries:

@@ -37,7 +37,7 @@ from diloco.process import observe
 from diloco.settings.presets import run_settings
 from diloco.wire.control import Heartbeat
 from diloco.wire.entries import Record
-from diloco.wire.offers import Member
+from diloco.wire.offers import MergeMember
 from diloco_coordinator import history, overview
 from diloco_coordinator.alerts import Alerts
 from diloco_coordinator.merges import MAX_MERGES
@@ -79,7 +79,7 @@ def filled(learners: int, fragments: int, versions: int) -> Monitor:
     made.merges.every = every
     for version in range(every, last + 1, every):
         at_s = WEEK_S * version * fragments / versions
-        members = [Member(name, 1, version, version, version - 1, 24, 240, 0, 1.0, []) for name in names[version % 3 :]]
+        members = [MergeMember(name, 1, version, version, version - 1, 24, 240, 0, 1.0, []) for name in names[version % 3 :]]
         for fragment in range(fragments):
             entry = Record(
                 fragment, "version", version, 1, "syncer-0", bytes(32), members, [], 4, 0.3, 0.9, version * 10**6, 0,

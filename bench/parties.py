@@ -267,7 +267,7 @@ async def _create(url: str, run_settings: RunSettings) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _joined(url: str, name: str) -> AsyncIterator[tuple[NatsTransport, creation.Run, observe.Logger]]:
+async def _joined(url: str, name: str) -> AsyncIterator[tuple[NatsTransport, creation.KnownRun, observe.Logger]]:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     observe.configure(name, RUN, level="warning", fmt="console", file=None)
     log = observe.get_logger()

@@ -27,10 +27,10 @@ import wan
 from numpy.typing import NDArray
 
 from diloco.control import creation
-from diloco.control.creation import Run
+from diloco.control.creation import KnownRun
 from diloco.core import merging, quantise
 from diloco.core.fragments import Fragment
-from diloco.core.round import Held
+from diloco.core.round import RoundOffer
 from diloco.log.log import Log
 from diloco.settings.run import RunSettings
 from diloco.wire.entries import Record
@@ -71,7 +71,7 @@ async def traffic(folder: Path, arguments: argparse.Namespace, *, merge: bool) -
 async def cosines(watch: wan.Watch, each: int) -> dict[str, Any]:
     """Of versions of which all offers are kept in the first region: how alike merges in one step and in two are."""
     registry = await watch.link.bucket(watch.subjects.bucket, create=False)
-    run = Run(watch.run.name, watch.run.settings, registry)
+    run = KnownRun(watch.run.name, watch.run.settings, registry)
     log = Log(watch.link, run.name, run.identity, await creation.find_map(run), run.created)
     regions, count = len(wan.REGIONS), each * len(wan.REGIONS)
     groupings: dict[str, Grouping] = {
@@ -96,21 +96,21 @@ async def cosines(watch: wan.Watch, each: int) -> dict[str, Any]:
     }
 
 
-async def kept(log: Log, record: Record) -> list[Held]:
+async def kept(log: Log, record: Record) -> list[RoundOffer]:
     """Return a version's offers in this region's archive."""
     found = [
         await log.archive.offer(record.fragment, member.learner, member.incarnation, member.number) for member in record.members
     ]
-    return [Held(*stored) for stored in found if stored is not None]
+    return [RoundOffer(*stored) for stored in found if stored is not None]
 
 
-def merged(fragment: Fragment, settings: RunSettings, held: Sequence[Held]) -> NDArray[np.float32]:
+def merged(fragment: Fragment, settings: RunSettings, held: Sequence[RoundOffer]) -> NDArray[np.float32]:
     return merging.accumulate(fragment, settings, held, {}, np.empty(0, np.float32)).result()
 
 
-def combined(fragment: Fragment, settings: RunSettings, offers: Sequence[Held], group: Grouping) -> list[Held]:
+def combined(fragment: Fragment, settings: RunSettings, offers: Sequence[RoundOffer], group: Grouping) -> list[RoundOffer]:
     """Return the offers, those of one group merged and quantised."""
-    groups: dict[int, list[Held]] = {}
+    groups: dict[int, list[RoundOffer]] = {}
     for held in offers:
         groups.setdefault(group(int(held.offer.members[0].learner.rsplit("-", 1)[-1])), []).append(held)
     made = []
@@ -118,7 +118,7 @@ def combined(fragment: Fragment, settings: RunSettings, offers: Sequence[Held], 
         own = [held.offer for held in members if isinstance(held.offer, Offer)]
         bits = settings.codec.offer_bits
         offer = RegionalOffer(fragment.index, "bench", 0, 1, bits, [Answer.of(offer) for offer in own], own[0].body)
-        made.append(Held(offer, quantise.quantise(merged(fragment, settings, members), bits)))
+        made.append(RoundOffer(offer, quantise.quantise(merged(fragment, settings, members), bits)))
     return made
 
 

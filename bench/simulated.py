@@ -36,14 +36,14 @@ from diloco.wire.control import Announcement, Heartbeat
 from diloco.wire.entries import Record
 from diloco.wire.offers import Offer
 from diloco_lab import validation
-from diloco_lab.validation import Seen, SeenOffer, SeenVersion
+from diloco_lab.validation import RunObservations, SeenOffer, SeenVersion
 from diloco_ops import failures, run_reader
-from diloco_ops.failures import Failure, Tape
+from diloco_ops.failures import Failure, FailureTape
 from diloco_ops.run_reader import RunReader
 
 LEARNERS = 3
 MODEL = {"task.layers": 10, "task.width": 128, "fragments.count": 10, "round.steps": 16}
-TAPE = Tape(
+TAPE = FailureTape(
     40.0,
     [
         Failure(3.0, "freeze", "learner-0", 8.0),
@@ -59,7 +59,7 @@ DEADLINE_S = 180.0
 POLL_S = 0.1
 
 
-async def watch(run: RunReader, seen: Seen) -> list[asyncio.Task[None]]:
+async def watch(run: RunReader, seen: RunObservations) -> list[asyncio.Task[None]]:
     """Note what happens, for ever."""
     transport, subjects, identity = run.transport, run.log.subjects, run.run.identity
 
@@ -152,7 +152,7 @@ async def play(folder: Path, tape: Path, lead_in_s: float) -> tuple[float, float
     return marks["watching"], marks["chaos"], code == 0
 
 
-def read_tape(path: Path) -> Tape:
+def read_tape(path: Path) -> FailureTape:
     """Return a tape of failures that both can cause."""
     names = [f"learner-{index}" for index in range(LEARNERS)]
 
@@ -169,7 +169,7 @@ async def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]
     file = folder / "tape.jsonl"
     file.write_text(failures.encode(tape))
     async with training(folder, arguments.step) as directory, opened(directory) as run:
-        seen = Seen(run.run.created, [fragment.size for fragment in run.map.fragments], island.TOKENS)
+        seen = RunObservations(run.run.created, [fragment.size for fragment in run.map.fragments], island.TOKENS)
         watching = await watch(run, seen)
 
         def in_full_swing() -> bool:

@@ -471,9 +471,9 @@ async def measure_shape(make: Callable[[Path], Shape], folder: Path, arguments: 
         async with connected(shape) as clients:
             found: dict[str, Any] = {"thin": await measure_cycles(clients, 0)}
             found["messages"] = await measure_messages(clients, 50)
-            shape.links.ask(wan.Set(links=[f"{a}-{b}" for a, b in PAIRS], rate_bits_per_s=FAST_MBIT_S * 1e6))
+            shape.links.ask(wan.SetConditions(links=[f"{a}-{b}" for a, b in PAIRS], rate_bits_per_s=FAST_MBIT_S * 1e6))
             found["fast"] = await measure_cycles(clients, 100)
-            shape.links.ask(wan.Set(links=[f"{a}-{b}" for a, b in PAIRS], rate_bits_per_s=RATE_BITS_PER_S))
+            shape.links.ask(wan.SetConditions(links=[f"{a}-{b}" for a, b in PAIRS], rate_bits_per_s=RATE_BITS_PER_S))
             found["cut"] = await measure_cut(clients, arguments.cut)
             found["loss"] = await measure_loss(clients)
         return found

@@ -35,7 +35,7 @@ import script
 from diloco.errors import BrokerError
 from diloco.nats import streams
 from diloco.nats.append import append
-from diloco.nats.connection import Link, malloc_environment
+from diloco.nats.connection import NatsLink, malloc_environment
 from diloco.nats.pull import Puller
 from diloco.process import observe
 from diloco.transport import Fence
@@ -66,7 +66,7 @@ def versions() -> dict[str, str]:
 class Client:
     """The measuring process: its connections, and the process id of the server."""
 
-    def __init__(self, link: Link, server_pid: int) -> None:
+    def __init__(self, link: NatsLink, server_pid: int) -> None:
         self.link, self._server = link, psutil.Process(server_pid)
         self._head = 0
 
@@ -192,7 +192,7 @@ def run_client(url: str, server_pid: int, sizes_mb: list[float], sample_mb: floa
     """Run the client process."""
 
     async def main() -> dict[str, Any]:
-        link = await Link.open(url, url, "bench", observe.get_logger(), give_up_after_s=10)
+        link = await NatsLink.open(url, url, "bench", observe.get_logger(), give_up_after_s=10)
         try:
             await streams.ensure(link, STREAM, [f"{STREAM}.>"])
             client = Client(link, server_pid)

@@ -41,7 +41,7 @@ import numpy as np
 import script
 
 from diloco.control import creation
-from diloco.control.creation import Run
+from diloco.control.creation import KnownRun
 from diloco.errors import MessageError
 from diloco.log.log import Log
 from diloco.nats.transport import NatsTransport
@@ -52,7 +52,7 @@ from diloco.wire import framing
 from diloco.wire.control import Heartbeat, ShardHeartbeat
 from diloco.wire.entries import Record
 from diloco.wire.subjects import Subjects
-from diloco_ops.chaos.refusals import Refusals
+from diloco_ops.chaos.refusals import RefusalCount
 from diloco_ops.wan import control
 
 REGIONS = ("us", "eu", "ap")
@@ -82,7 +82,7 @@ class Watch:
     async def follow(self) -> None:
         """Read the log's heads, for ever."""
         registry = await self.link.bucket(self.subjects.bucket, create=False)
-        run = Run(self.run.name, self.run.settings, registry)
+        run = KnownRun(self.run.name, self.run.settings, registry)
         log = Log(self.link, run.name, run.identity, await creation.find_map(run), run.created)
         async for head in log.entries.heads(lambda refusal: None):
             if head.record.entry == "version":
@@ -153,14 +153,14 @@ class Watch:
 
     async def fast(self) -> None:
         """Let the links be as fast as the relay is."""
-        await self.wan(control.Set(["*"], rate_bits_per_s="unlimited", delay_s=0.0, jitter_s=0.0))
+        await self.wan(control.SetConditions(["*"], rate_bits_per_s="unlimited", delay_s=0.0, jitter_s=0.0))
 
     async def thin(self, step_s: float, times: float = 1.0) -> float:
         """Give the links their delays and ``times`` the rate that is thin for this model and step time; the rate in bit/s."""
         rate_bits_per_s = times * self.parameters / (PARAMETERS_A_BIT * step_s) / (len(REGIONS) - 1)
         for name, link in self.links.items():
             delays = {"delay_s": link["delay_s"], "jitter_s": link["jitter_s"]}
-            await self.wan(control.Set([name], rate_bits_per_s=rate_bits_per_s, **delays))
+            await self.wan(control.SetConditions([name], rate_bits_per_s=rate_bits_per_s, **delays))
         return rate_bits_per_s
 
     async def begun(self, versions: int) -> None:
@@ -256,7 +256,7 @@ async def faults(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
             lambda: set(owned) <= {record.fragment for _, record in watch.versions[since:] if record.syncer != syncer},
             f"others make versions of what {syncer} owned",
         )
-        found["refused"] = Refusals.read(logs.merge(watch.run.path)).honest
+        found["refused"] = RefusalCount.read(logs.merge(watch.run.path)).honest
         found["verify"] = await verified(watch.run.path)
     return found
 

@@ -109,6 +109,16 @@ def test_sizes() -> None:
     demand("sizes", found())
 
 
+def test_a_class_has_a_name_of_its_own() -> None:
+    """A name that is looked for leads to one class. Templates are files of users."""
+    places: dict[str, list[str]] = {}
+    for path in files(".py", within=PRODUCTION):
+        for node in ast.parse(read(path)).body if "/templates/" not in path else ():
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(path)
+    assert not {name: found for name, found in places.items() if len(found) > 1}
+
+
 def test_words() -> None:
     def found() -> Iterator[str]:
         for path in files(".py", ".md", ".toml", ".yml", ".yaml", ".conf", rule="words"):

@@ -17,11 +17,11 @@ from islands import BLOCK_STEPS, bare_step, block_s, step_with_fragments
 from parties import model as model_of
 
 from diloco.core import quantise
-from diloco.core.delta import Encoded, Offered, Reference
+from diloco.core.delta import Baseline, EncodedOffer, Offered
 from diloco.core.fragments import build_map
 from diloco.settings import folders
 from diloco.settings.presets import run_settings
-from diloco_learner.frameworks import Loaded, load, make_model
+from diloco_learner.frameworks import LoadedTask, load, make_model
 from diloco_learner.task_api import first_batch
 from on_device import trace
 from on_device.plan import MULTIPLE, ONE, Plan
@@ -107,8 +107,8 @@ def _boundary(model: Any, fragments: Any, thetas: Any) -> Result:
     took_s = []
     for fragment, theta in zip(fragments, thetas, strict=True):
         moved = np.random.default_rng(0).normal(0, 1e-4, fragment.size).astype(np.float32)
-        encoded = Encoded(quantise.quantise(moved, 4), quantise.quantise(moved / 16, 8))
-        reference = Reference(theta, Offered(encoded, 4, None, 8))
+        encoded = EncodedOffer(quantise.quantise(moved, 4), quantise.quantise(moved / 16, 8))
+        reference = Baseline(theta, Offered(encoded, 4, None, 8))
 
         def boundary(fragment: Any = fragment, theta: Any = theta, reference: Any = reference) -> Any:
             model.write(fragment, theta, reference)
@@ -185,14 +185,14 @@ class _Masters:
         return self._task.loss(jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), params, self._types), batch)
 
 
-def _plain_jax(loaded: Loaded, settings: Any, batch: Any) -> Begin:
+def _plain_jax(loaded: LoadedTask, settings: Any, batch: Any) -> Begin:
     from diloco_learner.island import Island
 
     masters: Any = _Masters(loaded.task)
     return bare_step(masters, settings, Island(masters, settings), batch)
 
 
-def _plain_torch(loaded: Loaded, settings: Any, batch: Any) -> Begin:
+def _plain_torch(loaded: LoadedTask, settings: Any, batch: Any) -> Begin:
     import torch
     from torch import distributed
 
@@ -227,7 +227,7 @@ def _own_step(model: Any, batch: Any) -> Begin:
     return begin
 
 
-def _load(plan: Plan, framework: str) -> tuple[Any, Loaded]:
+def _load(plan: Plan, framework: str) -> tuple[Any, LoadedTask]:
     settings = run_settings("decoupled", dict(plan.sets(framework)))
     if framework == "jax":
         from diloco_learner import programs

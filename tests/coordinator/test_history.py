@@ -20,7 +20,7 @@ from diloco.errors import FenceError, FormatError
 from diloco.settings.presets import run_settings
 from diloco_coordinator import history, overview
 from diloco_coordinator.alerts import Alerts
-from diloco_coordinator.history import History
+from diloco_coordinator.history import RunHistory
 from diloco_coordinator.monitor import Monitor
 from diloco_coordinator.thinning import evenly, fewer
 from diloco_report.page import parts
@@ -159,7 +159,7 @@ class Key:
 
 async def test_a_leader_that_was_replaced_writes_no_more_and_its_successor_does() -> None:
     key: Any = Key()
-    old, new = History(key), History(key)
+    old, new = RunHistory(key), RunHistory(key)
     packed = {term: history.pack(past_of(story(), 33.0, term)) for term in (3, 5)}
     assert await new.read() is None
     await old.write(packed[3], 3)
@@ -175,7 +175,7 @@ async def test_a_leader_that_was_replaced_writes_no_more_and_its_successor_does(
 async def test_a_damaged_history_is_written_over() -> None:
     key: Any = Key()
     await key.create("history", b"nonsense")
-    own = History(key)
+    own = RunHistory(key)
     with pytest.raises(FormatError):
         await own.read()
     await own.write(history.pack(past_of(story(), 33.0, 1)), 1)

@@ -5,16 +5,16 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco_coordinator.presence import Absence, Presence
+from diloco_coordinator.presence import Absence, RegionPresence
 
 
-def hear(presence: Presence, *signs: tuple[float, str]) -> None:
+def hear(presence: RegionPresence, *signs: tuple[float, str]) -> None:
     for at_s, region in signs:
         presence.hear(region, at_s)
 
 
 def test_a_region_that_is_silent_while_others_talk_is_away_from_its_last_word_to_its_next() -> None:
-    presence = Presence(["us", "eu"], 6.0)
+    presence = RegionPresence(["us", "eu"], 6.0)
     hear(presence, (0, "us"), (1, "eu"), (2, "us"), (7, "us"))
     assert presence.away() == {}  # 6 s, not more
     hear(presence, (8, "us"))
@@ -28,7 +28,7 @@ def test_a_region_that_is_silent_while_others_talk_is_away_from_its_last_word_to
 
 
 def test_who_hears_nobody_has_lost_its_own_hearing() -> None:
-    presence = Presence(["us", "eu", "ap"], 6.0)
+    presence = RegionPresence(["us", "eu", "ap"], 6.0)
     hear(presence, (0, "us"), (1, "eu"), (2, "ap"), (40, "ap"))
     assert presence.away() == {}
     hear(presence, (41, "us"), (46, "ap"))
@@ -38,18 +38,18 @@ def test_who_hears_nobody_has_lost_its_own_hearing() -> None:
 
 
 def test_a_region_that_was_never_heard_is_not_away_yet_and_one_that_the_run_does_not_have_is_nobody() -> None:
-    presence = Presence(["us", "eu"], 6.0)
+    presence = RegionPresence(["us", "eu"], 6.0)
     hear(presence, (0, "us"), (1, "moon"), (30, "us"), (60, "us"))
     assert presence.away() == {}
 
 
 def test_another_process_goes_on_with_what_is_known() -> None:
-    first = Presence(["us", "eu", "ap"], 6.0)
+    first = RegionPresence(["us", "eu", "ap"], 6.0)
     hear(
         first, (0, "us"), (0, "eu"), (0, "ap"), (5, "us"), (6, "ap"), (9, "us"), (10, "eu"), (14, "us"), (15, "eu"), (18, "us")
     )
     assert first.absences() == [Absence("eu", 0, 10), Absence("ap", 6, None)]
-    second = Presence(["us", "eu", "ap"], 6.0)
+    second = RegionPresence(["us", "eu", "ap"], 6.0)
     second.resume(first.absences(), 18)
     assert second.absences() == first.absences()
     hear(second, (30, "us"), (31, "eu"), (35, "ap"))  # that they were not heard by any coordinator is no absence
@@ -58,7 +58,7 @@ def test_another_process_goes_on_with_what_is_known() -> None:
 
 @given(st.lists(st.tuples(st.floats(0, 20), st.sampled_from(["us", "eu", "ap"])), max_size=40))
 def test_absences_of_a_region_are_long_enough_and_follow_each_other(signs: list[tuple[float, str]]) -> None:
-    presence, now_s = Presence(["us", "eu", "ap"], 6.0), 0.0
+    presence, now_s = RegionPresence(["us", "eu", "ap"], 6.0), 0.0
     for pause_s, region in signs:
         now_s += pause_s
         presence.hear(region, now_s)
@@ -71,7 +71,7 @@ def test_absences_of_a_region_are_long_enough_and_follow_each_other(signs: list[
 
 
 def test_a_region_that_only_begins_to_start_is_lost_after_a_minute() -> None:
-    presence = Presence(["us", "eu"], 6.0)
+    presence = RegionPresence(["us", "eu"], 6.0)
     hear(presence, (0, "us"), (1, "eu"), *((float(second), "us") for second in range(2, 61)))
     assert presence.away() == {"eu": 1}
     assert presence.lost() == {}
@@ -80,6 +80,6 @@ def test_a_region_that_only_begins_to_start_is_lost_after_a_minute() -> None:
 
 
 def test_a_region_that_was_there_is_lost_as_soon_as_it_is_away() -> None:
-    presence = Presence(["us", "eu"], 6.0)
+    presence = RegionPresence(["us", "eu"], 6.0)
     hear(presence, (0, "us"), (1, "eu"), (5, "us"), (7, "eu"), (12, "us"), (13.5, "us"))
     assert presence.lost() == presence.away() == {"eu": 7}

@@ -8,11 +8,11 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco_coordinator.traffic import EVERY_S, MAX_POINTS, Traffic
+from diloco_coordinator.traffic import EVERY_S, MAX_POINTS, TrafficTotals
 
 
 def test_bytes_of_all_learners_add_up_over_their_processes() -> None:
-    traffic = Traffic()
+    traffic = TrafficTotals()
     traffic.hear("ann", 5, 100, 10, 1.0)
     traffic.hear("bob", 7, 50, 5, 2.0)
     traffic.hear("ann", 5, 160, 20, 3.0)
@@ -30,23 +30,23 @@ def test_bytes_of_all_learners_add_up_over_their_processes() -> None:
 
 
 def test_another_coordinator_goes_on_with_the_totals_whether_learners_began_again_or_not() -> None:
-    first = Traffic()
+    first = TrafficTotals()
     for learner in ("ann", "bob"):
         first.hear(learner, 5, 100, 10, 1.0)
     stored = json.loads(json.dumps(first.until(2.0)))
-    second = Traffic.resumed(stored, {key: {"bytes_up": 100, "bytes_down": 10} for key in ("ann", "bob")})
+    second = TrafficTotals.resumed(stored, {key: {"bytes_up": 100, "bytes_down": 10} for key in ("ann", "bob")})
     second.hear("ann", 5, 130, 12, 3.0)  # the same process
     second.hear("bob", 9, 20, 1, 4.0)  # another one, which has sent less
     assert second.until(4.0)[-1] == [4.0, 250, 23]
 
 
 def test_before_any_learner_is_heard_nothing_is_known() -> None:
-    assert Traffic().until(9.0) == []
+    assert TrafficTotals().until(9.0) == []
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 3), st.integers(0, 9), st.integers(0, 9)), max_size=60))
 def test_totals_never_fall(heard: list[tuple[str, int, int, int]]) -> None:
-    traffic = Traffic()
+    traffic = TrafficTotals()
     for number, (name, incarnation, sent, received) in enumerate(heard):
         traffic.hear(name, incarnation, sent, received, number * EVERY_S)
     points = traffic.until(len(heard))
@@ -54,7 +54,7 @@ def test_totals_never_fall(heard: list[tuple[str, int, int, int]]) -> None:
 
 
 def test_points_are_few_however_long_a_run_is() -> None:
-    traffic = Traffic()
+    traffic = TrafficTotals()
     for number in range(10 * MAX_POINTS):
         traffic.hear("ann", 1, number, number, number * EVERY_S)
     assert MAX_POINTS / 2 <= len(traffic.points) <= MAX_POINTS

@@ -29,7 +29,7 @@ from diloco.wire.subjects import Subjects
 from diloco_ops.broker.server import find_binary, free_ports
 from diloco_ops.keys.folder import Folder
 from diloco_ops.keys.permissions import CONTROL, Who
-from diloco_ops.supervise import Guard
+from diloco_ops.supervise import OrphanGuard
 
 pytestmark = pytest.mark.services
 
@@ -52,7 +52,7 @@ class Started:
         # paths in the configuration are relative to where it is started
         command = [str(find_binary()), "-c", config, "-sd", "data", "-a", HOST, "-p", str(port), *arguments]
         self.process = subprocess.Popen(command, cwd=folder, stdout=self._log, stderr=self._log)
-        self.guard = Guard()
+        self.guard = OrphanGuard()
         self.guard.watch([self.process.pid])
 
     def reload(self) -> None:

@@ -53,7 +53,7 @@ from tests.pace import DEADLINE_S
 
 from diloco.control import admission, creation, tables
 from diloco.control.admission import Admission
-from diloco.control.creation import Run
+from diloco.control.creation import KnownRun
 from diloco.control.history import Past, unpack
 from diloco.core import changes, codec, fold, leases, outer, quantise, tape
 from diloco.core.chain import Chain
@@ -102,7 +102,7 @@ from diloco_coordinator import service as coordinator
 from diloco_coordinator.series import SeriesFile
 from diloco_coordinator.server_watch import figures as server_watch
 from diloco_lab import sites, tapes, trace
-from diloco_lab.cluster import Learner
+from diloco_lab.cluster import ClusterLearner
 from diloco_ops import failures, inspect, manifest
 from diloco_ops.broker import probe, snapshot
 from diloco_ops.chaos import revert
@@ -178,8 +178,8 @@ class Held:
         return self.value, 1
 
 
-def run_with(data: bytes) -> Run:
-    return Run("run", SETTINGS, cast(Any, Held(data)))
+def run_with(data: bytes) -> KnownRun:
+    return KnownRun("run", SETTINGS, cast(Any, Held(data)))
 
 
 def just(value: bytes) -> Bytes:
@@ -251,7 +251,7 @@ def _(data: bytes) -> None:
 
 @decoder("codec.Beginning", sources(ZSTD, frames_of_zstd(ZSTD)), FormatError, bound=2 * RAW.size)
 def _(data: bytes) -> None:
-    beginning = codec.Beginning(
+    beginning = codec.ContentStart(
         RAW.size, [np.empty(RAW.size // 4, np.uint8) for _ in range(2)]
     )  # its reader checks the hash of the state
     for at in range(0, len(data), 20):
@@ -847,7 +847,7 @@ def _failure_tapes(draw: st.DrawFn) -> bytes:
     return b"\n".join(lines)
 
 
-LEARNERS = [Learner("learner-0", 2, 4, 1.0), Learner("learner-1", 1, 4, 1.0)]
+LEARNERS = [ClusterLearner("learner-0", 2, 4, 1.0), ClusterLearner("learner-1", 1, 4, 1.0)]
 
 
 @decoder("failures.decode", _failure_tapes(), FormatError)

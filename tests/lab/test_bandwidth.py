@@ -17,8 +17,8 @@ from diloco.errors import SettingsError
 from diloco_lab import comparison, published
 from diloco_lab.bandwidth import (
     STRATEGIES,
-    Job,
-    Row,
+    BandwidthRow,
+    ModelJob,
     Schedule,
     ScheduleName,
     curve,
@@ -32,11 +32,11 @@ from diloco_lab.command import simulate
 from diloco_lab.published import UTILISATIONS
 
 # two datacenters: each sends a value's bits once, so that a cycle is parameters * bits
-UNIT = Job(parameters=1000, step_s=2.0, datacenters=2)
+UNIT = ModelJob(parameters=1000, step_s=2.0, datacenters=2)
 
 
 def gbit(strategy: str, name: ScheduleName, share: float = 0.95) -> float:
-    return needed_bits_per_s(Job(), schedules(strategy)[name], share) / 1e9
+    return needed_bits_per_s(ModelJob(), schedules(strategy)[name], share) / 1e9
 
 
 def gradients(buckets: int) -> Schedule:
@@ -50,7 +50,7 @@ def fragments(steps: int, count: int, overlap_steps: float) -> Schedule:
 def test_a_datacenter_sends_all_but_its_own_share_and_gets_as_much_back() -> None:
     assert cycle_bits(UNIT, gradients(1)) == 10_000
     # 5e9 values of 16 bits, 7/8 of them as gradients and 7/8 as their averages
-    assert cycle_bits(Job(), schedules("data-parallel")["table"]) == 140e9
+    assert cycle_bits(ModelJob(), schedules("data-parallel")["table"]) == 140e9
 
 
 def test_published_cells() -> None:
@@ -62,7 +62,7 @@ def test_published_cells() -> None:
 
 
 def test_all_sixty_published_cells() -> None:
-    rows = [Row(**each) for each in json.loads(run("--published", "--json"))]
+    rows = [BandwidthRow(**each) for each in json.loads(run("--published", "--json"))]
     cells = [row for row in rows if row.published_gbit is not None]
     assert len(cells) == 60
     decoupled, parallel, coarse = comparison.of_links(rows)
@@ -133,7 +133,7 @@ def test_two_buckets_of_which_one_goes_during_the_second_half_of_the_backward_pa
 
 
 def test_links_without_end_and_links_that_hardly_carry_anything() -> None:
-    assert utilisation(Job(), gradients(64), 1e30) == pytest.approx(1)
+    assert utilisation(ModelJob(), gradients(64), 1e30) == pytest.approx(1)
     slow = 1e-3
     exposed_s = cycle_bits(UNIT, gradients(64)) / slow - UNIT.step_s * (2 / 3 - 1 / 96)  # one after the other, less the overlap
     assert utilisation(UNIT, gradients(64), slow) == pytest.approx(UNIT.step_s / (UNIT.step_s + exposed_s), rel=1e-12)
@@ -209,13 +209,13 @@ RATES = st.floats(1e6, 1e13)
 
 @given(ANY, RATES, st.floats(1, 10))
 def test_a_faster_link_is_never_worse(schedule: Schedule, rate: float, times: float) -> None:
-    slow, fast = utilisation(Job(), schedule, rate), utilisation(Job(), schedule, rate * times)
+    slow, fast = utilisation(ModelJob(), schedule, rate), utilisation(ModelJob(), schedule, rate * times)
     assert 0 < slow <= fast * (1 + 1e-12) <= 1 + 1e-9
 
 
 @given(ANY, RATES, st.integers(1, 100), st.integers(1, 100))
 def test_more_datacenters_and_more_bits_are_never_better(schedule: Schedule, rate: float, some: int, more: int) -> None:
-    few, many = Job(datacenters=some), Job(datacenters=some + more)
+    few, many = ModelJob(datacenters=some), ModelJob(datacenters=some + more)
     assert utilisation(many, schedule, rate) <= utilisation(few, schedule, rate) * (1 + 1e-12)
     fine = Schedule(32, schedule.steps, schedule.fragments, schedule.overlap_steps, schedule.in_backward)
     assert utilisation(few, fine, rate) <= utilisation(few, schedule, rate) * (1 + 1e-12)
@@ -223,14 +223,14 @@ def test_more_datacenters_and_more_bits_are_never_better(schedule: Schedule, rat
 
 @given(ANY, st.floats(0.01, 0.999), st.integers(2, 64))
 def test_what_is_needed_is_enough_and_a_little_less_is_not(schedule: Schedule, wanted: float, datacenters: int) -> None:
-    job = Job(datacenters=datacenters)
+    job = ModelJob(datacenters=datacenters)
     rate = needed_bits_per_s(job, schedule, wanted)
     assert utilisation(job, schedule, rate) >= wanted * (1 - 1e-12)
     assert utilisation(job, schedule, rate * 0.999) < wanted
 
 
 def test_one_datacenter_needs_no_link() -> None:
-    alone = Job(datacenters=1)
+    alone = ModelJob(datacenters=1)
     for strategy in STRATEGIES:
         for schedule in schedules(strategy).values():
             assert needed_bits_per_s(alone, schedule, 0.99) == 0
@@ -240,46 +240,46 @@ def test_one_datacenter_needs_no_link() -> None:
 def test_least_settings_by_hand() -> None:
     # 24 fragments of 35 Gbit / 24 at 1 Gbit/s take 1.458 steps each, less than tau: the link must have a cycle's time for all.
     # Of 33 steps some are two apart and some one: 35 / 33 too much for 95 %. Of 34: 34 / 35.5
-    found = least_settings(Job(), schedules("decoupled")["training"], 1e9, 0.95)
+    found = least_settings(ModelJob(), schedules("decoupled")["training"], 1e9, 0.95)
     assert [(one.bits, one.steps) for one in found] == [(4, 34), (8, 419), (16, 1748)]
     # of 70 Gbit each fragment takes 2.917 steps, of which 0.917 are exposed: 22 of 440; at 418 steps 22 / 440 is just passed
-    assert utilisation(Job(), found[1], 1e9) == pytest.approx(419 / (419 + 22))
+    assert utilisation(ModelJob(), found[1], 1e9) == pytest.approx(419 / (419 + 22))
 
 
 def test_least_settings_give_most_bits_first_where_the_link_has_room() -> None:
-    found = least_settings(Job(), schedules("decoupled")["training"], 1e12, 0.95)
+    found = least_settings(ModelJob(), schedules("decoupled")["training"], 1e12, 0.95)
     assert [(one.bits, one.steps) for one in found] == [(16, 24), (8, 24), (4, 24)]
 
 
 def test_no_settings_where_no_h_will_do() -> None:
-    assert least_settings(Job(), schedules("decoupled")["training"], 1e4, 0.95) == []
+    assert least_settings(ModelJob(), schedules("decoupled")["training"], 1e4, 0.95) == []
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.floats(2e8, 5e9), st.integers(1, 40), st.floats(0.5, 4))
 def test_least_settings_are_the_first_that_do(rate: float, count: int, tau: float) -> None:
     base = Schedule(bits=4, steps=24, fragments=count, overlap_steps=tau)
-    (found,) = least_settings(Job(), base, rate, 0.9, bits=(4,))
+    (found,) = least_settings(ModelJob(), base, rate, 0.9, bits=(4,))
     tried = [Schedule(4, steps, count, tau) for steps in range(24, min(found.steps, 400) + 1)]
-    assert [one.steps for one in tried if utilisation(Job(), one, rate) >= 0.9] == [s for s in [found.steps] if s <= 400]
+    assert [one.steps for one in tried if utilisation(ModelJob(), one, rate) >= 0.9] == [s for s in [found.steps] if s <= 400]
 
 
 def test_a_curve_gives_the_utilisation_at_each_rate() -> None:
     training = schedules("diloco", {"bits": 4})["training"]
     # 35 Gbit after 500 steps of 1 s, and nothing meanwhile
-    assert np.array(curve(Job(), training, [1.0, 35.0])) == pytest.approx(np.array([(1, 500 / 535), (35, 500 / 501)]))
-    assert [rate for rate, _ in curve(Job(), training)][::120] == pytest.approx([0.01, 10, 10_000])
+    assert np.array(curve(ModelJob(), training, [1.0, 35.0])) == pytest.approx(np.array([(1, 500 / 535), (35, 500 / 501)]))
+    assert [rate for rate, _ in curve(ModelJob(), training)][::120] == pytest.approx([0.01, 10, 10_000])
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Job(parameters=0), "parameters = 0, expected a whole number"),
-        (lambda: Job(parameters=1.5), "parameters = 1.5"),
-        (lambda: Job(parameters=math.inf), "parameters = inf"),
-        (lambda: Job(step_s=-1), "step_s = -1, expected a number above 0"),
-        (lambda: Job(step_s=math.nan), "step_s = nan"),
-        (lambda: Job(datacenters=0), "datacenters = 0"),
+        (lambda: ModelJob(parameters=0), "parameters = 0, expected a whole number"),
+        (lambda: ModelJob(parameters=1.5), "parameters = 1.5"),
+        (lambda: ModelJob(parameters=math.inf), "parameters = inf"),
+        (lambda: ModelJob(step_s=-1), "step_s = -1, expected a number above 0"),
+        (lambda: ModelJob(step_s=math.nan), "step_s = nan"),
+        (lambda: ModelJob(datacenters=0), "datacenters = 0"),
         (lambda: Schedule(0, 24, 24, 2), "bits = 0, expected a whole number of at least 1 and at most 32"),
         (lambda: Schedule(64, 24, 24, 2), "bits = 64"),
         (lambda: Schedule(4, 0, 24, 2), "steps = 0"),
@@ -289,12 +289,15 @@ def test_a_curve_gives_the_utilisation_at_each_rate() -> None:
         (lambda: Schedule(4, 24, 24, 25), "overlap_steps = 25, expected 0 to steps = 24"),
         (lambda: Schedule(4, 24, 24, math.nan), "overlap_steps = nan"),
         (lambda: Schedule(16, 24, 64, 0, in_backward=True), "in_backward with steps = 24"),
-        (lambda: utilisation(Job(parameters=5), fragments(24, 24, 2), 1), "fragments = 24, expected at most parameters = 5"),
-        (lambda: utilisation(Job(), gradients(1), 0), "rate_bits_per_s = 0"),
-        (lambda: utilisation(Job(), gradients(1), math.inf), "rate_bits_per_s = inf"),
-        (lambda: needed_bits_per_s(Job(), gradients(1), 1), "utilisation = 1, expected a share above 0 and below 1"),
-        (lambda: needed_bits_per_s(Job(), gradients(1), 95), "utilisation = 95"),
-        (lambda: least_settings(Job(), fragments(24, 24, 2), 1e9, 0), "wanted = 0"),
+        (
+            lambda: utilisation(ModelJob(parameters=5), fragments(24, 24, 2), 1),
+            "fragments = 24, expected at most parameters = 5",
+        ),
+        (lambda: utilisation(ModelJob(), gradients(1), 0), "rate_bits_per_s = 0"),
+        (lambda: utilisation(ModelJob(), gradients(1), math.inf), "rate_bits_per_s = inf"),
+        (lambda: needed_bits_per_s(ModelJob(), gradients(1), 1), "utilisation = 1, expected a share above 0 and below 1"),
+        (lambda: needed_bits_per_s(ModelJob(), gradients(1), 95), "utilisation = 95"),
+        (lambda: least_settings(ModelJob(), fragments(24, 24, 2), 1e9, 0), "wanted = 0"),
         (lambda: schedules("decouple"), "did you mean 'decoupled'"),
         (lambda: schedules("data-parallel", {"steps": 5}), "steps = 5: data-parallel"),
         (lambda: schedules("diloco", {"overlap_steps": 5}), "overlap_steps = 5: diloco"),
@@ -313,7 +316,7 @@ def run(*arguments: str) -> str:
 
 
 def test_json_of_the_command() -> None:
-    rows = [Row(**each) for each in json.loads(run("--json"))]
+    rows = [BandwidthRow(**each) for each in json.loads(run("--json"))]
     assert len(rows) == len(STRATEGIES) * 2 * len(UTILISATIONS)
     known = {(row.strategy, row.utilisation): row.published_gbit for row in rows if row.published_gbit is not None}
     assert (known["data-parallel", 0.95], known["decoupled", 0.95]) == (198.0, 0.84)

@@ -11,7 +11,7 @@ import pytest
 
 from diloco.errors import SettingsError
 from diloco_lab.experiment import answer, curves, record, spec
-from diloco_lab.experiment.curves import Fit, Law, Point
+from diloco_lab.experiment.curves import ArmPoint, Law, ScalingFit
 from diloco_lab.experiment.methods import Measured
 from diloco_lab.experiment.runner import Results
 
@@ -19,11 +19,11 @@ SIZES, BUDGETS = (40_000, 80_000, 200_000), (1e6, 2e6, 4e6)
 BAR, ARM = Law(0.9, 30.0, 0.45, 80.0, 0.35), Law(0.9, 30.0, 0.45, 100.0, 0.35)
 
 
-def points(noise: float = 0.0) -> list[Point]:
+def points(noise: float = 0.0) -> list[ArmPoint]:
     """Losses of both laws, each off by a relative noise."""
     rng = np.random.default_rng(3)
     return [
-        Point(name, size, int(tokens), law.loss(size, tokens) * math.exp(noise * rng.standard_normal()))
+        ArmPoint(name, size, int(tokens), law.loss(size, tokens) * math.exp(noise * rng.standard_normal()))
         for name, law in (("bar", BAR), ("arm", ARM))
         for size, tokens in itertools.product(SIZES, BUDGETS)
     ]
@@ -35,7 +35,7 @@ def test_a_law_by_hand() -> None:
 
 
 def test_known_laws_are_found_again() -> None:
-    fit = Fit(points())
+    fit = ScalingFit(points())
     assert fit.arms == ["bar", "arm"]
     for name, law in (("bar", BAR), ("arm", ARM)):
         for size, tokens in ((80_000, 2e6), (35e6, 700e6)):  # between the points, and far beyond them
@@ -46,7 +46,7 @@ def test_known_laws_are_found_again() -> None:
 
 
 def test_an_interval_holds_the_truth_and_grows_with_the_distance() -> None:
-    fit = Fit(points(noise=0.003))
+    fit = ScalingFit(points(noise=0.003))
 
     def interval(size: float, tokens: float) -> tuple[float, float]:
         found = fit.above("arm", "bar", size, tokens).interval
@@ -64,10 +64,10 @@ def test_an_interval_holds_the_truth_and_grows_with_the_distance() -> None:
 def test_points_that_tell_nothing_of_the_tokens_give_no_interval() -> None:
     """All of one budget: what is of the tokens and what no model can know are the same."""
     sizes = (20_000, 40_000, 80_000, 160_000, 320_000, 640_000, 1_280_000)
-    fit = Fit([Point("bar", size, 1_000_000, BAR.loss(size, 1e6)) for size in sizes])
+    fit = ScalingFit([ArmPoint("bar", size, 1_000_000, BAR.loss(size, 1e6)) for size in sizes])
     assert fit.law("bar").loss(80_000, 1e6) == pytest.approx(BAR.loss(80_000, 1e6), rel=1e-3)
-    alike = [Point("arm", size, 1_000_000, ARM.loss(size, 1e6)) for size in sizes]
-    assert Fit([*fit.points, *alike]).above("arm", "bar", 35e6, 700e6).interval is None
+    alike = [ArmPoint("arm", size, 1_000_000, ARM.loss(size, 1e6)) for size in sizes]
+    assert ScalingFit([*fit.points, *alike]).above("arm", "bar", 35e6, 700e6).interval is None
 
 
 FILE = """
@@ -115,7 +115,7 @@ def test_each_arm_is_played_at_each_place_and_the_page_has_the_curves(file: Path
         law = ARM if name.startswith("four") else BAR
         assert curves.parameters_of(settings) == by_width[settings.task.width]
         results.measured[name, 0] = Measured(law.loss(by_width[settings.task.width], settings.tokens), settings.tokens, 1.0)
-    page = answer.markdown(record.Record("sizes", asked, [], results, {"measured": "today"}))
+    page = answer.markdown(record.ExperimentRecord("sizes", asked, [], results, {"measured": "today"}))
     above = 100 * (ARM.loss(35e6, 700e6) / BAR.loss(35e6, 700e6) - 1)
     assert f"four above data-parallel at 3.5e+07 parameters and 7e+08 tokens, by the curves: {above:+.1f} %" in page
     assert "| data-parallel | 0.9 | 30 | 0.45 | 80 | 0.35 |" in page
@@ -129,7 +129,9 @@ def test_each_arm_is_played_at_each_place_and_the_page_has_the_curves(file: Path
     del results.measured["four: task.width 48, tokens 2000000", 0]
     missing = Results({key: one for key, one in results.measured.items() if key[0].startswith("four")}, {})
     few = dict(list(missing.measured.items())[:5])
-    assert "curves: 5 points for 5 constants" in answer.markdown(record.Record("sizes", asked, [], Results(few, {}), {}))
+    assert "curves: 5 points for 5 constants" in answer.markdown(
+        record.ExperimentRecord("sizes", asked, [], Results(few, {}), {})
+    )
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from diloco.errors import FormatError
 from diloco_lab import docs_page, goodput, published
-from diloco_lab.goodput import Conditions, points, sweep
+from diloco_lab.goodput import FleetConditions, points, sweep
 
 PAGE = Path(__file__).parents[2] / "docs" / "simulator.md"
 
@@ -30,7 +30,7 @@ def test_the_goodput_table_has_all_published_cells_and_its_first_column_is_simul
         for share in (cell.goodput, cell.uptime)
         if share
     )
-    rows = sweep(points(goodput.PUBLISHED, published.LEARNERS, (150_000,)), Conditions(), range(1, 9), 3 * 86400.0, 1)
+    rows = sweep(points(goodput.PUBLISHED, published.LEARNERS, (150_000,)), FleetConditions(), range(1, 9), 3 * 86400.0, 1)
     for quantity in goodput.QUANTITIES:
         for cells in goodput.table(rows, quantity)[1]:
             assert f"| {' | '.join(cells)} |" in block

@@ -20,9 +20,9 @@ from diloco_lab.commands.experiment import lab
 from diloco_lab.experiment import answer, findings, record, spec, tuning
 from diloco_lab.experiment.methods import Measured
 from diloco_lab.experiment.runner import ENVIRONMENT, Results, jobs, pool
-from diloco_lab.experiment.spec import Arm, Change
+from diloco_lab.experiment.spec import Arm, SettingsChange
 from diloco_lab.experiment.statistics import paired, seeds_for
-from diloco_lab.experiment.store import Store, task_digest
+from diloco_lab.experiment.store import TrialStore, task_digest
 from diloco_lab.paces.spec import PaceSpec
 from diloco_ops.report import reference
 
@@ -154,13 +154,13 @@ def test_a_claim_is_judged_by_its_bound_over_the_seeds_that_both_have(tiny: Path
 
 
 def test_a_result_is_kept_by_all_that_it_depends_on(tiny: Path, tmp_path: Path) -> None:
-    experiment, store = spec.load(str(tiny)), Store(tmp_path / "out")
+    experiment, store = spec.load(str(tiny)), TrialStore(tmp_path / "out")
     listed = list(jobs(experiment, store, None))
     assert [(job.arm, job.seed) for job in listed[:3]] == [("equal", 0), ("one-slow", 0), ("equal", 1)]
     assert len({job.path for job in listed}) == 6
     settings = listed[0].settings
     other_pace = Arm(pace=PaceSpec(step_s=0.2))
-    changed = Arm(changes=[Change(after=0.5, settings={"round.steps": 6})])
+    changed = Arm(changes=[SettingsChange(after=0.5, settings={"round.steps": 6})])
     paths = {store.path(arm, settings, None) for arm in (Arm(), other_pace, changed)} | {store.path(Arm(), settings, "text")}
     assert len(paths) == 4
     assert listed[0].path in paths
@@ -183,9 +183,9 @@ def test_the_best_combination_is_chosen_over_seeds_of_its_own(tiny: Path, tmp_pa
     experiment = spec.load(str(tiny))
     search = tuning.search(experiment)
     assert search is not None
-    listed = list(jobs(search, Store(tmp_path / "out"), None))
+    listed = list(jobs(search, TrialStore(tmp_path / "out"), None))
     assert len(listed) == 2 * 9
-    assert {job.seed for job in listed}.isdisjoint({job.seed for job in jobs(experiment, Store(tmp_path / "out"), None)})
+    assert {job.seed for job in listed}.isdisjoint({job.seed for job in jobs(experiment, TrialStore(tmp_path / "out"), None)})
     # the least mean is that of 0.02 and 8, though 0.04 and 2 has the least single loss; one of 0.01 and 2 diverged
     known: dict[tuple[float, float], list[float | None]] = {
         (0.02, 8): [1.5, 1.5],
@@ -199,7 +199,7 @@ def test_the_best_combination_is_chosen_over_seeds_of_its_own(tiny: Path, tmp_pa
             losses[name, seed] = measured(loss)
     found = tuning.tried(experiment, Results(losses, {}))
     [choice] = tuning.choose(experiment, found)
-    assert choice == tuning.Choice("tuned", {"inner.learning_rate": 0.02, "task.batch": 8}, 1.5, 18, ["task.batch"])
+    assert choice == tuning.TunedArm("tuned", {"inner.learning_rate": 0.02, "task.batch": 8}, 1.5, 18, ["task.batch"])
     assert "not bracketed: try further values of task.batch" in choice.sentence()
     settled = tuning.settled(experiment, [choice])
     chosen = settled.settings_of("tuned", 0)
@@ -228,7 +228,7 @@ def test_raw_results_are_one_file_from_which_the_page_is_made_again(tiny: Path, 
     experiment, known = spec.load(str(tiny)), results([2.0, None, 2.1], [1.98, 5.0, 1.97])
     known.failed["tuned", 1] = "trial: no end"
     found = tuning.tried(experiment, Results({}, {}))
-    kept = record.Record("tiny", experiment, found, known, {"measured": "2026-11-23"})
+    kept = record.ExperimentRecord("tiny", experiment, found, known, {"measured": "2026-11-23"})
     path = tmp_path / f"tiny{record.SUFFIX}"
     path.write_text(kept.encode())
     again = record.read(path)
@@ -243,7 +243,9 @@ def test_raw_results_are_one_file_from_which_the_page_is_made_again(tiny: Path, 
 def test_a_page_is_made_again_from_raw_results(tiny: Path, tmp_path: Path) -> None:
     folder = tmp_path / "page"
     folder.mkdir()
-    kept = record.Record("tiny", spec.load(str(tiny)), [], results([2.0, 2.0], [1.98, 1.96]), {"measured": "2026-11-23"})
+    kept = record.ExperimentRecord(
+        "tiny", spec.load(str(tiny)), [], results([2.0, 2.0], [1.98, 1.96]), {"measured": "2026-11-23"}
+    )
     (folder / f"tiny{record.SUFFIX}").write_text(kept.encode())
     file = tmp_path / "page.md"
     file.write_text("# Mine\n\n<!-- lab: tiny -->\noutdated\n<!-- end -->\n\nBehind it.\n")
@@ -282,19 +284,19 @@ def test_only_tuned_data_parallel_arms_of_one_size_are_a_reference(tiny: Path) -
     losses: list[tuple[str, int, float | None]] = [("bar", 0, 1.5), ("bar", 1, None), ("bar", 2, 1.25), ("untuned", 0, 1.0)]
     losses.append(("before", 0, 1.75))
     played = Results({(arm, seed): measured(loss) for arm, seed, loss in losses}, {})
-    made = record.Record("tiny", experiment, found, played, {"measured": "today"}, "aa").reference()
+    made = record.ExperimentRecord("tiny", experiment, found, played, {"measured": "today"}, "aa").reference()
     assert made is not None
     assert made.arms == {
         "bar": reference.Losses([1.5, 1.25], "inner.learning_rate 0.02 is the best of 3 trials"),
         "before": reference.Losses([1.75], "the best of three"),
     }
     assert (made.conditions["tokens"], made.conditions["learners"], made.conditions["text"]) == (2048, 2, "aa")
-    assert record.Record("tiny", experiment, found, played, {}, text=None).reference() is None
+    assert record.ExperimentRecord("tiny", experiment, found, played, {}, text=None).reference() is None
     tiny.write_text(
         tiny.read_text().replace("[arms.ours]", "[arms.ours]\nmethod = 'data-parallel'\nsettings = { learners = 4 }")
     )
     other = Results(played.measured | {("ours", 0): measured(1.0)}, {})
-    assert record.Record("tiny", spec.load(str(tiny)), found, other, {}, "aa").reference() is None
+    assert record.ExperimentRecord("tiny", spec.load(str(tiny)), found, other, {}, "aa").reference() is None
 
 
 @pytest.mark.parametrize("finding", findings.load(), ids=lambda finding: finding.said[:40])
@@ -316,7 +318,7 @@ def test_findings_are_judged_by_results_of_the_arms_as_they_are(tmp_path: Path) 
 
     def judged(changed: dict[str, object]) -> list[str]:
         asked = experiment.model_copy(update=changed)
-        file.write_text(record.Record("mixed", asked, [], played, {}).encode())
+        file.write_text(record.ExperimentRecord("mixed", asked, [], played, {}).encode())
         assert CliRunner().invoke(lab, ["page", str(page)]).exit_code == 0
         rows = [
             [cell.strip() for cell in line.split("|")] for line in page.read_text().splitlines() if "Mixed hardware" in line
@@ -353,7 +355,7 @@ print(names.count("tf_XLAEigen"))
 def test_a_trial_finds_a_task_in_the_folder_of_the_command(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a_task_of_mine.py").write_text("LAYERS = 7")
     monkeypatch.chdir(tmp_path)
-    experiment, store = spec.load(str(tiny)), Store(tmp_path / "out")
+    experiment, store = spec.load(str(tiny)), TrialStore(tmp_path / "out")
     name = next(iter(experiment.arms))
     settings = experiment.settings_of(name, 0)
     path = store.path(experiment.arms[name], settings, None)

@@ -15,14 +15,14 @@ from diloco.errors import SettingsError
 from diloco_lab import comparison, fit, goodput, published
 from diloco_lab.cluster import YEAR_S, Cluster
 from diloco_lab.command import simulate
-from diloco_lab.goodput import Point, Row, conditions, interval, mean_error, points, strategy_of, sweep, thumb
+from diloco_lab.goodput import GoodputCell, GoodputRow, conditions, interval, mean_error, points, strategy_of, sweep, thumb
 from diloco_lab.published import CHIPS, FITTED
 
 DAY_S = 86400.0
 
 
-def cell(strategy: str, learners: int, chips: int, share: float, known: float | None = None) -> Row:
-    return Row(strategy, learners, chips, share, share, share, 1.0, 1.0, 1.0, known, None)
+def cell(strategy: str, learners: int, chips: int, share: float, known: float | None = None) -> GoodputRow:
+    return GoodputRow(strategy, learners, chips, share, share, share, 1.0, 1.0, 1.0, known, None)
 
 
 class TestPublishedTables:
@@ -36,7 +36,7 @@ class TestPublishedTables:
 
     def test_they_predict_decoupled(self) -> None:
         """The row that nothing was fitted to: 88 % of 1.2 million chips' time with eight learners."""
-        [row] = sweep([Point("decoupled", 8, 1_200_000)], goodput.Conditions(), range(1, 5), 3 * DAY_S, jobs=1)
+        [row] = sweep([GoodputCell("decoupled", 8, 1_200_000)], goodput.FleetConditions(), range(1, 5), 3 * DAY_S, jobs=1)
         assert row.published_goodput == 0.88
         assert row.goodput == pytest.approx(0.88, abs=0.01)
         assert row.uptime > 0.9999
@@ -44,13 +44,13 @@ class TestPublishedTables:
     def test_a_job_that_is_not_elastic_by_its_formula(self) -> None:
         """A renewal process: steps of s until one has a failure in it, then a restart of R: s / (s + (1 - e^(-rate s)) R)."""
         chips, days = 1_199_872, 12.0  # a whole number of slices
-        [row] = sweep([Point("data-parallel", 1, chips)], goodput.Conditions(), (1,), days * DAY_S, jobs=1)
+        [row] = sweep([GoodputCell("data-parallel", 1, chips)], goodput.FleetConditions(), (1,), days * DAY_S, jobs=1)
         rate_per_s, step_s = chips / YEAR_S, FITTED.step_s
         expected = step_s / (step_s + (1 - math.exp(-rate_per_s * step_s)) * FITTED.restart_s)
         assert row.uptime == pytest.approx(expected, abs=0.006)  # 14,000 restarts: three standard deviations
 
     def test_many_learners_behave_like_one_on_fewer_chips(self) -> None:
-        rows = sweep(points(("decoupled",), (1, 4), (300_000, 1_200_000)), goodput.Conditions(), (1, 2), 2 * DAY_S, jobs=1)
+        rows = sweep(points(("decoupled",), (1, 4), (300_000, 1_200_000)), goodput.FleetConditions(), (1, 2), 2 * DAY_S, jobs=1)
         [(many, one, apart)] = thumb(rows)
         assert (many.learners, many.chips, one.learners, one.chips) == (4, 1_200_000, 1, 300_000)
         assert abs(apart) < 0.01
@@ -58,13 +58,17 @@ class TestPublishedTables:
 
     def test_one_learner_that_nobody_waits_for_is_an_elastic_data_parallel_job(self) -> None:
         rows = sweep(
-            [Point("decoupled", 1, 600_000), Point("data-parallel-elastic", 1, 600_000)], goodput.Conditions(), (3,), DAY_S, 1
+            [GoodputCell("decoupled", 1, 600_000), GoodputCell("data-parallel-elastic", 1, 600_000)],
+            goodput.FleetConditions(),
+            (3,),
+            DAY_S,
+            1,
         )
         assert rows[0].goodput == rows[1].goodput
 
     def test_learners_that_wait_for_all_lose_what_others_lose(self) -> None:
-        wanted = [Point("diloco", 8, 1_200_000), Point("decoupled", 8, 1_200_000)]
-        waiting, free = sweep(wanted, goodput.Conditions(), (1,), 0.25 * DAY_S, jobs=1)
+        wanted = [GoodputCell("diloco", 8, 1_200_000), GoodputCell("decoupled", 8, 1_200_000)]
+        waiting, free = sweep(wanted, goodput.FleetConditions(), (1,), 0.25 * DAY_S, jobs=1)
         assert waiting.goodput < free.goodput - 0.01  # once in 500 steps they wait for the last one
 
 
@@ -148,7 +152,7 @@ class TestBadInput:
         with pytest.raises(SettingsError, match="did you mean 'decoupled'"):
             strategy_of("decuopled")
         with pytest.raises(SettingsError, match="strategy data-parallel is a single one"):
-            sweep([Point("data-parallel", 2, 1000)], goodput.Conditions(), (1,), 1.0, jobs=1)
+            sweep([GoodputCell("data-parallel", 2, 1000)], goodput.FleetConditions(), (1,), 1.0, jobs=1)
 
 
 @pytest.fixture

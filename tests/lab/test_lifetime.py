@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco_lab import simulation
-from diloco_lab.cluster import MICROS, Costs, Learner, Slowdowns
+from diloco_lab.cluster import MICROS, ClusterLearner, Costs, Slowdowns
 from diloco_lab.lifetime import ChipTime, Fault, FaultKind, Lifetime, Stretch
 from diloco_lab.outcome import LearnerOutcome, Scenario
-from diloco_lab.repair import Repair
+from diloco_lab.repair import RepairTime
 
 AT_ONCE = 10**9
 
@@ -24,7 +24,7 @@ def fault(at_s: float, kind: FaultKind, duration_s: float = 0.0, index: int = 0,
     return Fault(round(at_s * MICROS), kind, round(duration_s * MICROS), index, factor)
 
 
-def play(learner: Learner, duration_s: float, *faults: Fault) -> tuple[LearnerOutcome, list[tuple[Any, ...]], ChipTime]:
+def play(learner: ClusterLearner, duration_s: float, *faults: Fault) -> tuple[LearnerOutcome, list[tuple[Any, ...]], ChipTime]:
     """What came of it, its stretches as (kind, from, until, steps, slices of the last step), and chip-seconds."""
     stretches: list[Stretch] = []
     scenario = Scenario(
@@ -42,14 +42,14 @@ def seconds(time: ChipTime) -> ChipTime:
 
 
 COSTS = Costs(elastic=True, downscale_s=30.0, upscale_s=20.0)
-TEN = Learner("learner-0", slices=10, chips=4, step_s=10.0, tokens=7, costs=COSTS)
+TEN = ClusterLearner("learner-0", slices=10, chips=4, step_s=10.0, tokens=7, costs=COSTS)
 
 
 # ---- by hand
 
 
 def test_nothing_happens_to_one_chip() -> None:
-    outcome, stretches, time = play(Learner("learner-0", 1, 1, 2.0), 100.0)
+    outcome, stretches, time = play(ClusterLearner("learner-0", 1, 1, 2.0), 100.0)
     assert time == ChipTime(useful=102)  # the step that begins at the end is finished
     assert (outcome.steps, outcome.tokens, outcome.failures) == (50, 50, 0)
     assert stretches == [("stepping", 0.0, 102.0, 51, 1)]
@@ -57,7 +57,7 @@ def test_nothing_happens_to_one_chip() -> None:
 
 def test_one_chip_is_repaired() -> None:
     """It fails in the third step, which is worth nothing, and is away until 35."""
-    learner = Learner("learner-0", 1, 1, 2.0, costs=Costs(True, 3.0, 4.0))
+    learner = ClusterLearner("learner-0", 1, 1, 2.0, costs=Costs(True, 3.0, 4.0))
     outcome, stretches, time = play(learner, 48.0, fault(5.0, "chip_loss", 30.0))
     assert stretches == [
         ("stepping", 0.0, 6.0, 3, 0),
@@ -147,22 +147,24 @@ def test_a_learner_that_waits_is_idle() -> None:
 # ---- renewals: what is known without playing it
 
 
-def share(learner: Learner, duration_s: float, seed: int = 1) -> tuple[ChipTime, float]:
+def share(learner: ClusterLearner, duration_s: float, seed: int = 1) -> tuple[ChipTime, float]:
     time = simulation.simulate(Scenario([learner], duration_s, seed)).learners[0].chip_time
     return time, time.useful / time.allocated
 
 
 def test_a_slice_that_fails_and_is_repaired_is_an_alternating_renewal() -> None:
     """Up 10000 s, then 500 s of repair and 20 s of joining."""
-    learner = Learner("learner-0", 1, 4, 1.0, between_s=40_000.0, repair=Repair(1, 1, 500.0), costs=Costs(True, 0.0, 20.0))
+    learner = ClusterLearner(
+        "learner-0", 1, 4, 1.0, between_s=40_000.0, repair=RepairTime(1, 1, 500.0), costs=Costs(True, 0.0, 20.0)
+    )
     _, useful = share(learner, 5e7)
     assert useful == pytest.approx(10_000 / 10_520, abs=0.002)
 
 
-@pytest.mark.parametrize("repair", [Repair(1, 1, 100.0), Repair(2.0, 0.7, 40.0)])
-def test_the_share_of_slices_away_depends_on_means_alone(repair: Repair) -> None:
+@pytest.mark.parametrize("repair", [RepairTime(1, 1, 100.0), RepairTime(2.0, 0.7, 40.0)])
+def test_the_share_of_slices_away_depends_on_means_alone(repair: RepairTime) -> None:
     """Each slice by itself is up 1000 s and away for the mean of its repairs, whatever their distribution."""
-    learner = Learner("learner-0", 200, 4, 1.0, between_s=4000.0, repair=repair, costs=Costs(True, 0.0, 0.0))
+    learner = ClusterLearner("learner-0", 200, 4, 1.0, between_s=4000.0, repair=repair, costs=Costs(True, 0.0, 0.0))
     time, _ = share(learner, 2e5)
     assert time.repairing / time.allocated == pytest.approx(repair.mean_s / (1000 + repair.mean_s), rel=0.02)
 
@@ -170,7 +172,7 @@ def test_the_share_of_slices_away_depends_on_means_alone(repair: Repair) -> None
 def test_restarts_alone_are_an_alternating_renewal() -> None:
     """An interrupted step counts but for one slice; half a step later on the mean that is noticed, and the restart begins."""
     costs = Costs(elastic=False, restart_s=80.0)
-    learner = Learner("learner-0", 50, 8, 2.0, between_s=400_000.0, costs=costs)  # one every 1000 s
+    learner = ClusterLearner("learner-0", 50, 8, 2.0, between_s=400_000.0, costs=costs)  # one every 1000 s
     _, useful = share(learner, 5e6)
     assert useful == pytest.approx(1000 / 1080, rel=0.005)
 
@@ -190,13 +192,13 @@ faults_strategy = st.lists(
     max_size=6,
 ).map(lambda faults: sorted(faults, key=lambda fault: fault.at_us))
 learners = st.builds(
-    Learner,
+    ClusterLearner,
     st.just("learner-0"),
     st.integers(2, 5),
     st.integers(1, 3),
     st.sampled_from([1.0, 2.5, 10.0]),
     between_s=st.sampled_from([50.0, 300.0, 3000.0]),
-    repair=st.sampled_from([Repair(1, 1, 5.0), Repair(0.7, 2, 100.0)]),
+    repair=st.sampled_from([RepairTime(1, 1, 5.0), RepairTime(0.7, 2, 100.0)]),
     costs=st.builds(Costs, st.booleans(), *[seconds_up_to] * 4, st.sampled_from([0.0, 25.0])),
     slowdowns=st.sampled_from([None, Slowdowns(40.0, 20.0, 1.7)]),
     present=st.sampled_from([(), ((0.0, 100.0), (130.0, 260.0)), ((33.3, 200.0),)]),
@@ -216,7 +218,7 @@ def lived(life: Lifetime, steps: Sequence[int], waits: Sequence[int] = ()) -> li
 
 @settings(max_examples=300)
 @given(learners, faults_strategy, st.integers(0, 99), st.lists(st.sampled_from([0, 1, 3_000_000]), max_size=3))
-def test_chip_time_is_conserved(learner: Learner, faults: list[Fault], seed: int, waits: list[int]) -> None:
+def test_chip_time_is_conserved(learner: ClusterLearner, faults: list[Fault], seed: int, waits: list[int]) -> None:
     life = Lifetime(learner, seed, faults)
     stretches = lived(life, [AT_ONCE, 1, 2], waits)
     assert stretches[0].start_us == 0
@@ -241,7 +243,7 @@ def stepwise(stretches: list[Stretch]) -> list[tuple[Any, ...]]:
 @settings(max_examples=300)
 @given(learners, faults_strategy, st.integers(0, 99), st.lists(st.integers(1, 7), min_size=1, max_size=3))
 def test_how_many_steps_are_asked_for_makes_no_difference(
-    learner: Learner, faults: list[Fault], seed: int, steps: list[int]
+    learner: ClusterLearner, faults: list[Fault], seed: int, steps: list[int]
 ) -> None:
     one, other = Lifetime(learner, seed, faults), Lifetime(learner, seed, faults)
     assert stepwise(lived(one, [AT_ONCE])) == stepwise(lived(other, steps))

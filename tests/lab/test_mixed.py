@@ -14,9 +14,9 @@ from diloco.errors import SettingsError
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RoundSettings
 from diloco_lab import mixed, simulation
-from diloco_lab.cluster import Cluster, Link, Rounds
-from diloco_lab.mixed import Played, Way
-from diloco_lab.outcome import Scenario, Version
+from diloco_lab.cluster import Cluster, LearnerLink, Rounds
+from diloco_lab.mixed import MixedOutcome, RoundMode
+from diloco_lab.outcome import MergedVersion, Scenario
 from diloco_lab.reports import ReportClock
 
 NO_WINDOW = {"round.grace_factor": 0.0}
@@ -48,11 +48,11 @@ def test_a_step_of_the_syncer_waits_for_its_quorum_and_then_for_its_window() -> 
     assert (counted.step, counted.reported) == (1, set())
 
 
-def versions_of(by_reports: bool, link: Link, **settings: Any) -> list[Version]:
+def versions_of(by_reports: bool, link: LearnerLink, **settings: Any) -> list[MergedVersion]:
     """The rounds of three learners with steps of 1, 1.25 and 1.6 s in 60 s; H = 4, P = 2."""
     run = run_settings("published", {"learners": 3, "fragments.count": 2, "round.steps": 4, **NO_WINDOW, **settings})
     cluster = Cluster(3, 3, 1, 1.0, math.inf, link=link, speeds=(1.0, 0.8, 0.625))
-    versions: list[Version] = []
+    versions: list[MergedVersion] = []
     rounds = Rounds(run, [1, 1], by_reports=by_reports)
     simulation.simulate(Scenario(cluster.split(1), 60.0, 1, rounds, on_version=versions.append))
     return versions
@@ -60,7 +60,7 @@ def versions_of(by_reports: bool, link: Link, **settings: Any) -> list[Version]:
 
 def test_rounds_by_reports_are_made_of_those_that_reported() -> None:
     """Reports: 1.0, 1.25 (t = 2: fragment 1), 1.6, 2.0 (t = 4: fragment 0), 2.5, 3.0 (t = 6: fragment 1)."""
-    found = versions_of(True, Link())[:3]
+    found = versions_of(True, LearnerLink())[:3]
     assert [(v.fragment, v.opened_us / 1e6, [name for name, _, _ in v.members]) for v in found] == [
         (1, 1.25, ["learner-1"]),
         (0, 2.0, ["learner-0"]),
@@ -70,12 +70,12 @@ def test_rounds_by_reports_are_made_of_those_that_reported() -> None:
 
 def test_in_slots_a_round_asks_all() -> None:
     """The steps of the fastest learner count: fragment 1 is due after 2, 6, ... of them, and fragment 0 after 4, 8, ..."""
-    found = versions_of(False, Link())[:3]
+    found = versions_of(False, LearnerLink())[:3]
     assert [(v.fragment, v.opened_us / 1e6, len(v.members)) for v in found] == [(1, 2.0, 3), (0, 4.0, 3), (1, 6.0, 3)]
 
 
 def test_rounds_by_reports_take_the_time_of_their_messages() -> None:
-    [first, *_] = versions_of(True, Link(delay_s=0.25))
+    [first, *_] = versions_of(True, LearnerLink(delay_s=0.25))
     assert (first.opened_us, first.committed_us) == (1_500_000, 2_000_000)  # the report, and a way there and back
 
 
@@ -86,8 +86,8 @@ def test_a_round_by_reports_whose_learner_is_gone_asks_the_next_ones() -> None:
     again at the end of its fourth.
     """
     run = run_settings("published", {"learners": 2, "fragments.count": 1, "shards": 1, "round.steps": 1, **NO_WINDOW})
-    versions: list[Version] = []
-    cluster = Cluster(2, 2, 1, 2.0, math.inf, link=Link(delay_s=0.25), speeds=(1.0, 0.75))
+    versions: list[MergedVersion] = []
+    cluster = Cluster(2, 2, 1, 2.0, math.inf, link=LearnerLink(delay_s=0.25), speeds=(1.0, 0.75))
     rounds = Rounds(run, [1], by_reports=True)
     cuts = {"learner-0": [(2_300_000, 30_000_000)]}  # after its report
     scenario = Scenario(cluster.split(1), 20.0, 1, rounds, cuts=cuts, on_version=versions.append)
@@ -132,8 +132,8 @@ def test_one_by_reports_synchronises_with_each_report() -> None:
 
 
 def test_the_table_by_hand() -> None:
-    way = Way("x", {"round.quorum": "all"}, published_goodput=0.84)
-    [cells] = mixed.table([(way, [Played(0.8, 24.0, 8.0, 1.0), Played(0.8, 26.0, 7.0, 0.9)])])[1]
+    way = RoundMode("x", {"round.quorum": "all"}, published_goodput=0.84)
+    [cells] = mixed.table([(way, [MixedOutcome(0.8, 24.0, 8.0, 1.0), MixedOutcome(0.8, 26.0, 7.0, 0.9)])])[1]
     assert cells == ["x", "8", "on", "80.0 (84)", "25.0 s", "7.50", "95.0"]
 
 

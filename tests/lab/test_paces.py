@@ -18,7 +18,7 @@ from diloco_lab.experiment import spec
 from diloco_lab.paces import recorder, recording, stalls
 from diloco_lab.paces.recording import RecordedLearner, Recording
 from diloco_lab.paces.spec import PaceSpec
-from diloco_lab.paces.times import Pace, Paces
+from diloco_lab.paces.times import Paces, VirtualPace
 
 GOOD = """
 about = "a run beside nothing"
@@ -50,11 +50,11 @@ def good(tmp_path: Path) -> Path:
 
 def test_a_recording_is_played_as_it_was_or_at_another_mean_step(good: Path) -> None:
     said = PaceSpec(recorded=str(good)).paces(2)
-    first, second = Pace((0.1, 0.3), (0.01,)), Pace((0.2,), (0.02, 0.04), 0.5, ((1.0, 3.0),))
+    first, second = VirtualPace((0.1, 0.3), (0.01,)), VirtualPace((0.2,), (0.02, 0.04), 0.5, ((1.0, 3.0),))
     assert said == Paces([first, second], commits=(0.002, 0.004))
     # the mean of 100, 300 and 200 ms is 0.2 s: at 0.1 s everything is half as long
     halved = PaceSpec(recorded=str(good), step_s=0.1).paces(2)
-    assert halved.learners[1] == Pace((0.1,), (0.01, 0.02), 0.25, ((0.5, 1.5),))
+    assert halved.learners[1] == VirtualPace((0.1,), (0.01, 0.02), 0.25, ((0.5, 1.5),))
     assert halved.commits == (0.001, 0.002)
 
 
@@ -171,13 +171,13 @@ def test_a_wrong_tape_is_refused_by_file_line_and_expectation(tmp_path: Path, ta
         PaceSpec(recorded="quiet", tape="chips-1200k")
 
 
-def play(text: str, paces: list[Pace], steps: int, **changes: Any) -> Any:
+def play(text: str, paces: list[VirtualPace], steps: int, **changes: Any) -> Any:
     return played(text, steps * STEP_TOKENS, paces=Paces(paces), **changes)
 
 
 @pytest.mark.slow
 def test_learners_come_and_go_and_their_tokens_are_accounted_for(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    paces = [Pace([0.1]), Pace([0.1], begins_s=1.0), Pace([0.1], away=[(1.23, 2.0)])]
+    paces = [VirtualPace([0.1]), VirtualPace([0.1], begins_s=1.0), VirtualPace([0.1], away=[(1.23, 2.0)])]
     first, again = (play(text, paces, 90, learners=3) for _ in range(2))
     assert first.state_hashes == again.state_hashes
     assert first.loss == again.loss
@@ -189,12 +189,12 @@ def test_learners_come_and_go_and_their_tokens_are_accounted_for(text: str, caps
     assert first.held == 0
     assert first.shares[0] > max(first.shares[1:])
     # where no learner is away, nothing is lost
-    assert play(text, [Pace([0.1])] * 3, 90, learners=3).lost == pytest.approx(0)
+    assert play(text, [VirtualPace([0.1])] * 3, 90, learners=3).lost == pytest.approx(0)
 
 
 @pytest.mark.slow
 def test_who_is_away_at_the_end_does_not_come_back(text: str) -> None:
-    ended = play(text, [Pace([0.1]), Pace([0.1], away=[(1.0, 1e6)])], 60)
+    ended = play(text, [VirtualPace([0.1]), VirtualPace([0.1], away=[(1.0, 1e6)])], 60)
     assert ended.virtual_s < 100
     assert 60 * STEP_TOKENS <= ended.tokens <= 64 * STEP_TOKENS
     assert (ended.held, ended.lost > 0) == (0, True)  # who was killed holds nothing
@@ -203,8 +203,8 @@ def test_who_is_away_at_the_end_does_not_come_back(text: str) -> None:
 @pytest.mark.slow
 def test_offers_that_are_slow_miss_their_rounds(text: str) -> None:
     # a round closes within two steps of its quorum: an offer that takes three and a half is in the version after, if at all
-    late = play(text, [Pace([0.1]), Pace([0.1], offers=[0.35])], 60)
-    in_time = play(text, [Pace([0.1]), Pace([0.1], offers=[0.01])], 60)
+    late = play(text, [VirtualPace([0.1]), VirtualPace([0.1], offers=[0.35])], 60)
+    in_time = play(text, [VirtualPace([0.1]), VirtualPace([0.1], offers=[0.01])], 60)
     assert late.shares[0] > 0.9
     assert late.shares[1] < 0.7
     assert min(in_time.shares) > 0.9

@@ -16,20 +16,20 @@ from tests.pace import DEADLINE_S
 
 from diloco.errors import SettingsError
 from diloco_lab import bandwidth, page, pictures, storm
-from diloco_lab.bandwidth import Curve, Job
-from diloco_lab.cluster import Learner
+from diloco_lab.bandwidth import Curve, ModelJob
+from diloco_lab.cluster import ClusterLearner
 from diloco_lab.commands.files import ready
-from diloco_lab.goodput import Conditions, Row
+from diloco_lab.goodput import FleetConditions, GoodputRow
 from diloco_lab.lifetime import Stretch
-from diloco_lab.outcome import Version
-from diloco_lab.pictures import Event, spread
+from diloco_lab.outcome import MergedVersion
+from diloco_lab.pictures import PicturedFault, spread
 
 S = 1_000_000
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def row(strategy: str, learners: int, chips: int, share: float, known: float | None = None) -> Row:
-    return Row(strategy, learners, chips, share, share - 0.01, share + 0.01, share, share, share, known, None)
+def row(strategy: str, learners: int, chips: int, share: float, known: float | None = None) -> GoodputRow:
+    return GoodputRow(strategy, learners, chips, share, share - 0.01, share + 0.01, share, share, share, known, None)
 
 
 ROWS = [
@@ -60,7 +60,7 @@ def test_goodput_is_drawn_where_it_is() -> None:
 
 
 def test_a_timeline_has_a_lane_for_each_learner_and_every_name_is_escaped() -> None:
-    learners = [Learner("learner-0", 4, 2, 1.0), Learner("<b>&1", 4, 2, 1.0)]
+    learners = [ClusterLearner("learner-0", 4, 2, 1.0), ClusterLearner("<b>&1", 4, 2, 1.0)]
     stretches = {
         "learner-0": [
             Stretch("stepping", 0, 10 * S, 10, S, 4, 3),
@@ -68,8 +68,10 @@ def test_a_timeline_has_a_lane_for_each_learner_and_every_name_is_escaped() -> N
         ],
         "<b>&1": [Stretch("stepping", 0, 20 * S, 10, 2 * S, 4, 4)],
     }
-    events = [Event(5 * S, "<b>&1", "slow & <late>")]
-    tree = parsed(pictures.timeline(learners, stretches, [Version(0, 1, 0, 15 * S, (("learner-0", 1, 1),))], 0, 20 * S, events))
+    events = [PicturedFault(5 * S, "<b>&1", "slow & <late>")]
+    tree = parsed(
+        pictures.timeline(learners, stretches, [MergedVersion(0, 1, 0, 15 * S, (("learner-0", 1, 1),))], 0, 20 * S, events)
+    )
     lanes = [rect for rect in tree.iter(f"{SVG}rect") if rect.find(f"{SVG}title") is not None]
     said = [rect.findtext(f"{SVG}title") for rect in lanes]
     assert said == [
@@ -84,7 +86,7 @@ def test_a_timeline_has_a_lane_for_each_learner_and_every_name_is_escaped() -> N
 
 def test_slices_at_work_by_hand() -> None:
     """Four slices, three in the last of ten steps; the other learner's two from 5 s on."""
-    learners = [Learner("a", 4, 1, 1.0), Learner("b", 2, 1, 1.0)]
+    learners = [ClusterLearner("a", 4, 1, 1.0), ClusterLearner("b", 2, 1, 1.0)]
     stretches = {
         "a": [Stretch("stepping", 0, 10 * S, 10, S, 4, 3), Stretch("reconfiguring", 10 * S, 20 * S)],
         "b": [Stretch("absent", 0, 5 * S), Stretch("stepping", 5 * S, 20 * S, 15, S, 2, 2)],
@@ -119,7 +121,7 @@ def test_labels_keep_their_order_and_their_distance(wanted: list[float]) -> None
 
 
 def test_a_page_needs_nothing_from_elsewhere() -> None:
-    contents = page.Contents(ROWS, Conditions(), 2, 1.0, [], storm.simulate(Conditions(), 1), Job())
+    contents = page.Contents(ROWS, FleetConditions(), 2, 1.0, [], storm.simulate(FleetConditions(), 1), ModelJob())
     text = page.render(contents)
     assert "http:" not in text
     assert "https:" not in text
@@ -128,7 +130,7 @@ def test_a_page_needs_nothing_from_elsewhere() -> None:
     for picture in contents.pictures.values():
         tree = parsed(picture)
         assert not [value for element in tree.iter() for value in element.attrib.values() if "url(" in value or "var(" in value]
-    assert [len(rows) for rows in bandwidth.needed(Job(), bandwidth.all_schedules()[:2], (0.5, 0.9))] == [2, 2]
+    assert [len(rows) for rows in bandwidth.needed(ModelJob(), bandwidth.all_schedules()[:2], (0.5, 0.9))] == [2, 2]
 
 
 def test_a_file_that_cannot_be_written_is_named_before_anything_is_simulated(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from diloco.errors import SettingsError
 from diloco.settings.presets import run_settings
 from diloco_lab.command import simulate
-from diloco_lab.links import Choice, Way, settle
+from diloco_lab.links import ChosenSettings, LinkWay, settle
 from diloco_lab.network import MEMBER_BYTES, OFFER_BYTES, RECORD_BYTES
 from diloco_lab.plan import Plan, plan, toml
 from diloco_lab.published import FITTED
@@ -72,8 +72,10 @@ def given_sites(folder: Path, text: str, *changes: tuple[str, str]) -> Sites:
     return read(path)
 
 
-def way(rate: float, *, delay_s: float = 0.0, learners: int = 1, parameters: int = 1_000_000, step_s: float = STEP_S) -> Way:
-    return Way(rate, delay_s, parameters, 2, 2, learners, learners, step_s)
+def way(
+    rate: float, *, delay_s: float = 0.0, learners: int = 1, parameters: int = 1_000_000, step_s: float = STEP_S
+) -> LinkWay:
+    return LinkWay(rate, delay_s, parameters, 2, 2, learners, learners, step_s)
 
 
 def test_two_sites_by_hand(planned: Any) -> None:
@@ -85,7 +87,7 @@ def test_two_sites_by_hand(planned: Any) -> None:
     assert chosen.days.mean == chosen.days.high == pytest.approx(691_200_000 / 800 / 86400)  # ten
     assert chosen.cost.mean == pytest.approx(8 * 2.0 * 240)
     # 16 bits: two bytes a value, and a cycle is 24 steps
-    assert chosen.choice == Choice(bits=16)
+    assert chosen.choice == ChosenSettings(bits=16)
     cycle_bytes = 1.07 * 12 * (2 * 83334 + sum(HEADS))
     for link in found.links:
         assert link.bytes_per_day == pytest.approx(cycle_bytes * 86400 / 60)
@@ -162,15 +164,15 @@ def test_one_site_has_no_regions(planned: Any) -> None:
 
 
 def test_a_link_that_is_full_gives_up_bits_then_steps() -> None:
-    assert way(1e9).cycle_bytes(Choice()) == pytest.approx(CYCLE_BYTES)
+    assert way(1e9).cycle_bytes(ChosenSettings()) == pytest.approx(CYCLE_BYTES)
     full = 8 * CYCLE_BYTES / (24 * STEP_S)  # bits a second of four bits a value, in 24 steps
     # 8 bits are twice as many bytes, and 16 four times
-    assert settle([way(4 / 0.75 * full)], 0.95) == Choice(bits=16)
-    assert settle([way(2 / 0.75 * full)], 0.95) == Choice(bits=8)
-    assert settle([way(full / 0.75)], 0.95) == Choice(bits=4)
+    assert settle([way(4 / 0.75 * full)], 0.95) == ChosenSettings(bits=16)
+    assert settle([way(2 / 0.75 * full)], 0.95) == ChosenSettings(bits=8)
+    assert settle([way(full / 0.75)], 0.95) == ChosenSettings(bits=4)
     # a run gives way above 0.8: 30 steps' time for what takes that of 24.
-    assert settle([way(1.001 * full)], 0.95) == Choice(bits=4, steps=30)
-    assert settle([way(1e9), way(1.001 * full), way(1e6)], 0.95) == Choice(bits=4, steps=30)
+    assert settle([way(1.001 * full)], 0.95) == ChosenSettings(bits=4, steps=30)
+    assert settle([way(1e9), way(1.001 * full), way(1e6)], 0.95) == ChosenSettings(bits=4, steps=30)
     assert settle([way(full / 1e5)], 0.95) is None
 
 
@@ -179,15 +181,15 @@ def test_bytes_at_a_regions_border_are_those_that_were_measured() -> None:
     ring = 2 * (2 / 3) * 6_400_000 / 2
     for learners, least, most in ((1, 1.13, 1.15), (2, 1.70, 1.715)):
         border = replace(way(1e9, learners=learners, parameters=6_400_000), regions=3)
-        assert least <= 2 * border.cycle_bytes(Choice()) / ring <= most
+        assert least <= 2 * border.cycle_bytes(ChosenSettings()) / ring <= most
 
 
 def test_a_version_must_come_within_the_overlap() -> None:
     # there and back 7.5 s, three steps: of 2 steps' overlap nothing is left, of 4 one
-    assert settle([way(1e9, delay_s=3.75)], 0.95) == Choice(bits=16, overlap_steps=4.0)
+    assert settle([way(1e9, delay_s=3.75)], 0.95) == ChosenSettings(bits=16, overlap_steps=4.0)
     # each of 24 fragments is a step late, in every one of 24 steps
-    assert way(1e12, delay_s=3.75).utilisation(Choice()) == pytest.approx(0.5, rel=1e-3)
-    assert way(1e12, delay_s=2.5).utilisation(Choice()) == pytest.approx(1, rel=1e-3)
+    assert way(1e12, delay_s=3.75).utilisation(ChosenSettings()) == pytest.approx(0.5, rel=1e-3)
+    assert way(1e12, delay_s=2.5).utilisation(ChosenSettings()) == pytest.approx(1, rel=1e-3)
 
 
 def test_large_fragments_are_cut_before_steps_are_given_up() -> None:
@@ -197,17 +199,17 @@ def test_large_fragments_are_cut_before_steps_are_given_up() -> None:
     assert found is not None
     assert found.fragments > 24
     assert large.load(found) > 0.78  # the link's room is used, where 24 fragments would need steps without end
-    whole = large.least_steps(Choice(), 0.95)
+    whole = large.least_steps(ChosenSettings(), 0.95)
     assert whole is not None
     assert whole > 10 * found.steps
 
 
 def test_several_learners_are_merged_where_that_saves_steps() -> None:
     three = way(8 * CYCLE_BYTES / (24 * STEP_S) / 0.75, learners=3)  # with one learner it would be three quarters full
-    assert three.cycle_bytes(Choice()) == pytest.approx(1.07 * 12 * (3 * OFFER + VERSION))
-    assert three.load(Choice(merge=True)) == pytest.approx(0.75)
-    assert settle([three], 0.95) == Choice(bits=4, merge=True)
-    assert settle([replace(three, bits_per_s=1e9)], 0.95) == Choice(bits=16)
+    assert three.cycle_bytes(ChosenSettings()) == pytest.approx(1.07 * 12 * (3 * OFFER + VERSION))
+    assert three.load(ChosenSettings(merge=True)) == pytest.approx(0.75)
+    assert settle([three], 0.95) == ChosenSettings(bits=4, merge=True)
+    assert settle([replace(three, bits_per_s=1e9)], 0.95) == ChosenSettings(bits=16)
 
 
 rates = st.floats(1e4, 1e9)

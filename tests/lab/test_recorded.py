@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.core.tape import Back, Event, Gone, Start
+from diloco.core.tape import Back, Gone, Start, TapeEvent
 from diloco.errors import DataError, RunError
 from diloco.process.observe import get_logger
 from diloco.process.tape import TapeFile
@@ -24,7 +24,7 @@ def at(time_s: float) -> int:
 
 
 def test_an_absence_begins_with_the_last_sign_of_life() -> None:
-    events: list[Event] = [
+    events: list[TapeEvent] = [
         Start(at(0), 0, ()),
         Back(at(3), "learner-0"),
         Back(at(4), "learner-1"),
@@ -41,7 +41,7 @@ def test_an_absence_begins_with_the_last_sign_of_life() -> None:
 
 
 def test_a_coordinator_that_starts_again_brings_nobody_back() -> None:
-    events: list[Event] = [
+    events: list[TapeEvent] = [
         Start(at(0), 0, ()),
         Back(at(1), "learner-0"),
         Gone(at(30), "learner-0"),
@@ -52,7 +52,12 @@ def test_a_coordinator_that_starts_again_brings_nobody_back() -> None:
 
 
 def test_what_is_after_the_end_is_left_out_or_cut_off() -> None:
-    events: list[Event] = [Start(at(0), 0, ()), Gone(at(30), "learner-0"), Back(at(50), "learner-0"), Gone(at(90), "learner-1")]
+    events: list[TapeEvent] = [
+        Start(at(0), 0, ()),
+        Gone(at(30), "learner-0"),
+        Back(at(50), "learner-0"),
+        Gone(at(90), "learner-1"),
+    ]
     assert list(recorded(events, 40.0, 10.0).failures) == [Failure(20.0, "freeze", "learner-0", 20.0)]
 
 
@@ -64,7 +69,7 @@ def test_what_is_after_the_end_is_left_out_or_cut_off() -> None:
         ([Start(at(5), 0, ()), Back(at(3), "learner-0")], "goes back by 2 s"),
     ],
 )
-def test_what_makes_no_sense_is_named(events: list[Event], complaint: str) -> None:
+def test_what_makes_no_sense_is_named(events: list[TapeEvent], complaint: str) -> None:
     with pytest.raises(DataError, match=complaint):
         recorded(events, 10.0, 10.0)
 
@@ -76,7 +81,7 @@ def test_a_run_is_read_by_its_directory(tmp_path: Path) -> None:
     )
     run.save()
     identity = framing.run_id(run.name, run.settings.digest())
-    noted: dict[str, list[Event]] = {
+    noted: dict[str, list[TapeEvent]] = {
         "coordinator-0": [Start(at(0), 0, ()), Back(at(1), "learner-0")],
         "coordinator-1": [Start(at(20), 0, ()), Gone(at(30), "learner-0"), Back(at(50), "learner-0")],
         "learner-0": [Start(at(5), 1, ())],

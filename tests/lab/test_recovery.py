@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from diloco.errors import SettingsError
 from diloco_lab.command import simulate
-from diloco_lab.recovery import PUBLISHED, Recovery, default_run, rows
+from diloco_lab.recovery import PUBLISHED, RecoveryNeeds, default_run, rows
 
 
 def test_up_to_six_steps_a_copy_are_free() -> None:
@@ -36,7 +36,7 @@ def test_a_slower_link_by_hand() -> None:
 
 def test_a_default_run_by_hand() -> None:
     # value, outer momentum and Muon's moment of 32 bits, versions of 4, in 24 steps
-    assert default_run() == Recovery(values=3, value_bits=32, version_bits=4, steps=24)
+    assert default_run() == RecoveryNeeds(values=3, value_bits=32, version_bits=4, steps=24)
     assert default_run().free_rate == pytest.approx(100 / 24)
 
 

@@ -20,14 +20,14 @@ import pytest
 from diloco.errors import SettingsError
 from diloco.settings.presets import run_settings
 from diloco_lab import simulation, tapes
-from diloco_lab.cluster import YEAR_S, Cluster, Costs, Link, Rounds, Slowdowns
-from diloco_lab.outcome import Outcome, Scenario, Version
-from diloco_lab.repair import Repair
-from diloco_ops.failures import Failure, Tape
+from diloco_lab.cluster import YEAR_S, Cluster, Costs, LearnerLink, Rounds, Slowdowns
+from diloco_lab.outcome import MergedVersion, Outcome, Scenario
+from diloco_lab.repair import RepairTime
+from diloco_ops.failures import Failure, FailureTape
 
 TOLERANCE_US = 5  # the syncer counts in float seconds, and wakes a microsecond after the end of a grace window
 RECORDS = Path(__file__).with_name("rounds.json")
-LINK = Link(1e9, 0.02)
+LINK = LearnerLink(1e9, 0.02)
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Case:
     chips: int = 400_000  # of each learner, which at 256 a slice fails every minute or two
     duration_s: float = 900.0
     step_s: float = 5.0
-    link: Link = LINK
+    link: LearnerLink = LINK
     settings: dict[str, Any] | None = None
     elastic: bool = True
     answer_s: float = 0.05
@@ -50,7 +50,7 @@ class Case:
     present: tuple[tuple[float, float], ...] = ()  # of the last learner
     tape: tuple[Failure, ...] = ()
     seed: int = 1
-    first_link: Link | None = None  # of the first learner
+    first_link: LearnerLink | None = None  # of the first learner
 
     def scenario(self) -> Scenario:
         cluster = Cluster(
@@ -59,7 +59,7 @@ class Case:
             256,
             self.step_s,
             YEAR_S,
-            Repair(1.0, 1.0, 1200.0),
+            RepairTime(1.0, 1.0, 1200.0),
             Costs(self.elastic, 20.0, 16.0, 60.0, 82.0),
             self.slowdowns,
             self.link,
@@ -72,7 +72,7 @@ class Case:
         learners = list(cluster.split(self.seed))
         learners[-1] = replace(learners[-1], present=self.present)
         learners[0] = replace(learners[0], link=self.first_link or self.link)
-        tape = tapes.played(Tape(self.duration_s, self.tape), learners)
+        tape = tapes.played(FailureTape(self.duration_s, self.tape), learners)
         return Scenario(learners, self.duration_s, self.seed, rounds, tape.faults, tape.cuts)
 
 
@@ -84,13 +84,13 @@ def assert_lives_equal(one: Outcome, other: Outcome) -> None:
             assert getattr(mine, name) == getattr(theirs, name)
 
 
-def played(scenario: Scenario) -> tuple[Outcome, list[Version]]:
-    versions: list[Version] = []
+def played(scenario: Scenario) -> tuple[Outcome, list[MergedVersion]]:
+    versions: list[MergedVersion] = []
     outcome = simulation.simulate(replace(scenario, on_version=versions.append))
     return outcome, sorted(versions, key=lambda version: (version.fragment, version.version))
 
 
-def members_digest(versions: list[Version]) -> str:
+def members_digest(versions: list[MergedVersion]) -> str:
     stated = [[version.fragment, version.version, version.members] for version in versions]
     return hashlib.sha256(json.dumps(stated).encode()).hexdigest()
 
@@ -120,9 +120,9 @@ CASES = {
     "quorum of all": Case(settings={**SMALL, "round.quorum": "all"}, speeds=(1.0, 0.7, 1.31, 1.0)),
     "late learners": Case(settings=SMALL, speeds=(1.0, 0.4, 1.31, 1.0)),
     "nothing kept": Case(settings={**SMALL, "carry.overlap": False}),
-    "unlimited links at once": Case(link=Link(), answer_s=0.0, commit_s=0.0, settings=SMALL),
-    "thin links": Case(link=Link(3e7, 0.2), settings=SMALL),
-    "very thin links": Case(link=Link(6e6, 0.2), settings=SMALL, duration_s=1500.0),
+    "unlimited links at once": Case(link=LearnerLink(), answer_s=0.0, commit_s=0.0, settings=SMALL),
+    "thin links": Case(link=LearnerLink(3e7, 0.2), settings=SMALL),
+    "very thin links": Case(link=LearnerLink(6e6, 0.2), settings=SMALL, duration_s=1500.0),
     "not elastic": Case(elastic=False, settings=SMALL),
     "chips of unequal speed": Case(spread=0.05, settings={**SMALL, "round.overlap_steps": 6.0}),
     "steps that differ": Case("published", settings={**SMALL, "round.quorum": 2}, speeds=(0.7, 1.0, 1.31, 1.31), chips=20_000),
@@ -135,7 +135,7 @@ CASES = {
         chips=10_000,
         settings={**SMALL, "round.quorum": "all"},
     ),
-    "versions outrun a link": Case(settings=SMALL, duration_s=2000.0, first_link=Link(2e6, 0.02)),
+    "versions outrun a link": Case(settings=SMALL, duration_s=2000.0, first_link=LearnerLink(2e6, 0.02)),
 }
 
 
@@ -158,7 +158,7 @@ def drawn(seed: int) -> Case:
         chance.choice((20_000, 200_000, 600_000)),
         600.0,
         chance.choice((2.0, 5.0, 20.0)),
-        Link(chance.choice((math.inf, 1e9, 1e8, 2e7)), chance.choice((0.013, 0.2))),
+        LearnerLink(chance.choice((math.inf, 1e9, 1e8, 2e7)), chance.choice((0.013, 0.2))),
         settings,
         chance.random() < 0.8,
         chance.choice((0.0, 0.07)),
@@ -234,7 +234,7 @@ def test_fragments_have_their_slots_and_a_round_every_h_steps() -> None:
         assert opened_s[:12] == pytest.approx([5.0 * (first_step + 6 * n) + 0.02 for n in range(12)], abs=1e-4)
 
 
-def rounds_of_one(tau: float, link: Link) -> tuple[list[float], list[int]]:
+def rounds_of_one(tau: float, link: LearnerLink) -> tuple[list[float], list[int]]:
     """One learner's rounds of the whole model, with steps of 5 s and H = 24: seconds after the first one, and steps in them."""
     settings = {"fragments.count": 1, "shards": 1, "round.steps": 24, "round.overlap_steps": tau, "apply.at": "overlap"}
     case = Case("streaming", learners=1, chips=256, duration_s=1000.0, link=link, settings=settings)
@@ -259,12 +259,12 @@ def test_a_late_version_makes_a_learner_wait_and_not_for_longer_than_for_a_dead_
     bits, fixed_s = 4.25e7 + 32e7, 4 * 0.02 + 0.05 + 0.02
     late_s, very_late_s = bits / 5e7 + fixed_s, bits / 2e7 + fixed_s
     assert late_s > 5.0, "tau, one step, is over"
-    opened_s, steps = rounds_of_one(1, Link(5e7, 0.02))
+    opened_s, steps = rounds_of_one(1, LearnerLink(5e7, 0.02))
     assert opened_s[0] == pytest.approx(24 * 5.0 + late_s - 5.0, abs=0.01)
     assert steps[:2] == [24, 23]
     # it waits from 5 s to 10 s after its answer, and steps on: the version comes in the second step from there
     assert 15.0 < very_late_s < 20.0
-    opened_s, steps = rounds_of_one(1, Link(2e7, 0.02))
+    opened_s, steps = rounds_of_one(1, LearnerLink(2e7, 0.02))
     assert opened_s[0] == pytest.approx(24 * 5.0 + 5.0, abs=0.01)
     assert steps[:2] == [24, 21]
 

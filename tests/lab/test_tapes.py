@@ -11,17 +11,17 @@ import pytest
 
 from diloco.errors import FormatError
 from diloco_lab import simulation, tapes
-from diloco_lab.cluster import YEAR_S, Cluster, Learner
+from diloco_lab.cluster import YEAR_S, Cluster, ClusterLearner
 from diloco_lab.lifetime import Fault
 from diloco_lab.outcome import Scenario
-from diloco_lab.repair import Repair
+from diloco_lab.repair import RepairTime
 from diloco_ops import failures
 
 HEADER = {"format": "diloco-failures", "version": 1, "duration_s": 100}
-LEARNERS = [Learner(f"learner-{index}", slices=4, chips=8, step_s=1.0) for index in range(3)]
+LEARNERS = [ClusterLearner(f"learner-{index}", slices=4, chips=8, step_s=1.0) for index in range(3)]
 
 
-def read(*lines: dict[str, object]) -> tapes.Played:
+def read(*lines: dict[str, object]) -> tapes.PlayedTape:
     return tapes.read([json.dumps(line) for line in (HEADER, *lines)], "storm.jsonl", LEARNERS)
 
 
@@ -83,7 +83,7 @@ def test_time_may_not_go_back() -> None:
 
 
 def test_a_recorded_simulation_is_the_same_when_its_tape_is_played(tmp_path: Path) -> None:
-    cluster = Cluster(40_000, 4, 100, 2.0, YEAR_S / 50, Repair(2.0, 1.0, 200.0))
+    cluster = Cluster(40_000, 4, 100, 2.0, YEAR_S / 50, RepairTime(2.0, 1.0, 200.0))
     drawn: list[tuple[str, Fault]] = []
     scenario = Scenario(cluster.split(5), 7200.0, 5, on_failure=lambda learner, fault: drawn.append((learner.name, fault)))
     first = simulation.simulate(scenario)
@@ -98,7 +98,7 @@ def test_a_recorded_simulation_is_the_same_when_its_tape_is_played(tmp_path: Pat
 
 
 def test_for_live_learners_a_lost_slice_is_a_frozen_learner() -> None:
-    tape = failures.Tape(
+    tape = failures.FailureTape(
         9.0, [failures.Failure(1.0, "chip_loss", "learner-2/slice-3", 600.0), failures.Failure(2.0, "kill", "nats")]
     )
     assert tapes.whole_learners(tape, 20.0).failures == [

@@ -23,19 +23,19 @@ from tests.made.command_line import Command, commanding
 
 from diloco.errors import DataError, FormatError, SettingsError
 from diloco_lab.command import simulate
-from diloco_lab.repair import Repair
+from diloco_lab.repair import RepairTime
 from diloco_lab.trace import Columns, Notation, Outage, Trace, cut, from_tape, own_names, read, slices
 from diloco_lab.trace_fit import _Likelihood, _Sample, fit, mean_between
 from diloco_ops import failures
-from diloco_ops.failures import Failure, Spread, Tape
+from diloco_ops.failures import Failure, FailureTape, Spread
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "failures.csv"
 DAY_S = 86400.0
-EXAMPLE_REPAIR = Repair(2.0, 0.7, 1800.0)
+EXAMPLE_REPAIR = RepairTime(2.0, 0.7, 1800.0)
 EXAMPLE_BETWEEN_S = 12 * DAY_S
 
 
-def draw(seed: int, units: int, mean_between_s: float, repair: Repair, duration_s: float) -> Tape:
+def draw(seed: int, units: int, mean_between_s: float, repair: RepairTime, duration_s: float) -> FailureTape:
     """A tape of slices that are interrupted at a constant rate while they are there, and repaired."""
     chance = random.Random(seed)
     up = Spread(mean=mean_between_s)
@@ -46,7 +46,7 @@ def draw(seed: int, units: int, mean_between_s: float, repair: Repair, duration_
             away_s = repair.quantile_s(chance.random())
             lost.append(Failure(at_s, "chip_loss", f"learner-0/slice-{unit}", away_s))
             at_s += away_s + up.draw(chance)
-    return Tape(duration_s, sorted(lost, key=lambda failure: failure.at_s), {"seed": float(seed)})
+    return FailureTape(duration_s, sorted(lost, key=lambda failure: failure.at_s), {"seed": float(seed)})
 
 
 def example() -> str:
@@ -238,7 +238,7 @@ def test_no_file_does_worse_than_a_refusal(header: str, rows: list[list[str]]) -
 
 
 def lines(*made: Failure, duration_s: float = 1000.0) -> list[str]:
-    return failures.encode(Tape(duration_s, made)).splitlines()
+    return failures.encode(FailureTape(duration_s, made)).splitlines()
 
 
 def test_a_tape_is_read_by_its_slices() -> None:
@@ -377,8 +377,8 @@ def test_the_interval_of_a_rate_is_the_known_one(events: int, low: float, high: 
     assert (1000 / found.high, 1000 / found.value, 1000 / found.low) == pytest.approx((low, events, high), rel=1e-4)
 
 
-@pytest.mark.parametrize("repair", [Repair(1.0, 1.0, 3600.0), Repair(2.5, 0.8, 600.0), Repair(0.6, 1.7, 5000.0)])
-def test_quantiles_without_noise_give_their_distribution_back(repair: Repair) -> None:
+@pytest.mark.parametrize("repair", [RepairTime(1.0, 1.0, 3600.0), RepairTime(2.5, 0.8, 600.0), RepairTime(0.6, 1.7, 5000.0)])
+def test_quantiles_without_noise_give_their_distribution_back(repair: RepairTime) -> None:
     fitted = fit(sample([repair.quantile_s((rank + 0.5) / 4000) for rank in range(4000)]))
     assert (fitted.repair.exponent, fitted.repair.shape, fitted.repair.scale_s) == pytest.approx(
         (repair.exponent, repair.shape, repair.scale_s), rel=0.02
@@ -396,7 +396,7 @@ def test_quantiles_without_noise_give_their_distribution_back(repair: Repair) ->
 
 def test_the_fit_and_its_intervals_are_those_of_the_censored_likelihood() -> None:
     chance = random.Random(3)
-    lengths = [Repair(2.0, 0.7, 1800.0).quantile_s(chance.random()) for _ in range(400)]
+    lengths = [RepairTime(2.0, 0.7, 1800.0).quantile_s(chance.random()) for _ in range(400)]
     whole, short = [length for length in lengths if length < 8000], [8000.0 for length in lengths if length >= 8000]
     assert len(short) > 30
     fitted = fit(sample(whole, short))
@@ -416,7 +416,7 @@ def test_the_fit_and_its_intervals_are_those_of_the_censored_likelihood() -> Non
 
     def best_of_mean(mean_s: float) -> float:
         def falling(logs: Any) -> float:
-            return -likelihood([*logs, math.log(mean_s / Repair(math.exp(logs[0]), math.exp(logs[1]), 1.0).mean_s)])
+            return -likelihood([*logs, math.log(mean_s / RepairTime(math.exp(logs[0]), math.exp(logs[1]), 1.0).mean_s)])
 
         found = minimize(falling, np.log([fitted.repair.exponent, fitted.repair.shape]), method="Nelder-Mead")
         return -float(found.fun)
@@ -521,7 +521,7 @@ def test_few_repairs_say_little_and_so_it_is_said() -> None:
 
 
 def test_what_was_drawn_is_found_again_within_its_intervals() -> None:
-    repair = Repair(2.0, 0.7, 1800.0)
+    repair = RepairTime(2.0, 0.7, 1800.0)
     missed = 0
     for seed in range(8):
         tape = draw(seed, 32, 12 * DAY_S, repair, 60 * DAY_S)
@@ -545,13 +545,15 @@ def test_the_mean_repair_is_that_of_the_closed_form(exponent: float, shape: floa
     # with a whole exponent (1 - exp(-z))^(exponent - 1) is a sum of exponentials, each with a Gamma function for its moment
     power = 1 / shape
     terms = [(-1) ** k * math.comb(int(exponent) - 1, k) * (k + 1) ** -(power + 1) for k in range(int(exponent))]
-    assert Repair(exponent, shape, 7.0).mean_s == pytest.approx(7.0 * exponent * math.gamma(power + 1) * sum(terms), rel=1e-9)
+    assert RepairTime(exponent, shape, 7.0).mean_s == pytest.approx(
+        7.0 * exponent * math.gamma(power + 1) * sum(terms), rel=1e-9
+    )
 
 
 @pytest.mark.parametrize("exponent", [0.05, 1e-3])
 def test_the_mean_repair_holds_for_small_exponents(exponent: float) -> None:
     # with the inverse of the exponent as shape, nearly uniform from 0 to 1
-    assert Repair(exponent, 1 / exponent, 1.0).mean_s == pytest.approx(0.5, abs=exponent / 10)
+    assert RepairTime(exponent, 1 / exponent, 1.0).mean_s == pytest.approx(0.5, abs=exponent / 10)
 
 
 # ---- as a user sees it
@@ -614,13 +616,13 @@ def test_an_hour_of_a_trace_is_a_tape_even_where_it_is_too_little_to_fit(command
     assert "1 failures in 60 min; units under their own names" in " ".join(ended.out.split())
     assert "no fit: 1 repairs were seen" in ended.out
     tape = failures.decode((tmp_path / "one.jsonl").read_text().splitlines(), "one.jsonl")
-    assert tape == Tape(3600.0, [Failure(60.0, "chip_loss", "n7", 60.0)])
+    assert tape == FailureTape(3600.0, [Failure(60.0, "chip_loss", "n7", 60.0)])
 
 
 def test_a_tape_without_failures_is_cut_as_any_other(command: Command, tmp_path: Path) -> None:
     (tmp_path / "calm.jsonl").write_text("\n".join(lines()))
     assert command("calm.jsonl", "--tape", "cut.jsonl", "--for", "60").code == 0
-    assert failures.decode((tmp_path / "cut.jsonl").read_text().splitlines(), "cut.jsonl") == Tape(60.0, [])
+    assert failures.decode((tmp_path / "cut.jsonl").read_text().splitlines(), "cut.jsonl") == FailureTape(60.0, [])
 
 
 def test_the_table_is_for_people(command: Command) -> None:

@@ -10,23 +10,23 @@ from diloco.settings.presets import run_settings
 from diloco.wire import framing
 from diloco.wire.body import Body
 from diloco.wire.entries import Record
-from diloco.wire.offers import Member, Offer
+from diloco.wire.offers import MergeMember, Offer
 from diloco_lab import validation
 from diloco_lab.network import MEMBER_BYTES, OFFER_BYTES, RECORD_BYTES
-from diloco_lab.validation import Row, Seen, SeenOffer, SeenVersion
-from diloco_ops.failures import Failure, Tape
+from diloco_lab.validation import RunObservations, SeenOffer, SeenVersion, ValidationRow
+from diloco_ops.failures import Failure, FailureTape
 
 SETTINGS = run_settings(overrides={"fragments.count": 2, "round.steps": 4, "learners": 2})
 HASH = bytes(range(32))
 
 
-def seen() -> Seen:
+def seen() -> RunObservations:
     """Two learners of a step a second and one in two, since 100 s and 101 s; a round every 4 s, of both, since 110 s."""
     steps = {
         "learner-0": [(100.0 + step, step) for step in range(5, 41)],
         "learner-1": [(101.0 + 2 * step, step) for step in range(3, 20)],
     }
-    made = Seen(SETTINGS, [64, 192], 10, steps)
+    made = RunObservations(SETTINGS, [64, 192], 10, steps)
     for number, at_s in enumerate(range(110, 140, 4), 3):
         made.announced[0, number] = float(at_s)
         made.offers += [SeenOffer(at_s + 0.25, 0, 251, 51), SeenOffer(at_s + 0.5, 0, 251, 51)]
@@ -62,8 +62,8 @@ def test_what_is_counted_while_the_tape_is_played() -> None:
 
 def test_the_simulator_freezes_whom_the_tape_freezes() -> None:
     calibration = validation.calibrate(seen(), 110.0, 120.0)
-    quiet = validation.simulated(calibration, Tape(40.0, []))
-    frozen = validation.simulated(calibration, Tape(40.0, [Failure(5.0, "freeze", "learner-0", 10.0)]))
+    quiet = validation.simulated(calibration, FailureTape(40.0, []))
+    frozen = validation.simulated(calibration, FailureTape(40.0, [Failure(5.0, "freeze", "learner-0", 10.0)]))
     assert (quiet["steps of learner-0"], quiet["steps of learner-1"], quiet["goodput"]) == (40, 20, 1.0)
     assert (frozen["steps of learner-0"], frozen["steps of learner-1"]) == (30, 20)
     assert frozen["goodput"] == pytest.approx(50 / 60)
@@ -75,7 +75,7 @@ def test_a_cut_lets_something_through_every_time_the_connections_are_made_again(
     assert validation._as_chaos_does(Failure(3.0, "freeze", "learner-0", 2.0)) == [Failure(3.0, "freeze", "learner-0", 2.0)]
     cuts = validation._as_chaos_does(Failure(3.0, "cut", "learner-0", 1.5))
     assert [(round(cut.at_s, 6), cut.duration_s) for cut in cuts] == [(3.0, 0.5), (3.6, 0.5), (4.2, 0.5)]
-    cut = validation.simulated(calibration, Tape(40.0, [Failure(5.0, "cut", "learner-0", 1.5)]))
+    cut = validation.simulated(calibration, FailureTape(40.0, [Failure(5.0, "cut", "learner-0", 1.5)]))
     assert cut["goodput"] == 1.0
 
 
@@ -90,7 +90,7 @@ def test_differences_are_relative_to_the_live_run() -> None:
         pytest.approx(0.05),
         -0.5,
     ]
-    assert Row("c", 0.0, 1.0).difference == float("inf")
+    assert ValidationRow("c", 0.0, 1.0).difference == float("inf")
 
 
 def test_messages_are_as_long_as_the_simulator_assumes() -> None:
@@ -115,7 +115,7 @@ def test_messages_are_as_long_as_the_simulator_assumes() -> None:
     assert len(framing.pack(offer, HASH[:8], b"")) == pytest.approx(OFFER_BYTES, rel=0.05)
     for count in (1, 3, 8):
         member = [
-            Member(f"learner-{i}", incarnation, 1000, 1001, 1000, 24, 24 * 1024, 1_000_000, 1e6, [(1, 24_000, 24)])
+            MergeMember(f"learner-{i}", incarnation, 1000, 1001, 1000, 24, 24 * 1024, 1_000_000, 1e6, [(1, 24_000, 24)])
             for i in range(count)
         ]
         record = Record(
@@ -145,5 +145,5 @@ def test_messages_are_as_long_as_the_simulator_assumes() -> None:
 def test_drift_is_that_of_the_usual_step() -> None:
     """Steps of 1 s, then of 1.1 s but for one of 5 s, in which it was frozen."""
     times = [0.0, 1.0, 2.0, 3.0, 4.1, 5.2, 10.2, 11.3, 12.4]
-    seen = validation.Seen(run_settings(), [1], 1, {"learner-0": [(at_s, step) for step, at_s in enumerate(times)]})
+    seen = validation.RunObservations(run_settings(), [1], 1, {"learner-0": [(at_s, step) for step, at_s in enumerate(times)]})
     assert validation.drift(seen, 0.0, 3.05, 20.0) == {"learner-0": pytest.approx(0.1)}

@@ -21,7 +21,7 @@ from diloco.core.fold import Replica
 from diloco.core.fragments import Fragment, build_map
 from diloco.core.merging import accumulate, make_version
 from diloco.core.outer import EPSILON
-from diloco.core.round import Held, Merge
+from diloco.core.round import Merge, RoundOffer
 from diloco.errors import SettingsError
 from diloco.settings.presets import run_settings
 from diloco.wire.body import Body
@@ -165,10 +165,10 @@ def test_updates_far_below_the_last_place_of_bfloat16_reach_the_log_without_bias
                 learner.step(np.concatenate([np.ones(3), batch]), rate)
                 delta.state.step(8, share, step)
 
-    def answer(own: Delta, island: Island, version: int) -> Held:
+    def answer(own: Delta, island: Island, version: int) -> RoundOffer:
         state = own.state
         made = own.offer(island.snapshot(fragment).to_host(), state.steps, state.tokens, state.data, version, 32)
-        return Held(made.message(fragment.index, BODY), own.body(made))
+        return RoundOffer(made.message(fragment.index, BODY), own.body(made))
 
     for version in range(1, rounds + 1):
         train(before, (version - 1) * (before + after))

@@ -10,7 +10,7 @@ import pytest
 from diloco.errors import SettingsError
 from diloco.settings.run import RunSettings, TaskSettings
 from diloco_learner import programs
-from diloco_learner.check import Plan, check
+from diloco_learner.check import PlannedRun, check
 from diloco_learner.mix import mix
 from diloco_learner.mix.mix import Mix
 
@@ -54,7 +54,7 @@ def test_a_command_that_needs_no_programs_goes_on(cache: Path) -> None:
 @pytest.mark.usefixtures("cache")
 def test_a_run_is_refused_before_it_begins() -> None:
     with pytest.raises(SettingsError, match=REFUSED):
-        check(Plan(RunSettings()))
+        check(PlannedRun(RunSettings()))
 
 
 @pytest.mark.usefixtures("cache")

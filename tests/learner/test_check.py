@@ -12,7 +12,7 @@ import pytest
 from diloco.errors import DataError, SettingsError
 from diloco.settings.presets import run_settings
 from diloco.settings.service import MeshSettings
-from diloco_learner.check import Found, Plan, check
+from diloco_learner.check import PlannedRun, TaskFacts, check
 
 TASK = """
 import itertools
@@ -129,7 +129,7 @@ class Leaving(Mine):
 
 
 @pytest.fixture
-def checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Found]:
+def checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], TaskFacts]:
     """``checked(name)``: check the task of that name, whose data no file holds."""
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "mine", raising=False)
@@ -137,11 +137,11 @@ def checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
     makers = "".join(f"def make{name}(settings, data): return {name}()\n" for name in names)
     (tmp_path / "mine.py").write_text(TASK + makers)
     small = {"shards": 1, "fragments.count": 2}
-    return lambda name: check(Plan(run_settings(overrides=small | {"task.name": f"mine:make{name}"}), "hf://corpus"))
+    return lambda name: check(PlannedRun(run_settings(overrides=small | {"task.name": f"mine:make{name}"}), "hf://corpus"))
 
 
 @pytest.mark.parametrize("name", ["Mine", "Rounded", "WithAux"])
-def test_a_task_that_is_right(checked: Callable[[str], Found], name: str) -> None:
+def test_a_task_that_is_right(checked: Callable[[str], TaskFacts], name: str) -> None:
     checked(name)
 
 
@@ -194,7 +194,7 @@ def test_a_task_that_is_right(checked: Callable[[str], Found], name: str) -> Non
         ("Missing", "'makeMissing' does not exist in mine"),
     ],
 )
-def test_a_task_that_is_not(checked: Callable[[str], Found], name: str, says: str) -> None:
+def test_a_task_that_is_not(checked: Callable[[str], TaskFacts], name: str, says: str) -> None:
     with pytest.raises(SettingsError, match=says):
         checked(name)
 
@@ -204,16 +204,16 @@ def test_a_mesh_that_does_not_fit_is_found_of_the_built_in_task_too(tmp_path: Pa
     text.write_text("some words\n" * 200)
     settings = run_settings(overrides={"learners": 2, "task.context": 8, "task.batch": 2, "task.layers": 1, "task.width": 16})
     with pytest.raises(SettingsError, match=r"mesh\.fsdp = 4 .* are 4 devices, and JAX gives this learner 1 \(cpu\)"):
-        check(Plan(settings, str(text), MeshSettings(fsdp=4)))
+        check(PlannedRun(settings, str(text), MeshSettings(fsdp=4)))
 
 
 def test_the_built_in_task_s_data(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     settings = run_settings(overrides={"learners": 2, "task.context": 8, "task.batch": 2})
     text.write_text("some words\n" * 200)
-    check(Plan(settings, str(text)))
+    check(PlannedRun(settings, str(text)))
     text.write_text("too few")
     with pytest.raises(DataError, match="one batch of 2 windows of 8 bytes"):
-        check(Plan(settings, str(text)))
+        check(PlannedRun(settings, str(text)))
     with pytest.raises(DataError, match="there is no such file or folder"):
-        check(Plan(settings, "hf://corpus"))
+        check(PlannedRun(settings, "hf://corpus"))

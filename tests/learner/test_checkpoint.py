@@ -20,7 +20,7 @@ from tests.pace import DEADLINE_S
 
 from diloco.core.learner import Dump
 from diloco.core.markers import MarkerReply
-from diloco.core.tape import Borrowed, Copied, Event, Restored
+from diloco.core.tape import Borrowed, Copied, Restored, TapeEvent
 from diloco.errors import RunError
 from diloco.member import state
 from diloco.member.member import Member
@@ -32,7 +32,7 @@ from diloco.settings.run import ContinuedRun
 from diloco.settings.service import LearnerSettings
 from diloco.wire.control import MarkerAnswer, MarkerDeclined, SnapshotMarker
 from diloco_learner import checkpoint, holding
-from diloco_learner.checkpoint import Keeper, restore
+from diloco_learner.checkpoint import CheckpointKeeper, restore
 from diloco_learner.island import Island
 
 RUN = b"\x05" * 8
@@ -50,7 +50,7 @@ class Bookkeeper:
         self.answers: list[MarkerReply] = []
         self.saved: list[bytes] = []
         self.lent: list[tuple[int, list[int], Lendable]] = []
-        self.recorded: list[Event] = []
+        self.recorded: list[TapeEvent] = []
         self.tape = SimpleNamespace(record=self.recorded.append)
 
     def dump(self) -> Dump | None:
@@ -91,7 +91,7 @@ class Rig:
     def __init__(self, folder: Path, *, checkpoint_s: float = 1e-9) -> None:
         self.island, self.accounts = Island(Slope(), SETTINGS), Bookkeeper()
         self.settings = LearnerSettings(name="ann", state_dir=folder, checkpoint_s=checkpoint_s)
-        self.keeper = Keeper(self.island, cast(Member, self.accounts), self.settings, get_logger())
+        self.keeper = CheckpointKeeper(self.island, cast(Member, self.accounts), self.settings, get_logger())
         self.path, self.previous = state.generations(folder, "ann")
 
     def step(self) -> dict[str, NDArray[Any]]:
@@ -378,9 +378,9 @@ def test_where_no_copy_fits_the_next_step_waits_until_the_state_has_been_read(
 BEFORE = b"\x07" * 8  # identity of the run that this one continues
 
 
-def beginner(rig: Rig, merged: list[str] | None = None, run: bytes = BEFORE) -> tuple[Member, list[Event]]:
+def beginner(rig: Rig, merged: list[str] | None = None, run: bytes = BEFORE) -> tuple[Member, list[TapeEvent]]:
     """A member of a run that continues another one, of which others' work is ``merged``; and what its tape has of states."""
-    taken: list[Event] = []
+    taken: list[TapeEvent] = []
     continues = ContinuedRun(run="old", identity=run.hex(), tokens=9, batches=[4])
     member = SimpleNamespace(
         run=SimpleNamespace(created=SETTINGS.model_copy(update={"continues": continues})),

@@ -20,7 +20,7 @@ from diloco.core.chain import Chain
 from diloco.core.fold import Replica
 from diloco.core.fragments import FragmentMap, build_map
 from diloco.core.merging import accumulate, make_version
-from diloco.core.round import Held, Merge
+from diloco.core.round import Merge, RoundOffer
 from diloco.core.schedule import Moment, learning_rate
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
@@ -135,7 +135,7 @@ class Fragments:
                 counts = own.state
                 counts.step(TOKENS, share, step)
                 made = own.offer(island.snapshot(fragment).to_host(), counts.steps, counts.tokens, counts.data, step + 1, 16)
-                held.append(Held(made.message(fragment.index, BODY), own.body(made)))
+                held.append(RoundOffer(made.message(fragment.index, BODY), own.body(made)))
             merge = Merge(step + 1, tuple(held), closing=False, quorum_s=0.0, round_s=0.0)
             delta = accumulate(fragment, self.settings, held, {}, owner.theta).result()
             residual = np.zeros(fragment.size, np.float32)

@@ -10,7 +10,7 @@ import pytest
 
 from diloco.errors import SettingsError
 from diloco.settings.presets import run_settings
-from diloco_learner.examination import Examination
+from diloco_learner.examination import TaskExamination
 from diloco_learner.examine import examine
 
 TASK = """
@@ -85,7 +85,7 @@ SMALL = {"shards": 1, "fragments.count": 3, "learners": 2, "inner.optimizer": "a
 
 
 @pytest.fixture
-def examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Examination]:
+def examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], TaskExamination]:
     """``examined(name)``: examine the task of that name."""
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "own", raising=False)
@@ -96,7 +96,7 @@ def examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
     return lambda name: examine(run_settings(overrides=SMALL | {"task.name": f"own:make{name}"}), None)
 
 
-def test_a_task_that_is_right_is_described(examined: Callable[[str], Examination]) -> None:
+def test_a_task_that_is_right_is_described(examined: Callable[[str], TaskExamination]) -> None:
     found = examined("Mine")
     assert found.warnings == []
     assert [(tensor.path, tensor.shape, tensor.merge, tensor.matrices) for tensor in found.tensors] == [
@@ -111,7 +111,7 @@ def test_a_task_that_is_right_is_described(examined: Callable[[str], Examination
     assert found.loss > 0
 
 
-def test_what_each_strategy_would_make_of_the_model_is_said(examined: Callable[[str], Examination]) -> None:
+def test_what_each_strategy_would_make_of_the_model_is_said(examined: Callable[[str], TaskExamination]) -> None:
     # embed has 6 values, and so one of 3 fragments; of the others bias has 4, and weight 8
     found = {each.strategy: each for each in examined("Mine").strategies}
     sizes = {name: (each.fragments, each.smallest_bytes, each.largest_bytes) for name, each in found.items()}
@@ -121,7 +121,7 @@ def test_what_each_strategy_would_make_of_the_model_is_said(examined: Callable[[
     assert "the model has no layers" in found["layers"].refusal
 
 
-def test_the_rule_of_each_array_of_a_state_is_said(examined: Callable[[str], Examination]) -> None:
+def test_the_rule_of_each_array_of_a_state_is_said(examined: Callable[[str], TaskExamination]) -> None:
     found = examined("Kept")
     assert found.warnings == []
     assert [(array.path, array.shape, array.dtype, array.fragments, array.merge) for array in found.state] == [
@@ -132,7 +132,7 @@ def test_the_rule_of_each_array_of_a_state_is_said(examined: Callable[[str], Exa
     assert found.fragments[2] == {"index": 2, "parameters": 2, "offer_bytes": 8}
 
 
-def test_a_task_and_its_first_batch_are_made_once(examined: Callable[[str], Examination]) -> None:
+def test_a_task_and_its_first_batch_are_made_once(examined: Callable[[str], TaskExamination]) -> None:
     assert examined("Counted").warnings == []
     own = sys.modules["own"].Counted
     assert (own.made, own.first) == (1, 2)  # and the first batch again, to see whether it is the same
@@ -155,7 +155,7 @@ def test_a_task_and_its_first_batch_are_made_once(examined: Callable[[str], Exam
         ),
     ],
 )
-def test_faults_that_a_run_would_get_through(examined: Callable[[str], Examination], name: str, said: str) -> None:
+def test_faults_that_a_run_would_get_through(examined: Callable[[str], TaskExamination], name: str, said: str) -> None:
     [warning] = examined(name).warnings
     assert said in warning
 
@@ -170,6 +170,6 @@ def test_faults_that_a_run_would_get_through(examined: Callable[[str], Examinati
         ),
     ],
 )
-def test_faults_that_end_a_run(examined: Callable[[str], Examination], name: str, said: str) -> None:
+def test_faults_that_end_a_run(examined: Callable[[str], TaskExamination], name: str, said: str) -> None:
     with pytest.raises(SettingsError, match=said):
         examined(name)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from diloco.settings.presets import run_settings
-from diloco_learner.check import Plan, check
+from diloco_learner.check import PlannedRun, check
 from diloco_learner.island import Island
 from diloco_learner.task import load_task
 
@@ -48,7 +48,7 @@ def test_an_example_trains(monkeypatch: pytest.MonkeyPatch, name: str, overrides
     settings = run_settings(
         overrides={"inner.optimizer": "adamw", "fragments.count": 8, "task.name": f"{name}:make"} | overrides
     )
-    check(Plan(settings))
+    check(PlannedRun(settings))
     task = load_task(settings.task, None)
     island, batches = Island(task, settings), task.batches(0, 4, 0, 0)
     before = island.evaluation()

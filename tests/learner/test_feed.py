@@ -14,7 +14,7 @@ from diloco.core.leases import BLOCK_BATCHES, data_of
 from diloco.errors import DataError, SettingsError
 from diloco.process.observe import get_logger
 from diloco.settings.run import RunSettings, TaskSettings
-from diloco_learner.feed import Feed
+from diloco_learner.feed import BatchFeed
 from diloco_learner.task import GptTask, Task
 
 SETTINGS = RunSettings(learners=2, seed=7)
@@ -36,7 +36,7 @@ class Numbers:
 
 def test_one_share_is_read_as_one_stream_from_where_the_lease_begins() -> None:
     task = Numbers()
-    feed = Feed(cast(Task, task), SETTINGS, lambda: {1: 5}, get_logger())
+    feed = BatchFeed(cast(Task, task), SETTINGS, lambda: {1: 5}, get_logger())
     batches = list(islice(feed, 30))
     assert [(batch.share, batch.index) for batch in batches] == [(1, 5 + i) for i in range(30)]
     assert [batch.data for batch in batches] == [(1, 2, 7, 5 + i) for i in range(30)]
@@ -45,7 +45,7 @@ def test_one_share_is_read_as_one_stream_from_where_the_lease_begins() -> None:
 
 def test_shares_in_turn_are_two_streams_and_a_further_lap_has_an_order_of_its_own() -> None:
     task = Numbers()
-    feed = Feed(cast(Task, task), SETTINGS, lambda: {0: 0, 3: 4}, get_logger())
+    feed = BatchFeed(cast(Task, task), SETTINGS, lambda: {0: 0, 3: 4}, get_logger())
     batches = list(islice(feed, 4 * BLOCK_BATCHES))
     part, seed = data_of(3, 2, 7)
     assert part == 1
@@ -58,7 +58,7 @@ def test_shares_in_turn_are_two_streams_and_a_further_lap_has_an_order_of_its_ow
 
 def test_a_share_leased_again_further_on_is_read_from_there() -> None:
     leased: dict[int, int] = {0: 0}
-    feed = Feed(cast(Task, Numbers()), SETTINGS, lambda: leased, get_logger())
+    feed = BatchFeed(cast(Task, Numbers()), SETTINGS, lambda: leased, get_logger())
     assert [next(feed).index for _ in range(3)] == [0, 1, 2]
     leased = {1: 0}
     assert (next(feed).share, next(feed).index) == (1, 1)
@@ -80,10 +80,10 @@ class Partial(Numbers):
 
 
 def test_a_share_without_data_here_is_left_out_unless_it_is_the_only_one() -> None:
-    feed = Feed(cast(Task, Partial()), SETTINGS, lambda: {0: 0, 1: 0}, get_logger())
+    feed = BatchFeed(cast(Task, Partial()), SETTINGS, lambda: {0: 0, 1: 0}, get_logger())
     assert [(batch.share, batch.index) for batch in islice(feed, 20)] == [(0, i) for i in range(20)]
     with pytest.raises(DataError, match="share 1: nothing here"):
-        next(Feed(cast(Task, Partial()), SETTINGS, lambda: {1: 0}, get_logger()))
+        next(BatchFeed(cast(Task, Partial()), SETTINGS, lambda: {1: 0}, get_logger()))
 
 
 @pytest.mark.parametrize("share", [0, 1])
@@ -91,7 +91,7 @@ def test_the_batches_of_a_share_are_those_of_the_task(tmp_path: Path, share: int
     (tmp_path / "text.txt").write_text("".join(chr(97 + i % 23) for i in range(4000)))
     task = GptTask(TaskSettings(layers=1, width=16, heads=2, context=8, batch=4), str(tmp_path / "text.txt"))
     expected: list[Any] = list(islice(task.batches(share, 2, 7, 3), 100))
-    fed = list(islice(Feed(task, SETTINGS, lambda: {share: 3}, get_logger()), 100))
+    fed = list(islice(BatchFeed(task, SETTINGS, lambda: {share: 3}, get_logger()), 100))
     for batch, wanted in zip(fed, expected, strict=True):
         np.testing.assert_array_equal(batch.data, wanted)
 
@@ -101,7 +101,7 @@ def test_batches_that_end_are_named() -> None:
         def batches(self, share: int, shares: int, seed: int, start: int) -> Iterator[tuple[int, int, int, int]]:
             return islice(super().batches(share, shares, seed, start), max(0, 3 - start))
 
-    feed = Feed(cast(Task, Ends()), SETTINGS, lambda: {1: 0}, get_logger())
+    feed = BatchFeed(cast(Task, Ends()), SETTINGS, lambda: {1: 0}, get_logger())
     assert [next(feed).index for _ in range(3)] == [0, 1, 2]
     with pytest.raises(SettingsError, match=r"batches\(\) of share 1 ended before batch 3; they go on without end"):
         next(feed)

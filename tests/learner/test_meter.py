@@ -6,12 +6,12 @@ import random
 
 import pytest
 
-from diloco_learner.meter import Meter, Span, Times
+from diloco_learner.meter import Meter, MeteredSpan, Times
 
-READY = Span(0.0, 0.0)  # the batch was there
+READY = MeteredSpan(0.0, 0.0)  # the batch was there
 
 
-def measured(*steps: tuple[float, float, Span]) -> Times:
+def measured(*steps: tuple[float, float, MeteredSpan]) -> Times:
     meter = Meter()
     for called_s, ended_s, batch in steps:
         meter.add(called_s, ended_s, batch)
@@ -41,9 +41,9 @@ def test_a_dispatch_that_waits_for_the_step_before_is_not_counted_twice() -> Non
 
 def test_waiting_for_a_version_is_blocked_and_waiting_for_a_batch_is_not() -> None:
     # the first ends at 10; its successor's batch is made from 1 to 16; the boundary takes until 17
-    assert measured((0, 10, READY), (17, 27, Span(1, 16))) == Times(busy_s=20, blocked_s=1, data_s=6)
+    assert measured((0, 10, READY), (17, 27, MeteredSpan(1, 16))) == Times(busy_s=20, blocked_s=1, data_s=6)
     # the batch was ready at 2; no step was allowed until 40
-    assert measured((0, 10, READY), (40, 50, Span(1, 2))) == Times(busy_s=20, blocked_s=30, data_s=0)
+    assert measured((0, 10, READY), (40, 50, MeteredSpan(1, 2))) == Times(busy_s=20, blocked_s=30, data_s=0)
 
 
 def test_a_pause_is_nobodys() -> None:
@@ -69,7 +69,7 @@ def test_all_kinds_together_are_the_time_that_passed(seed: int) -> None:
     """Whatever the order of calls, returns, ends and batches is."""
     chance, meter, at_s, ended_s, busy_s = random.Random(seed), Meter(), 0.0, 0.0, 0.0
     for _ in range(100):
-        batch = Span(at_s, at_s + chance.choice([0.0, 0.5, 3.0]))
+        batch = MeteredSpan(at_s, at_s + chance.choice([0.0, 0.5, 3.0]))
         called_s = batch.ended_s + chance.choice([0.0, 0.1, 4.0])
         if not ended_s:
             first_s = called_s

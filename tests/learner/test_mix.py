@@ -20,12 +20,12 @@ from diloco.settings.run import MixSettings, TaskSettings
 
 pytest.importorskip("grain", reason="the extra `data` is not installed: make extras")
 
-from diloco_learner.check import Plan, check
+from diloco_learner.check import PlannedRun, check
 from diloco_learner.mix import file, pipeline
 from diloco_learner.mix import mix as mixes
 from diloco_learner.mix.describe import describe
 from diloco_learner.mix.mix import Mix
-from diloco_learner.mix.pipeline import Windows
+from diloco_learner.mix.pipeline import TokenWindows
 from diloco_learner.task import load_task
 
 TASK = TaskSettings(layers=1, width=8, heads=2, context=8, batch=2)
@@ -63,9 +63,9 @@ TWO = ONE + '[sources.two]\nkind = "text"\npath = "two"\nweight = 3\n'
 TRAINED = "[tokenizer]\ntrain = { vocabulary = 270 }\n"
 
 
-def counting(windows: int, context: int) -> Windows:
+def counting(windows: int, context: int) -> TokenWindows:
     """A source whose i-th window begins with ``i * context``."""
-    return Windows(np.arange(windows * context + 1, dtype=np.uint32), context)
+    return TokenWindows(np.arange(windows * context + 1, dtype=np.uint32), context)
 
 
 @given(
@@ -106,7 +106,7 @@ def test_any_start_and_any_rows_are_those_of_iteration_from_the_beginning() -> N
 
 
 def test_sources_take_turns_by_their_weights_and_epochs_have_orders_of_their_own() -> None:
-    first, second = counting(50, 2), Windows(np.full(21, 7000, np.uint16), 2)
+    first, second = counting(50, 2), TokenWindows(np.full(21, 7000, np.uint16), 2)
     order = pipeline.mixed([first, second], [300, 100], 0, 1, 0)
     drawn = [int(order[at][0]) for at in range(400)]
     for at in range(0, 400, 40):  # everywhere, not only on the whole
@@ -123,7 +123,7 @@ def test_windows_predict_each_token_once() -> None:
     windows = counting(10, 4)
     predicted = [int(token) for at in range(len(windows)) for token in windows[at][1:]]
     assert predicted == list(range(1, 41))
-    assert len(Windows(np.arange(40, dtype=np.uint16), 4)) == 9
+    assert len(TokenWindows(np.arange(40, dtype=np.uint16), 4)) == 9
 
 
 def test_documents_are_followed_by_the_end_and_every_twentieth_is_held_out(make: MakeMix) -> None:
@@ -368,12 +368,12 @@ def test_a_run_that_would_go_over_a_source_more_often_than_allowed_is_refused(ma
     (tmp_path / "mix.toml").write_text(TWO + "most_epochs = 2\n")
     os.environ["DILOCO_CACHE_DIR"] = str(tmp_path / "cache")
     try:
-        found = check(Plan(run_settings(overrides=small | {"tokens": 2 * tokens}), str(tmp_path / "mix.toml")))
+        found = check(PlannedRun(run_settings(overrides=small | {"tokens": 2 * tokens}), str(tmp_path / "mix.toml")))
         assert found.units == "nats per token"
         assert found.mix is not None
         assert found.mix.epochs(2 * tokens)["two"] == 1.5  # three windows in four are its
         with pytest.raises(DataError, match=r"source 'two': ends before the run does: \d+ tokens go over it 2\.25 times, and"):
-            check(Plan(run_settings(overrides=small | {"tokens": 3 * tokens}), str(tmp_path / "mix.toml")))
+            check(PlannedRun(run_settings(overrides=small | {"tokens": 3 * tokens}), str(tmp_path / "mix.toml")))
         described = describe(run_settings(overrides=small | {"tokens": tokens}), str(tmp_path / "mix.toml"))
     finally:
         del os.environ["DILOCO_CACHE_DIR"]

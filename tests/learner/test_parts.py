@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 from tests.pace import DEADLINE_S
 
 from diloco.core.chunks import Chunk
-from diloco.core.tape import Event, Restored
+from diloco.core.tape import Restored, TapeEvent
 from diloco.member import state
 from diloco.member.group import Group
 from diloco.member.leader import Leader
@@ -30,7 +30,7 @@ from diloco.wire.island import Pending, Purpose, Save, facts
 from diloco_learner.checkpoint import check
 from diloco_learner.island import Island
 from diloco_learner.parts import PartKeeper, restore
-from diloco_learner.process import LoopThread, Process
+from diloco_learner.process import LearnerProcess, LoopThread
 
 RUN = b"\x05" * 8
 PENDING = [[], [Pending((3, 4), 8, False)]]
@@ -57,7 +57,7 @@ class Accounts:
 
     def __init__(self) -> None:
         self.step, self.whole, self.fails = 0, "", False
-        self.recorded: list[Event] = []
+        self.recorded: list[TapeEvent] = []
         self.tape = SimpleNamespace(record=self.recorded.append)
 
     def unmerged_of(self, plain: dict[str, Any], bare: Any) -> list[list[Pending]]:
@@ -194,7 +194,7 @@ class Again:
                 asking = SimpleNamespace(
                     settings=settings, run=run, log=get_logger(), wait=lambda work: loop.run(work, lambda: False)
                 )
-                process = cast(Process, asking)
+                process = cast(LearnerProcess, asking)
                 part = cast(Part, SimpleNamespace(group=group, carrier=self.carriers[index], run=run))
                 leader = cast(Leader, self.accounts) if index == 0 else None
                 self.done[index] = restore(process, cast(Island, self.islands[index]), part, leader)
@@ -243,7 +243,7 @@ def keep(folder: Path, step: int) -> str:
     content = Content([Chunk.whole("params/w", (4, 3), "float32")], [np.full((4, 3), step, np.float32)])
     small = {"params/b": np.full(2, step, np.float32), "accounts/0/base": np.full(3, step, np.float32)}
     name, accounts = f"7, kept at boundary {step}", {"step": step, "fragments": [{}, {}]}
-    part = state.Part(0, 3, name)
+    part = state.StateFilePart(0, 3, name)
     state.save(state.kept(folder, "ann"), RUN, "ann", accounts, content + Content.of(small), part=part)
     return name
 

@@ -16,7 +16,7 @@ import pytest
 from tests.made.trainer_script import FINISHED, NOTHING, TRAINER_RULES, train
 from tests.pace import DEADLINE_S
 
-from diloco.core.delta import Apply
+from diloco.core.delta import VersionWrite
 from diloco.errors import RunError, SettingsError
 from diloco.member.member import Boundary
 from diloco.settings.presets import run_settings
@@ -27,7 +27,7 @@ from diloco_learner.task import GptTask
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: make torch")
 
 from diloco_learner.pytorch import Aux  # noqa: E402
-from diloco_learner.pytorch.inner import AdamW  # noqa: E402
+from diloco_learner.pytorch.inner import TorchAdamW  # noqa: E402
 from diloco_learner.pytorch.island import TorchIsland, spare_bytes  # noqa: E402
 from diloco_learner.pytorch.task import checked, load_task  # noqa: E402
 
@@ -91,7 +91,7 @@ def test_adamw_takes_the_steps_of_torch_s_own_to_the_bit() -> None:
     ours, theirs = ([torch.nn.Parameter(torch.from_numpy(one.copy())) for one in begun] for _ in range(2))
     groups = [{"params": theirs[:2], "weight_decay": 0.1}, {"params": theirs[2:], "weight_decay": 0.0}]
     pair = (
-        AdamW([(ours[:2], 0.1), (ours[2:], 0.0)], 0.01, 0.9, 0.95),
+        TorchAdamW([(ours[:2], 0.1), (ours[2:], 0.0)], 0.01, 0.9, 0.95),
         torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), fused=True),
     )
     for step in gradients:
@@ -214,7 +214,7 @@ def test_updates_too_small_for_bfloat16_are_kept_in_masters() -> None:
 def test_the_trainer_writes_a_version_between_the_steps_around_its_boundary() -> None:
     model = island()
     theta = np.full(4, 10, np.float32)
-    write = Boundary([(0, Apply(theta, None))], [0], stop=False, wait=False, finished=False)
+    write = Boundary([(0, VersionWrite(theta, None))], [0], stop=False, wait=False, finished=False)
     settings = run_settings(overrides={"inner.weight_decay": 0.0, "inner.warmup_fraction": 0.0})
     script, _ = train(model, [NOTHING, NOTHING, write, NOTHING, FINISHED], settings=settings)
     np.testing.assert_array_equal(script.readers[0](), theta)
@@ -374,7 +374,7 @@ def checked_and_rehearsed(task: Slope) -> TorchIsland:
 
 
 def test_a_step_waits_for_its_device_no_more_once_its_optimizer_is_queued(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, asked, item, step = island(), list[str](), torch.Tensor.item, AdamW.step
+    model, asked, item, step = island(), list[str](), torch.Tensor.item, TorchAdamW.step
 
     def noted_item(tensor: Any) -> Any:
         asked.append("device")
@@ -385,7 +385,7 @@ def test_a_step_waits_for_its_device_no_more_once_its_optimizer_is_queued(monkey
         asked.append("queued")
 
     monkeypatch.setattr(torch.Tensor, "item", noted_item)
-    monkeypatch.setattr(AdamW, "step", noted_step)
+    monkeypatch.setattr(TorchAdamW, "step", noted_step)
     model.begin_step(np.float32(1), 0.1).wait()
     assert asked == ["device", "device", "queued"]  # loss and norm
 

@@ -12,7 +12,7 @@ import pytest
 from tests.made.trainer_script import FINISHED, NOTHING, SETTINGS, TRAINER_RULES, Slope, train
 
 from diloco.core.accounts import Accounts
-from diloco.core.delta import Apply
+from diloco.core.delta import VersionWrite
 from diloco.member.member import Boundary
 from diloco.settings.presets import run_settings
 from diloco_learner import trainer
@@ -31,7 +31,7 @@ def test_rules_of_a_trainer_hold(rule: Callable[[Any], None], island: Island) ->
 
 def test_a_version_is_between_the_steps_around_its_boundary(island: Island) -> None:
     theta = np.full(4, 10, np.float32)
-    write = Boundary([(0, Apply(theta, None))], [0], stop=False, wait=False, finished=False)
+    write = Boundary([(0, VersionWrite(theta, None))], [0], stop=False, wait=False, finished=False)
     script, _ = train(island, [NOTHING, NOTHING, write, NOTHING, FINISHED])
     # two steps before the boundary were overwritten, what was read is the version, two came after it
     np.testing.assert_array_equal(script.readers[0](), theta)
@@ -41,7 +41,7 @@ def test_a_version_is_between_the_steps_around_its_boundary(island: Island) -> N
 
 def test_steps_of_two_programs_do_as_those_of_one_and_nothing_of_a_boundary_is_begun_before_the_first_has_ended() -> None:
     theta, measured = np.full(4, 10, np.float32), list[bool]()
-    write = Boundary([(0, Apply(theta, None))], [0], stop=False, wait=False, finished=False)
+    write = Boundary([(0, VersionWrite(theta, None))], [0], stop=False, wait=False, finished=False)
 
     class Watched(Island):
         def finish_step(self) -> None:
@@ -61,7 +61,9 @@ def test_steps_of_two_programs_do_as_those_of_one_and_nothing_of_a_boundary_is_b
 @pytest.mark.parametrize(("reset", "value"), [(False, 5.0), (True, 10.0)])
 def test_a_version_is_mixed_into_the_value_but_a_loaded_one_replaces_it(island: Island, reset: bool, value: float) -> None:
     mixing = run_settings(overrides={"apply.alpha": 0.5})
-    write = Boundary([(0, Apply(np.full(4, 10, np.float32), None, reset=reset))], [0], stop=False, wait=False, finished=False)
+    write = Boundary(
+        [(0, VersionWrite(np.full(4, 10, np.float32), None, reset=reset))], [0], stop=False, wait=False, finished=False
+    )
     script, _ = train(island, [write, FINISHED], settings=mixing)
     np.testing.assert_array_equal(script.readers[0](), np.full(4, value, np.float32))  # it was 0
 

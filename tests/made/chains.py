@@ -11,7 +11,7 @@ from diloco.core.chain import Chain
 from diloco.wire.body import Body
 from diloco.wire.entries import Genesis, Record
 from diloco.wire.fields import Range
-from diloco.wire.offers import Member
+from diloco.wire.offers import MergeMember
 
 GENESIS_CHECK = b"g" * 32
 BODY = Body(size_bytes=3, content_hash=b"c" * 32, parts=0, attempt=b"attempt.")
@@ -19,8 +19,8 @@ BODY = Body(size_bytes=3, content_hash=b"c" * 32, parts=0, attempt=b"attempt.")
 
 def member(
     learner: str, number: int, tokens: int, lost_tokens: int = 0, incarnation: int = 1, data: Sequence[Range] = ()
-) -> Member:
-    return Member(learner, incarnation, number, 1, 0, 1, tokens, lost_tokens, 1.0, list(data))
+) -> MergeMember:
+    return MergeMember(learner, incarnation, number, 1, 0, 1, tokens, lost_tokens, 1.0, list(data))
 
 
 def genesis_chain() -> Chain:
@@ -28,7 +28,7 @@ def genesis_chain() -> Chain:
     return Chain.from_genesis(1, genesis, GENESIS_CHECK)
 
 
-def record(chain: Chain, *members: Member, **changes: Any) -> Record:
+def record(chain: Chain, *members: MergeMember, **changes: Any) -> Record:
     """The version that follows ``chain``; totals are worked out by the test, in ``changes``."""
     values: dict[str, Any] = {
         "fragment": chain.fragment,

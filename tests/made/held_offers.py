@@ -12,7 +12,7 @@ from diloco.core import outer, quantise
 from diloco.core.chain import Chain
 from diloco.core.fold import Replica
 from diloco.core.fragments import Fragment, TensorSpec, build_map
-from diloco.core.round import Held
+from diloco.core.round import RoundOffer
 from diloco.wire.fields import Bits
 
 Vector = NDArray[np.float32]
@@ -24,7 +24,7 @@ def fragment_of(*shape: int, embedding: bool = False) -> Fragment:
     return build_map([*model, TensorSpec("u", (1,))] if embedding else model, 2 if embedding else 1).fragments[0]
 
 
-def held(learner: str, values: Vector, *, tokens: int, steps: int = 1, bits: Bits = 32, **changes: Any) -> Held:
+def held(learner: str, values: Vector, *, tokens: int, steps: int = 1, bits: Bits = 32, **changes: Any) -> RoundOffer:
     fields: dict[str, Any] = {
         "incarnation": 7,
         "number": 2,
@@ -36,7 +36,7 @@ def held(learner: str, values: Vector, *, tokens: int, steps: int = 1, bits: Bit
         "tokens": tokens,
         "data": [(2, 8, steps)],
     }
-    return Held(offer_of(learner, **(fields | changes)), quantise.quantise(values.copy(), bits))
+    return RoundOffer(offer_of(learner, **(fields | changes)), quantise.quantise(values.copy(), bits))
 
 
 def replica_of(theta: Vector) -> Replica:

@@ -55,7 +55,7 @@ def strategies(answer: Strategy, cursor: Strategy, record: Strategy, rolled_back
         island.Encode: st.builds(island.Encode, FRAGMENT, COUNT, BITS, COUNT),
         island.Encoded: st.builds(island.Encoded, FRAGMENT, st.none() | HASH),
         island.Store: st.builds(island.Store, FRAGMENT, BITS, answer),
-        island.Stored: st.builds(island.Stored, FRAGMENT, COUNT),
+        island.OfferStored: st.builds(island.OfferStored, FRAGMENT, COUNT),
         island.Decided: st.builds(
             island.Decided,
             *[NUMBER, COUNT, COUNT, writes, reads, st.tuples(SHARE, COUNT)],
@@ -105,7 +105,7 @@ def examples(record: Message) -> dict[type[Message], Message]:
         island.Encode(3, 6, 4, 8),
         island.Encoded(3, b"c" * 32),
         island.Store(3, 4, answer),
-        island.Stored(3, 12),
+        island.OfferStored(3, 12),
         island.Decided(
             7, 6, 5, [Write(3, 4, 5, True, False)], [3], (2, 9), 10, 11, 12, False, False, False, False, save, b"p" * 32
         ),

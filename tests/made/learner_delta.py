@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 
 from diloco.core import delta, quantise
 from diloco.core.chain import Chain
-from diloco.core.delta import ERROR_BITS, Apply, Carried, DeltaState, DeltaValues, PendingDelta
+from diloco.core.delta import ERROR_BITS, ApplyOutcome, DeltaState, DeltaValues, PendingDelta, VersionWrite
 from diloco.wire.entries import Record
 from diloco.wire.fields import Bits, Range
 
 Vector = NDArray[np.float32]
 
 
-def written(applied: Apply, value: Vector) -> Vector:
+def written(applied: VersionWrite, value: Vector) -> Vector:
     """A learner's value, float32 [size], after a version was written into it."""
     if applied.reference is None:
         return applied.theta.copy()
@@ -42,7 +42,7 @@ class Delta:
     ) -> None:
         self.state = DeltaState(learner, incarnation, overlap, base_version, base_hash, **counts)
         self.values = DeltaValues(base, error_feedback, gradients, error_bits)
-        self.carried: Carried | None = None
+        self.carried: ApplyOutcome | None = None
 
     def offer(
         self, snapshot: Vector, steps: int, tokens: int, data: list[Range], round_version: int, bits: Bits
@@ -62,11 +62,11 @@ class Delta:
         """An pending offer's quantised outer gradient."""
         return self.values.held[offer.identity].body
 
-    def apply(self, record: Record, theta: Vector) -> Apply:
+    def apply(self, record: Record, theta: Vector) -> VersionWrite:
         self.carried = self.state.apply(record)
         return self.values.apply(self.carried, self.state.pending, theta)
 
-    def reload(self, chain: Chain, theta: Vector, *, invalid: bool = False) -> Apply:
+    def reload(self, chain: Chain, theta: Vector, *, invalid: bool = False) -> VersionWrite:
         self.carried = self.state.reload(chain, invalid=invalid)
         return self.values.apply(self.carried, self.state.pending, theta)
 

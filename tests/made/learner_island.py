@@ -9,7 +9,7 @@ from tests.made.learner_world import FRAGMENTS, LearnerWorld
 
 from diloco.core.accounts import StepDone
 from diloco.core.decisions import BOUNDARIES_APART_MAX, Course, Decisions
-from diloco.core.fragment_state import Version
+from diloco.core.fragment_state import FragmentVersion
 from diloco.settings.run import RunSettings
 from diloco.wire import framing
 from diloco.wire.framing import Message
@@ -79,7 +79,7 @@ class DecidedIsland(LearnerWorld):
         super().merge(index, own=own, rolled_back=rolled_back)
         self.stage()
 
-    def queue(self, index: int, version: Version) -> None:
+    def queue(self, index: int, version: FragmentVersion) -> None:
         self.decisions.queue(index, version)
 
     def rewind(self, index: int) -> None:

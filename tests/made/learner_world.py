@@ -15,12 +15,12 @@ from diloco.core.accounts import StepDone
 from diloco.core.boundary import Applied, Decision, apply, decide
 from diloco.core.chain import Chain
 from diloco.core.delta import PendingDelta
-from diloco.core.fragment_state import Answer, Version
+from diloco.core.fragment_state import DueOffer, FragmentVersion
 from diloco.core.learner import Learner
 from diloco.settings.run import RunSettings
 from diloco.wire.control import Announcement
 from diloco.wire.entries import Record, RolledBack
-from diloco.wire.offers import Member
+from diloco.wire.offers import MergeMember
 
 FRAGMENTS: int = WORLD["fragments.count"]
 TOKENS, SIZE = 10, 4
@@ -33,17 +33,17 @@ class FragmentLog:
     def __init__(self, index: int) -> None:
         self.chain = Chain(index, 0, 0, bytes(32), 0, bytes(32))
 
-    def head(self, record: Record | None, *, arrays: bool) -> Version:
+    def head(self, record: Record | None, *, arrays: bool) -> FragmentVersion:
         chain = replace(self.chain, cursors=dict(self.chain.cursors))
-        return Version(record, chain, np.full(SIZE, chain.version, np.float32) if arrays else None)
+        return FragmentVersion(record, chain, np.full(SIZE, chain.version, np.float32) if arrays else None)
 
     def append(self, offer: PendingDelta | None, *, rolled_back: bool = False, closing: bool = False) -> Record:
         chain = self.chain
         version = chain.version + 1
         number = chain.cursor("zoe")[1] + 1
-        members = [] if rolled_back else [Member("zoe", 1, number, version, chain.version, 1, 5, 0, 1.0, [(9, number, 1)])]
+        members = [] if rolled_back else [MergeMember("zoe", 1, number, version, chain.version, 1, 5, 0, 1.0, [(9, number, 1)])]
         if offer is not None:
-            members.insert(0, Member.of(offer.stated, 1.0))
+            members.insert(0, MergeMember.of(offer.stated, 1.0))
         merged, lost = chain.totals_with((m.learner, m.tokens, m.lost_tokens) for m in members)
         record = record_of(
             version,
@@ -72,7 +72,7 @@ class LearnerWorld:
         self.learner = self.joined(1)
         self.values = [np.zeros(SIZE, np.float32) for _ in range(FRAGMENTS)]
         self.stored: list[list[PendingDelta]] = [[] for _ in range(FRAGMENTS)]
-        self.answers: list[Answer] = []  # being quantised
+        self.answers: list[DueOffer] = []  # being quantised
         self.sending: list[PendingDelta | None] = [None] * FRAGMENTS
         self.taken = self.now_s = 0
 
@@ -137,7 +137,7 @@ class LearnerWorld:
         record = log.append(fit[-1] if own and fit and not rolled_back else None, rolled_back=rolled_back)
         self.queue(index, log.head(record, arrays=self.arrays))
 
-    def queue(self, index: int, version: Version) -> None:
+    def queue(self, index: int, version: FragmentVersion) -> None:
         self.learner.queue(index, version)
 
     def kill(self) -> None:

@@ -6,12 +6,12 @@ from typing import Any
 
 from diloco.wire.body import Body
 from diloco.wire.entries import Record
-from diloco.wire.offers import Member, Offer
+from diloco.wire.offers import MergeMember, Offer
 
 BODY = Body(size_bytes=0, content_hash=b"c" * 32, parts=0, attempt=b"attempt.")
 
 
-def record_of(version: int, /, *members: Member, **changes: Any) -> Record:
+def record_of(version: int, /, *members: MergeMember, **changes: Any) -> Record:
     """Return a record that makes a version of fragment 0 of these members, with these changes; it fits no log as it is."""
     values: dict[str, Any] = {
         "fragment": 0,

@@ -11,7 +11,7 @@ from tests.made.fragment_vectors import each
 from diloco.core import merging, quantise
 from diloco.core.fold import Replica
 from diloco.core.fragments import TensorSpec, build_map
-from diloco.core.round import Held, Merge
+from diloco.core.round import Merge, RoundOffer
 from diloco.log.log import Log
 from diloco.nats.transport import NatsTransport
 from diloco.settings.presets import run_settings
@@ -39,7 +39,7 @@ async def log_of_versions(
         body = quantise.quantise(noise.normal(size=100).astype(np.float32), 32)
         sent = Body(0, bytes(32), 0, bytes(8))
         offer = Offer(0, "ann", 1, number, (1, number - 1), number, number - 1, bytes(32), 32, 1, 1, 0, [], sent)
-        merge = Merge(number, (Held(offer, body),), False, 0.0, 0.0)
+        merge = Merge(number, (RoundOffer(offer, body),), False, 0.0, 0.0)
         merged = merging.accumulate(fragments.fragments[0], settings, merge.held, {}, replica.theta)
         record, inline, parts = merging.make_version(
             replica, residual, merged.result(), merge, settings, bits=4, syncer="s", attempt=bytes(8), now_s=0.0

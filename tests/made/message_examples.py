@@ -25,7 +25,7 @@ from diloco.wire.control import (
 )
 from diloco.wire.entries import Claim, CommitNotice, Cursor, Genesis, Keyframe, Record, Repaired, RolledBack
 from diloco.wire.framing import Message
-from diloco.wire.offers import Answer, Member, Offer, RegionalMembers, RegionalOffer
+from diloco.wire.offers import Answer, MergeMember, Offer, RegionalMembers, RegionalOffer
 
 COUNT = st.integers(0, 2**62)
 COUNTS = st.lists(COUNT, max_size=4)
@@ -40,7 +40,7 @@ REGION_BITS = st.lists(st.tuples(st.sampled_from(["us", "ap_2"]), BITS), max_siz
 BODY = st.builds(Body, st.integers(0, 2**40), HASH, st.integers(0, 2**22), st.binary(min_size=8, max_size=8))
 SHARE = st.integers(0, 2**14 - 1)
 RANGES = st.lists(st.tuples(SHARE, st.integers(0, 2**40), st.integers(1, 2**40)), max_size=4).map(normal)
-MEMBER = st.builds(Member, NAME, *[COUNT] * 7, st.floats(0, 1e300), RANGES)
+MEMBER = st.builds(MergeMember, NAME, *[COUNT] * 7, st.floats(0, 1e300), RANGES)
 CURSOR = st.builds(Cursor, NAME, *[COUNT] * 6)
 NUMBER = st.integers(1, 2**62)
 SOFTWARE = st.sampled_from(["", "0.1.0", "1.0rc1+local-2"])
@@ -266,7 +266,7 @@ EXAMPLES: dict[type[Message], Message] = {
         epoch=1,
         syncer="syncer-0",
         previous=b"p" * 32,
-        members=[Member("ann", 1, 2, 4, 3, 5, 6, 7, 8.5, [(2, 9, 5)])],
+        members=[MergeMember("ann", 1, 2, 4, 3, 5, 6, 7, 8.5, [(2, 9, 5)])],
         regional_offers=[RegionalMembers("syncer-1", 5, 6, [0])],
         bits=4,
         learning_rate=0.5,

@@ -13,7 +13,7 @@ from diloco.core.fragments import TensorSpec, build_map
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
 from diloco.wire.entries import Record
-from diloco.wire.offers import Member
+from diloco.wire.offers import MergeMember
 from diloco_coordinator import overview
 from diloco_coordinator.alerts import Alerts
 from diloco_coordinator.monitor import Monitor
@@ -30,7 +30,7 @@ def monitor(*regions: str) -> Monitor:
 
 
 def entry_record(fragment: int, version: int, syncer: str, *learners: str) -> Record:
-    members = [Member(name, 1, version, version, version - 1, 24, 240, 0, 1.0, []) for name in learners]
+    members = [MergeMember(name, 1, version, version, version - 1, 24, 240, 0, 1.0, []) for name in learners]
     values: dict[str, Any] = {"learning_rate": 0.3, "momentum": 0.9, "quorum_s": 0.5, "round_s": 1.0, "body": None}
     return record_of(version, *members, fragment=fragment, epoch=1, syncer=syncer, **values)
 

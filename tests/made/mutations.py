@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from diloco.core.delta import Carried, DeltaState
+from diloco.core.delta import ApplyOutcome, DeltaState
 
 Patch = pytest.MonkeyPatch
 
@@ -15,7 +15,7 @@ def lost_tokens_forgotten(patch: Patch) -> None:
     """Tokens that a learner drops are not counted."""
     drop = DeltaState._drop
 
-    def forgetful(self: DeltaState, **how: Any) -> Carried:
+    def forgetful(self: DeltaState, **how: Any) -> ApplyOutcome:
         lost = self.lost_tokens
         carried = drop(self, **how)
         self.lost_tokens = lost

@@ -8,13 +8,13 @@ import signal
 import psutil
 from tests.pace import DEADLINE_S
 
-from diloco.nats.connection import Link
+from diloco.nats.connection import NatsLink
 from diloco.process.observe import get_logger
 from diloco_ops.broker.server import Server
 
 
-async def open_link(server: Server) -> Link:
-    return await Link.open(server.url, server.url, "test", get_logger(), give_up_after_s=DEADLINE_S)
+async def open_link(server: Server) -> NatsLink:
+    return await NatsLink.open(server.url, server.url, "test", get_logger(), give_up_after_s=DEADLINE_S)
 
 
 async def freeze(server: Server) -> None:

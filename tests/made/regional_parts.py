@@ -15,7 +15,7 @@ from tests.made.syncer_parts import SETTINGS, SIZE, merge, offer
 from tests.pace import DEADLINE_S
 
 from diloco.control import creation
-from diloco.control.creation import Run
+from diloco.control.creation import KnownRun
 from diloco.control.genesis import decision
 from diloco.core.fragments import FragmentMap, TensorSpec, build_map
 from diloco.core.roster import Roster
@@ -59,7 +59,7 @@ class Apart:
         changes = {"regions.names": list(NAMES), "shards": 2} | overrides
         self.settings: RunSettings = run_settings("decoupled", SETTINGS | changes)
         self.map: FragmentMap = build_map([TensorSpec(f"w{i}", (SIZE,)) for i in range(2)], 2)
-        self.run: Run
+        self.run: KnownRun
         self.genesis: tuple[Genesis, bytes]
         self._stack = contextlib.AsyncExitStack()
 

@@ -12,10 +12,10 @@ from tests.made.run_settings import ROUNDS, settings_of
 
 from diloco.core.chain import Chain
 from diloco.core.roster import Roster
-from diloco.core.round import Held, Merge, Round
+from diloco.core.round import Merge, Round, RoundOffer
 from diloco.wire.control import Heartbeat
 from diloco.wire.entries import Cursor
-from diloco.wire.offers import Answer, Member, Offer, RegionalOffer
+from diloco.wire.offers import Answer, MergeMember, Offer, RegionalOffer
 
 RAW = np.zeros(0, np.uint8)
 STEPS: int = ROUNDS["round.steps"]  # H of these tests
@@ -46,7 +46,7 @@ def round_of(*learners: str, **changes: Any) -> Round:
 
 
 def hold(round_: Round, sent: Offer) -> str | None:
-    return round_.hold(Held(sent, RAW))
+    return round_.hold(RoundOffer(sent, RAW))
 
 
 def names(merge: Merge | None) -> list[tuple[str, int]] | None:
@@ -62,7 +62,7 @@ def commit(round_: Round, merge: Merge, now_s: float) -> None:
     chain = round_.chain
     offers = members_of(merge)
     members = [
-        Member(o.learner, o.incarnation, o.number, o.round, o.base_version, o.steps, o.tokens, o.lost_tokens, 1.0, o.data)
+        MergeMember(o.learner, o.incarnation, o.number, o.round, o.base_version, o.steps, o.tokens, o.lost_tokens, 1.0, o.data)
         for o in offers
     ]
     lost = {name: cursor.lost_tokens for name, cursor in chain.cursors.items()}
@@ -105,7 +105,7 @@ def combine(*offers: Offer, number: int = 1) -> RegionalOffer:
 
 
 def hold_combined(round_: Round, *offers: Offer) -> str | None:
-    return round_.hold(Held(combine(*offers), RAW))
+    return round_.hold(RoundOffer(combine(*offers), RAW))
 
 
 @dataclass

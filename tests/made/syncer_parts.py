@@ -13,13 +13,13 @@ from tests.made.log_entries import offer_of
 from tests.pace import DEADLINE_S, scaled_s
 
 from diloco.control import creation
-from diloco.control.creation import Run
+from diloco.control.creation import KnownRun
 from diloco.core import codec, quantise
 from diloco.core.changes import Action, Changes
 from diloco.core.fragments import TensorSpec, build_map
 from diloco.core.ownership import Ownership
 from diloco.core.roster import Roster
-from diloco.core.round import Held, Merge
+from diloco.core.round import Merge, RoundOffer
 from diloco.log.log import Log
 from diloco.nats.transport import NatsTransport
 from diloco.process.observe import Counted, get_logger
@@ -98,12 +98,12 @@ async def begin(link: NatsTransport, **overrides: Any) -> Begun:
     return Begun(context, genesis, Copies(store, genesis, lambda *_: None, log))
 
 
-def change(run: Run, action: Action) -> None:
+def change(run: KnownRun, action: Action) -> None:
     """Have a run's processes go by a change, its first."""
     run.adopt(Changes(run.identity).then(action, at_s=0.0, author="somebody").records)
 
 
-def offer(owner: FragmentOwner, learner: str, value: float, number: int = 1, **changes: Any) -> Held:
+def offer(owner: FragmentOwner, learner: str, value: float, number: int = 1, **changes: Any) -> RoundOffer:
     """Return an answer to the open round: a displacement of ``value`` in every parameter."""
     chain = owner.chain
     raw = quantise.quantise(np.full(SIZE, value, np.float32), 32)
@@ -119,15 +119,15 @@ def offer(owner: FragmentOwner, learner: str, value: float, number: int = 1, **c
         "data": [(0, 4 * chain.version, 4)],
         "body": body,
     }
-    return Held(offer_of(learner, **(values | changes)), raw)
+    return RoundOffer(offer_of(learner, **(values | changes)), raw)
 
 
-def merge(owner: FragmentOwner, *held: Held, closing: bool = False) -> Merge:
+def merge(owner: FragmentOwner, *held: RoundOffer, closing: bool = False) -> Merge:
     """Return the merge of these offers into the next version."""
     return Merge(owner.chain.version + 1, held, closing, 0.1, 0.2)
 
 
-async def send_offer(owner: FragmentOwner, held: Held) -> None:
+async def send_offer(owner: FragmentOwner, held: RoundOffer) -> None:
     """Store an offer as its learner does."""
     assert isinstance(held.offer, Offer)
     context = owner.context

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from diloco.core import tape
-from diloco.core.tape import Event, Header
+from diloco.core.tape import Header, TapeEvent
 
 RUN = b"run-iden"
 HEADER = Header(RUN, "learner-0")
@@ -18,12 +18,12 @@ _FIELD_VALUES: dict[Any, st.SearchStrategy[Any]] = {
     str: st.text(max_size=20),
     tuple[int, ...]: st.lists(st.integers(0, 4095), max_size=9).map(tuple),
 }
-ANY_EVENT: st.SearchStrategy[Event] = st.one_of(
+ANY_EVENT: st.SearchStrategy[TapeEvent] = st.one_of(
     [st.builds(cls, **{name: _FIELD_VALUES[kind] for name, kind in tape.fields_of(cls)}) for cls in tape.KINDS.values()]
 )
 
 
-def tape_of(*groups: list[Event]) -> bytes:
+def tape_of(*groups: list[TapeEvent]) -> bytes:
     """A tape with a flush after each group."""
     raw = HEADER.pack()
     for group in groups:

@@ -11,7 +11,7 @@ from tests.made.fragment_vectors import scatter
 from tests.services.toy import SAMPLES, Regression
 
 from diloco.core import tape as events
-from diloco.core.delta import Apply
+from diloco.core.delta import VersionWrite
 from diloco.core.fragments import cut_model
 from diloco.core.lives import Life
 from diloco.core.schedule import Moment
@@ -33,7 +33,7 @@ class ToyModel:
     def step(self, share: int, batch: int, at: Moment) -> None:
         self.task.step(share, batch)
 
-    def write(self, fragment: int, applied: Apply) -> None:
+    def write(self, fragment: int, applied: VersionWrite) -> None:
         old, new = self.snapshot(fragment), applied.theta
         if applied.reference is not None:
             new = new + (old - applied.reference[:])

@@ -25,7 +25,7 @@ from diloco.nats.transport import NatsTransport
 from diloco.process.observe import get_logger
 from diloco.service import rundir
 from diloco_ops import checkpoint
-from diloco_ops.manifest import Checkpoint
+from diloco_ops.manifest import RunCheckpoint
 
 DILOCO = str(Path(sys.executable).parent / "diloco")
 TINY_MODEL: dict[str, Any] = {
@@ -98,7 +98,7 @@ def wait_for_status(up: Running, directory: Path, reached: Callable[[dict[str, A
     raise AssertionError(f"not within {2 * DEADLINE_S:g} s: {what}; the last status is {status}")
 
 
-def checkpoint_of_run(directory: Path) -> Checkpoint:
+def checkpoint_of_run(directory: Path) -> RunCheckpoint:
     """Take a checkpoint of a run that goes on, with the state of every learner that is heard.
 
     It is taken again where a server or a learner did not answer in time, or a learner had gone beyond the cut.

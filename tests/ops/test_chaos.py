@@ -21,17 +21,17 @@ from tests.pace import DEADLINE_S
 
 from diloco.core.chain import Chain
 from diloco.errors import RunError
-from diloco.process.logs import Entry
+from diloco.process.logs import LogLine
 from diloco.wire.body import Body
 from diloco.wire.control import Heartbeat
 from diloco.wire.entries import Record
-from diloco.wire.offers import Member
+from diloco.wire.offers import MergeMember
 from diloco_ops import failures
 from diloco_ops.chaos import revert
 from diloco_ops.chaos.kinds import KINDS, Present, sources
-from diloco_ops.chaos.refusals import Refusals
+from diloco_ops.chaos.refusals import RefusalCount
 from diloco_ops.chaos.revert import JOURNAL, FaultJournal
-from diloco_ops.chaos.witness import Recovery, Witness
+from diloco_ops.chaos.witness import WatchedRecovery, Witness
 from diloco_ops.failures import Failure
 
 START = blake3(b"genesis").digest()
@@ -47,7 +47,7 @@ class Story:
 
     def version(self, learner: str = "ann", tokens: int = 10, at_s: float = 0.0) -> None:
         self.number, self.tokens = self.number + 1, self.tokens + tokens
-        member = Member(learner, 1, self.number, 1, 0, 1, tokens, 0, 1.0, [])
+        member = MergeMember(learner, 1, self.number, 1, 0, 1, tokens, 0, 1.0, [])
         version = 1 + (self.records[-1].version if self.records else 0)
         self.add("version", version, [member], Body(1, bytes(32), 0, bytes(8)), at_s)
 
@@ -55,7 +55,7 @@ class Story:
         self.epoch += 1
         self.add("takeover", self.records[-1].version if self.records else 0, [], None, at_s)
 
-    def add(self, entry: str, version: int, members: list[Member], body: Body | None, at_s: float) -> None:
+    def add(self, entry: str, version: int, members: list[MergeMember], body: Body | None, at_s: float) -> None:
         values: dict[str, Any] = {"entry": entry, "epoch": self.epoch, "previous": self.head, "body": body}
         values |= {"learning_rate": 0.7, "momentum": 0.5, "tokens_merged": self.tokens}
         record = record_of(version, *members, **values)
@@ -118,7 +118,7 @@ def test_a_regions_recovery_is_work_of_its_learners_in_a_version() -> None:
     for learner, region in (("ann", "us"), ("eve", "eu")):
         story.witness.heartbeat(heartbeat(learner=learner, region=region), 0.0)
     for region in ("eu", "ap"):  # there is no learner in ap
-        story.witness.expect(Recovery("nats_kill", f"nats-{region}", 1.0, version=True, region=region))
+        story.witness.expect(WatchedRecovery("nats_kill", f"nats-{region}", 1.0, version=True, region=region))
     story.version("ann", at_s=3.0)
     story.version("eve", at_s=4.0)
     times = {recovery.target: recovery.took_s for recovery in story.witness.recoveries}
@@ -136,9 +136,9 @@ def test_a_second_entry_after_the_same_one_is_a_doubled_version_and_a_copy_is_no
 
 
 def test_only_the_damage_that_chaos_made_excuses_a_refusal() -> None:
-    def refused(sender: str, kind: str, at_s: float = 5.0, event: str = "message_refused", **more: int) -> Entry:
+    def refused(sender: str, kind: str, at_s: float = 5.0, event: str = "message_refused", **more: int) -> LogLine:
         values = {"sender": sender, "kind": kind, "reason": f"no {sender}"} | more
-        return Entry(at_s, "syncer-0", "warning", event, values, "")
+        return LogLine(at_s, "syncer-0", "warning", event, values, "")
 
     made = [refused("ann", "HashError"), refused("diloco.run.heartbeat.bob", "FormatError")]
     made.append(refused("syncer-1", "ChainError", sequence=7))
@@ -149,7 +149,7 @@ def test_only_the_damage_that_chaos_made_excuses_a_refusal() -> None:
         refused("ann", "stray", event="offers_dropped"),
     ]
     before, else_ = refused("cid", "HashError", at_s=1.0), refused("cid", "HashError", event="state_fresh")
-    found = Refusals.read([before, else_, *made, *other], 2.0, {"ann", "diloco.run.heartbeat.bob"}, {7})
+    found = RefusalCount.read([before, else_, *made, *other], 2.0, {"ann", "diloco.run.heartbeat.bob"}, {7})
     assert found.made == 3
     assert found.honest == [f"syncer-0 refused a message of {name}: no {name}" for name in ("syncer-1", "ann", "cid", "ann")]
 
@@ -176,10 +176,10 @@ def test_recoveries_end_when_what_broke_does_its_work_again() -> None:
     witness.shard(shard_heartbeat("syncer-0", fragments=[0], revision=1))
     assert witness.owned("syncer-0") == {0}
     assert witness.owned("syncer-7") == set()
-    witness.expect(Recovery("kill", "learner-1", 10.0, learner="ann"))
-    witness.expect(Recovery("kill", "syncer-0", 10.0, fragments={0}))
-    witness.expect(Recovery("kill", "coordinator", 10.0, status=True))
-    witness.expect(Recovery("full", "log", 12.0, version=True))
+    witness.expect(WatchedRecovery("kill", "learner-1", 10.0, learner="ann"))
+    witness.expect(WatchedRecovery("kill", "syncer-0", 10.0, fragments={0}))
+    witness.expect(WatchedRecovery("kill", "coordinator", 10.0, status=True))
+    witness.expect(WatchedRecovery("full", "log", 12.0, version=True))
     story.version(at_s=9.0)  # too early for all
     witness.heartbeat(heartbeat(50), 9.5)
     assert len(witness.open) == 4
@@ -201,7 +201,7 @@ def test_recoveries_end_when_what_broke_does_its_work_again() -> None:
 
 def test_a_server_that_was_killed_is_back_when_a_version_comes_after_it_was_away() -> None:
     story = Story()
-    story.witness.expect(Recovery("nats_kill", "nats", 1.0, version=True, server=True))
+    story.witness.expect(WatchedRecovery("nats_kill", "nats", 1.0, version=True, server=True))
     story.version(at_s=1.5)  # was on its way
     story.witness.away(now_s=2.0)
     story.version(at_s=3.5)

@@ -13,7 +13,7 @@ from diloco.errors import RunError, SettingsError
 from diloco.settings.presets import run_settings
 from diloco_ops import collecting, manifest
 from diloco_ops.checkpoint import checkpoint
-from diloco_ops.manifest import Checkpoint, Cut, Manifest, SavedFile, SavedLearner, SavedStream
+from diloco_ops.manifest import FragmentCut, Manifest, RunCheckpoint, SavedFile, SavedLearner, SavedStream
 
 STATES = {"ann": [b"state of ann", b"its second part"], "bob": [b"state of bob"]}
 
@@ -27,7 +27,7 @@ def file_of(learner: str, part: int) -> str:
 
 
 @pytest.fixture
-def taken(tmp_path: Path) -> Checkpoint:
+def taken(tmp_path: Path) -> RunCheckpoint:
     """A checkpoint whose states are all on other machines."""
     path = tmp_path / "whole" / "3"
     path.mkdir(parents=True)
@@ -41,7 +41,7 @@ def taken(tmp_path: Path) -> Checkpoint:
     }
     unsigned = Manifest(
         manifest.FORMAT, manifest.OF_OTHERS, "0.2.0", "run", run_settings("decoupled").model_dump(), None, "", 0.0,
-        [Cut(1, 2, "")], streams["log"], streams["bucket"], learners, "", None, 7, ["carl"],
+        [FragmentCut(1, 2, "")], streams["log"], streams["bucket"], learners, "", None, 7, ["carl"],
     )  # fmt: skip
     signed = msgspec.structs.replace(unsigned, hash=unsigned.right_hash())
     (path / manifest.MANIFEST).write_bytes(msgspec.json.encode(signed))
@@ -59,12 +59,12 @@ def copy(folder: Path, learner: str, *, part: int = 0, content: bytes | None = N
     path.write_bytes(STATES[learner][part] if content is None else content)
 
 
-def collected(taken: Checkpoint, *folders: Path) -> tuple[int, list[str]]:
+def collected(taken: RunCheckpoint, *folders: Path) -> tuple[int, list[str]]:
     said: list[str] = []
     return asyncio.run(collecting.collect(taken.path, folders, said.append)), said
 
 
-def test_states_come_from_several_folders_and_are_named_until_all_are_there(taken: Checkpoint, tmp_path: Path) -> None:
+def test_states_come_from_several_folders_and_are_named_until_all_are_there(taken: RunCheckpoint, tmp_path: Path) -> None:
     us, eu = tmp_path / "us", tmp_path / "eu"
     copy(us, "ann")
     copy(us, "ann", part=1)
@@ -89,7 +89,9 @@ def test_states_come_from_several_folders_and_are_named_until_all_are_there(take
     assert collected(taken)[0] == 0  # once more
 
 
-def test_states_half_copied_damaged_or_of_another_checkpoint_are_named_and_not_taken(taken: Checkpoint, tmp_path: Path) -> None:
+def test_states_half_copied_damaged_or_of_another_checkpoint_are_named_and_not_taken(
+    taken: RunCheckpoint, tmp_path: Path
+) -> None:
     copy(tmp_path / "us", "ann", content=b"state of")
     copy(tmp_path / "us", "bob", content=b"STATE of bob")
     other = tmp_path / "us" / "checkpoints" / "6" / "bob.safetensors"
@@ -105,14 +107,14 @@ def test_states_half_copied_damaged_or_of_another_checkpoint_are_named_and_not_t
     assert not (taken.path / "learners").exists()
 
 
-def test_a_state_under_another_name_counts_by_its_hash(taken: Checkpoint, tmp_path: Path) -> None:
+def test_a_state_under_another_name_counts_by_its_hash(taken: RunCheckpoint, tmp_path: Path) -> None:
     (tmp_path / "us").mkdir()
     (tmp_path / "us" / "copy of bob.safetensors").write_bytes(STATES["bob"][0])
     collected(taken, tmp_path / "us")
     assert list(taken.absent()) == ["ann"]
 
 
-def test_what_cannot_be_collected_is_refused(taken: Checkpoint, tmp_path: Path) -> None:
+def test_what_cannot_be_collected_is_refused(taken: RunCheckpoint, tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"nowhere: no such folder"):
         collected(taken, tmp_path / "nowhere")
     with pytest.raises(RunError, match=r"is no checkpoint"):

@@ -14,7 +14,7 @@ from diloco.errors import RunError, SettingsError
 from diloco.service.rundir import RunDirectory
 from diloco.settings.presets import run_settings
 from diloco_ops.compare.command import compare, read_all
-from diloco_report.side_by_side import MAX_RUNS, Sample
+from diloco_report.side_by_side import MAX_RUNS, LossSample
 
 TEXT = "7d2a5b8e" * 8
 LEARNER: dict[str, Any] = {
@@ -78,8 +78,8 @@ def test_a_run_that_is_over_is_read_from_its_report(tmp_path: Path) -> None:
     [entry] = read_all([over(tmp_path / "a", seed=5)])
     assert (entry.name, entry.state, entry.units, entry.parameters) == ("a", "finished", "nats per byte", 1000)
     # the end is a point of its own; bytes are those of both ways
-    assert entry.validation == [Sample(4.5, 300.0, 5.0, 200.0), Sample(4.0, 750.0, 10.0, 400.0)]
-    assert entry.training == [Sample(4.5, 500.0, 5.0, 200.0)]
+    assert entry.validation == [LossSample(4.5, 300.0, 5.0, 200.0), LossSample(4.0, 750.0, 10.0, 400.0)]
+    assert entry.training == [LossSample(4.5, 500.0, 5.0, 200.0)]
     assert entry.ends["rate"] == 100.0
     assert entry.ends["merged"] == 0.75
     assert entry.ends["blocked"] == 0.03
@@ -97,7 +97,7 @@ def test_a_run_that_goes_on_or_was_stopped_is_read_from_its_series(tmp_path: Pat
     new, old = read_all([tmp_path / "a", tmp_path / "b"])
     assert (new.state, old.state) == ("going on", "stopped")
     # bytes: 40 at 2 s, 300 at 8 s, in between in proportion
-    assert new.validation == [Sample(4.75, 200.0, 4.0, 40 + 260 / 3), Sample(4.25, 300.0, 6.0, 40 + 520 / 3)]
+    assert new.validation == [LossSample(4.75, 200.0, 4.0, 40 + 260 / 3), LossSample(4.25, 300.0, 6.0, 40 + 520 / 3)]
     assert [(sample.time, sample.loss) for sample in new.training] == [(2.0, 5.5), (3.0, 5.0), (4.0, 4.5)]
     assert new.ends == {
         "loss": 4.25,

@@ -18,14 +18,14 @@ from diloco.wire import framing
 from diloco_ops.broker.server import free_port
 from diloco_ops.doctor import access, island, machine, needs, verdicts
 from diloco_ops.doctor.check import Check, Role
-from diloco_ops.doctor.island import Fit
-from diloco_ops.doctor.needs import Model, Way
+from diloco_ops.doctor.island import IslandFit
+from diloco_ops.doctor.needs import ModelSizes, ServiceWay
 from diloco_ops.doctor.reach import REFUSED, Reached
 from diloco_ops.doctor.verdicts import Members, ServerInfo, Speed, Storage
 
 # 6400 values in four bits are 100 blocks of 34 bytes
 PARAMETERS, BODY_BYTES = 6400, 3400
-MODEL = Model(PARAMETERS, PARAMETERS)
+MODEL = ModelSizes(PARAMETERS, PARAMETERS)
 ONE_SITE = run_settings()
 TWO_REGIONS = run_settings("decoupled", {"regions.names": ["us", "eu"]})
 NOW = datetime(2026, 11, 22, tzinfo=UTC)
@@ -37,7 +37,7 @@ def verdict(check: Check) -> tuple[str, str]:
 
 def test_a_model_counts_by_its_parameters_and_its_largest_fragment() -> None:
     tensors = [TensorSpec("a", (100, 10)), TensorSpec("b", (10, 10)), TensorSpec("c", (7,))]
-    assert Model.of(build_map(tensors, 2, "layer")) == Model(1107, 1007)
+    assert ModelSizes.of(build_map(tensors, 2, "layer")) == ModelSizes(1107, 1007)
 
 
 def test_storage() -> None:
@@ -60,7 +60,7 @@ def test_memory() -> None:
     assert usual == 250_000_000 + 3_200_000 * 16 + 3_400_000 + 3_200_000 * 8
     assert worst == 250_000_000 + 6_400_000 * 16 + 6_800_000
 
-    model = Model(6_400_000, 6_400_000)
+    model = ModelSizes(6_400_000, 6_400_000)
     for available, expected in ((usual - 1, "failed"), (usual, "warning"), (worst, "ok")):
         assert verdict(verdicts.memory("syncer", ONE_SITE, model, available)) == ("memory", expected)
     said = verdicts.memory("syncer", ONE_SITE, model, usual).text()
@@ -74,20 +74,20 @@ def test_memory() -> None:
 )
 def test_what_fits_a_link(bytes_per_s: float, level: Level | None) -> None:
     # 24 steps of a second, of which the link may be busy for 0.8: 19.2 s for 3400 bytes
-    assert needs.needed_bytes_per_s(Way(PARAMETERS, 4), ONE_SITE, 1.0) == pytest.approx(177.08, abs=0.01)
-    assert needs.fits(Way(PARAMETERS, 4), TWO_REGIONS, bytes_per_s, 1.0) == level
+    assert needs.needed_bytes_per_s(ServiceWay(PARAMETERS, 4), ONE_SITE, 1.0) == pytest.approx(177.08, abs=0.01)
+    assert needs.fits(ServiceWay(PARAMETERS, 4), TWO_REGIONS, bytes_per_s, 1.0) == level
     # without regions nothing follows the links
     fits = Level(4, 1) if bytes_per_s == 178 else None
-    assert needs.fits(Way(PARAMETERS, 4), ONE_SITE, bytes_per_s, 1.0) == fits
+    assert needs.fits(ServiceWay(PARAMETERS, 4), ONE_SITE, bytes_per_s, 1.0) == fits
 
 
 def test_what_goes_over_a_link() -> None:
-    assert needs.ways("learner", ONE_SITE, PARAMETERS, far=False) == (Way(PARAMETERS, 4), Way(PARAMETERS, 4))
-    assert needs.ways("evaluator", ONE_SITE, PARAMETERS, far=False) == (Way(0, 4), Way(PARAMETERS, 4))
+    assert needs.ways("learner", ONE_SITE, PARAMETERS, far=False) == (ServiceWay(PARAMETERS, 4), ServiceWay(PARAMETERS, 4))
+    assert needs.ways("evaluator", ONE_SITE, PARAMETERS, far=False) == (ServiceWay(0, 4), ServiceWay(PARAMETERS, 4))
     # of its half of the fragments: entries there, and from there the offers of that region's two learners, or one for both
-    assert needs.ways("syncer", TWO_REGIONS, PARAMETERS, far=True) == (Way(3200, 4), Way(6400, 4))
+    assert needs.ways("syncer", TWO_REGIONS, PARAMETERS, far=True) == (ServiceWay(3200, 4), ServiceWay(6400, 4))
     merging = run_settings("decoupled", {"regions.names": ["us", "eu"], "regions.merge": True})
-    assert needs.ways("syncer", merging, PARAMETERS, far=True) == (Way(3200, 4), Way(3200, 4))
+    assert needs.ways("syncer", merging, PARAMETERS, far=True) == (ServiceWay(3200, 4), ServiceWay(3200, 4))
 
 
 @pytest.mark.parametrize(
@@ -329,7 +329,7 @@ def test_limits_of_the_process() -> None:
 
 # ---- learners of several devices or hosts
 
-FIT = Fit(2, "cpu", {"data": 2, "fsdp": 2, "tensor": 1}, {"python": "3.11", "mesh": "2 x 2"})
+FIT = IslandFit(2, "cpu", {"data": 2, "fsdp": 2, "tensor": 1}, {"python": "3.11", "mesh": "2 x 2"})
 LEADER = ProcessesSettings(count=2, index=0, address="10.0.0.1:7600")
 OTHER = ProcessesSettings(count=2, index=1, address="10.0.0.1:7600")
 NEXT = ProcessesSettings(count=3, index=1, address="10.0.0.1:7600,10.0.0.2:7600", least=2)  # leads where process 0 is lost
@@ -349,7 +349,7 @@ def test_a_mesh() -> None:
     )
     unknown = island.mesh(FIT, 1, run_known=False)
     assert unknown.found.endswith("; tensors and batches are not known before the run is there")
-    refused = island.mesh(Fit(2, "cpu", {}, {}, "mesh: change it"), 1, run_known=True)
+    refused = island.mesh(IslandFit(2, "cpu", {}, {}, "mesh: change it"), 1, run_known=True)
     assert (refused.verdict, refused.found) == ("failed", "2 devices (cpu): mesh: change it")
 
 
@@ -387,9 +387,9 @@ def test_a_host_name_that_collectives_listen_at(address: str, meeting: str, expe
 
 
 def test_facts_that_two_hosts_compare() -> None:
-    own, same = island.facts(FIT), island.facts(Fit(2, "cpu", {}, {"mesh": "2 x 2", "python": "3.11"}))
-    other = island.facts(Fit(2, "cpu", {}, {**FIT.facts, "python": "3.12"}))
+    own, same = island.facts(FIT), island.facts(IslandFit(2, "cpu", {}, {"mesh": "2 x 2", "python": "3.11"}))
+    other = island.facts(IslandFit(2, "cpu", {}, {**FIT.facts, "python": "3.12"}))
     assert own.found == same.found
     assert own.found.split(":")[0] != other.found.split(":")[0]
     assert own.found.endswith(": mesh 2 x 2, python 3.11")
-    assert island.facts(Fit(2, "cpu", {}, {})).verdict == "skipped"
+    assert island.facts(IslandFit(2, "cpu", {}, {})).verdict == "skipped"

@@ -45,7 +45,7 @@ def test_wrong_input(
         save_file(TENSORS, name, {TASK: task})
     weights, *options = arguments
     given = dict(zip((option.removeprefix("--") for option in options[::2]), options[1::2], strict=True))
-    asked = evaluating.Asked(
+    asked = evaluating.EvaluationRequest(
         Path(weights),
         given.get("version", "latest"),
         int(given.get("average", 1)),

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.errors import FormatError
-from diloco_ops.failures import MAX_LINE_BYTES, Failure, Source, Spread, Tape, decode, draw, encode, only
+from diloco_ops.failures import MAX_LINE_BYTES, Failure, FailureKind, FailureTape, Spread, decode, draw, encode, only
 
 HEADER: dict[str, Any] = {"format": "diloco-failures", "version": 1, "duration_s": 60.0}
 FREEZE: dict[str, Any] = {"at_s": 1.5, "kind": "freeze", "target": "learner-1", "duration_s": 4}
@@ -48,7 +48,7 @@ FAILURES = st.builds(
 
 @given(st.lists(FAILURES, max_size=8), SECONDS)
 def test_what_is_written_is_read(failures: list[Failure], duration_s: float) -> None:
-    tape = Tape(duration_s, sorted(failures, key=lambda failure: failure.at_s), {"seed": 3.0})
+    tape = FailureTape(duration_s, sorted(failures, key=lambda failure: failure.at_s), {"seed": 3.0})
     assert decode(encode(tape).splitlines(), "tape") == tape
 
 
@@ -108,11 +108,11 @@ def test_targets_are_names_or_patterns() -> None:
 
 
 SOURCES = [
-    Source("kill", ["a", "b", "c"], weight=3.0),
-    Source("freeze", ["a"], duration_s=Spread(1, 3)),
-    Source("clock", ["b"], duration_s=Spread(2, 2), values={"offset_s": Spread(-100, 100)}),
-    Source("never", ["a"], weight=0.0),
-    Source("nothing_to_meet", []),
+    FailureKind("kill", ["a", "b", "c"], weight=3.0),
+    FailureKind("freeze", ["a"], duration_s=Spread(1, 3)),
+    FailureKind("clock", ["b"], duration_s=Spread(2, 2), values={"offset_s": Spread(-100, 100)}),
+    FailureKind("never", ["a"], weight=0.0),
+    FailureKind("nothing_to_meet", []),
 ]
 
 
@@ -149,7 +149,7 @@ def test_a_regular_tape_has_one_failure_every_so_often() -> None:
 
 
 def test_exponential_lives_have_their_mean() -> None:
-    tape = draw(3, [Source("down", ["chip"], duration_s=Spread(mean=20.0))], 3000, 1.0)
+    tape = draw(3, [FailureKind("down", ["chip"], duration_s=Spread(mean=20.0))], 3000, 1.0)
     mean_s = sum(failure.duration_s for failure in tape.failures) / len(tape.failures)
     assert 18 < mean_s < 22
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from diloco.errors import FormatError, SettingsError
 from diloco_ops import failures
-from diloco_ops.failures import Failure, Tape
+from diloco_ops.failures import Failure, FailureTape
 from diloco_ops.wan.impairments import KINDS, Turn, changed, complaint, is_cut, left, meant, timeline
-from diloco_ops.wan.link import Conditions
+from diloco_ops.wan.link import LinkConditions
 
 LINKS = ["us-eu", "eu-us", "us-ap", "ap-us", "eu-ap", "ap-eu"]
 HEADER: dict[str, Any] = {"format": "diloco-failures", "version": 1, "duration_s": 60.0}
@@ -111,26 +111,26 @@ def test_failures_begin_and_end_in_the_order_of_time() -> None:
     cut = failure("link_cut", at_s=1.0, duration_s=10.0)
     slow = failure("link_slow", at_s=2.0, duration_s=3.0, factor=2.0)
     stays = failure("link_set", at_s=4.0, duration_s=0.0, delay_s=0.1)
-    turns = timeline(Tape(20.0, [cut, slow, stays]))
+    turns = timeline(FailureTape(20.0, [cut, slow, stays]))
     assert turns == [Turn(1, cut, True), Turn(2, slow, True), Turn(4, stays, True), Turn(5, slow, False), Turn(11, cut, False)]
 
 
 def test_overlapping_failures_compose() -> None:
-    base = Conditions(8e6, 0.05, 0.001, 9000)
+    base = LinkConditions(8e6, 0.05, 0.001, 9000)
     thin = failure("link_set", rate_bits_per_s=4e6)
     far = failure("link_set", rate_bits_per_s=2e6, delay_s=0.2)
     slow, slower, cut = failure("link_slow", factor=2.0), failure("link_slow", factor=5.0), failure("link_cut")
     assert left(base, []) == base
-    assert left(base, [slow, cut, slower]) == Conditions(8e5, 0.05, 0.001, 9000)
-    assert left(base, [thin, slow, far]) == Conditions(1e6, 0.2, 0.001, 9000)  # the setting that began last, and the factor
-    assert left(base, [thin, slow]) == Conditions(2e6, 0.05, 0.001, 9000)  # it has ended: the earlier one holds again
-    assert left(Conditions(), [slow]).rate_bits_per_s is None
-    assert changed(base, failure("link_set", rate_bits_per_s="unlimited")) == Conditions(None, 0.05, 0.001, 9000)
+    assert left(base, [slow, cut, slower]) == LinkConditions(8e5, 0.05, 0.001, 9000)
+    assert left(base, [thin, slow, far]) == LinkConditions(1e6, 0.2, 0.001, 9000)  # the setting that began last, and the factor
+    assert left(base, [thin, slow]) == LinkConditions(2e6, 0.05, 0.001, 9000)  # it has ended: the earlier one holds again
+    assert left(LinkConditions(), [slow]).rate_bits_per_s is None
+    assert changed(base, failure("link_set", rate_bits_per_s="unlimited")) == LinkConditions(None, 0.05, 0.001, 9000)
 
 
 @given(st.lists(st.tuples(st.floats(0, 10), st.floats(0.01, 10)), max_size=8), st.floats(0, 20))
 def test_a_link_is_cut_exactly_while_a_cut_lasts(cuts: list[tuple[float, float]], at_s: float) -> None:
-    tape = Tape(20.0, [failure("link_cut", at_s=begins_s, duration_s=lasts_s) for begins_s, lasts_s in sorted(cuts)])
+    tape = FailureTape(20.0, [failure("link_cut", at_s=begins_s, duration_s=lasts_s) for begins_s, lasts_s in sorted(cuts)])
     lasting: list[Failure] = []
     for turn in timeline(tape):
         if turn.at_s > at_s:

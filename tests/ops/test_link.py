@@ -9,13 +9,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco_ops.wan.link import MIN_QUEUE_BYTES, PACKET_BYTES, WINDOW_BYTES, Carried, Conditions, Delivery, Flow, Link, Traffic
+from diloco_ops.wan.link import (
+    MIN_QUEUE_BYTES,
+    PACKET_BYTES,
+    WINDOW_BYTES,
+    Delivery,
+    Flow,
+    LinkConditions,
+    LinkTraffic,
+    Traffic,
+    WanLink,
+)
 
 MBIT = 1e6
 
 
-def made(conditions: Conditions | None = None, **values: float) -> Link[str]:
-    return Link(conditions or Conditions(**values), random.Random(1))  # type: ignore[arg-type]
+def made(conditions: LinkConditions | None = None, **values: float) -> WanLink[str]:
+    return WanLink(conditions or LinkConditions(**values), random.Random(1))  # type: ignore[arg-type]
 
 
 def flow(name: str = "one", traffic: Traffic = "bulk") -> Flow[str]:
@@ -30,7 +40,7 @@ def size(deliveries: list[Delivery[str]], name: str | None = None) -> int:
     return sum(len(each.data) for each in deliveries if name in (None, each.flow.receiver))
 
 
-def run(link: Link[str], until_s: float) -> list[Delivery[str]]:
+def run(link: WanLink[str], until_s: float) -> list[Delivery[str]]:
     """Everything that arrives until then, polled when the link asks for it."""
     arrived = link.poll(0.0)
     while (next_s := link.next_s()) is not None and next_s <= until_s:
@@ -125,15 +135,15 @@ def test_flows_share_by_bytes_however_large_their_writes_are() -> None:
 
 
 def test_the_queue_is_a_tenth_of_a_second_and_at_least_64_kib() -> None:
-    assert Conditions(100 * MBIT).queue_limit_bytes == 1_250_000
-    assert Conditions(1 * MBIT).queue_limit_bytes == 65_536
-    assert Conditions(1 * MBIT, queue_bytes=5000).queue_limit_bytes == 5000
+    assert LinkConditions(100 * MBIT).queue_limit_bytes == 1_250_000
+    assert LinkConditions(1 * MBIT).queue_limit_bytes == 65_536
+    assert LinkConditions(1 * MBIT, queue_bytes=5000).queue_limit_bytes == 5000
 
 
 def test_pieces_are_whole_packets_within_ten_milliseconds() -> None:
-    assert Conditions(1 * MBIT).piece_bytes == 1448  # a packet alone takes 11.6 ms
-    assert Conditions(5 * MBIT).piece_bytes == 4 * 1448
-    assert Conditions(200 * MBIT).piece_bytes == 45 * 1448
+    assert LinkConditions(1 * MBIT).piece_bytes == 1448  # a packet alone takes 11.6 ms
+    assert LinkConditions(5 * MBIT).piece_bytes == 4 * 1448
+    assert LinkConditions(200 * MBIT).piece_bytes == 45 * 1448
 
 
 def test_a_full_queue_takes_no_more_and_a_newcomer_still_gets_in() -> None:
@@ -203,14 +213,14 @@ def test_cutting_or_healing_twice_is_as_once() -> None:
 def test_a_changed_rate_holds_for_what_is_on_its_way_out() -> None:
     link, one = made(rate_bits_per_s=1000.0), flow()
     link.enter(0.0, one, bytes(1000))  # 8 s
-    link.change(4.0, Conditions(rate_bits_per_s=MBIT))
+    link.change(4.0, LinkConditions(rate_bits_per_s=MBIT))
     assert times(link.poll(5.0)) == pytest.approx([4.004])
 
 
 def test_a_shorter_delay_does_not_overtake() -> None:
     link, one = made(delay_s=1.0), flow()
     link.enter(0.0, one, b"first")
-    link.change(0.5, Conditions(delay_s=0.1))
+    link.change(0.5, LinkConditions(delay_s=0.1))
     link.enter(0.5, one, b"second")
     arrived = run(link, 2.0)
     assert [(bytes(each.data), each.at_s) for each in arrived] == [(b"first", 1.0), (b"second", 1.0)]
@@ -240,7 +250,7 @@ def test_it_counts_payload_and_packets_by_class_and_the_rate_achieved() -> None:
     statistics = link.statistics(100.010)
     assert (statistics.queued_bytes, statistics.flying_bytes) == (0, 15_200)  # 8.9 kB have left, the rest is leaving
     link.poll(102.0)
-    assert link.carried == {"control": Carried(200, 2), "bulk": Carried(15_000, 6 + 5)}
+    assert link.carried == {"control": LinkTraffic(200, 2), "bulk": LinkTraffic(15_000, 6 + 5)}
     assert link.statistics(105.0).achieved_bits_per_s == pytest.approx(15_200 * 8 / 5)
     assert link.statistics(106.0).achieved_bits_per_s == 0
 
@@ -261,7 +271,7 @@ def test_the_age_of_the_queue_is_that_of_its_oldest_bytes() -> None:
 class Story:
     """A link, senders that fill whatever room they are given, and everything that arrived."""
 
-    link: Link[str]
+    link: WanLink[str]
     now_s: float = 0.0
     flows: list[Flow[str]] = field(default_factory=lambda: [flow("a"), flow("b"), flow("c", "control")])
     entered: dict[str, bytearray] = field(default_factory=lambda: {name: bytearray() for name in "abc"})
@@ -288,7 +298,7 @@ STEPS = st.lists(
         st.integers(0, 2),
         st.integers(1, 100_000),
         st.builds(
-            Conditions,
+            LinkConditions,
             st.none() | st.floats(1e3, 1e9),
             st.floats(0, 0.5),
             st.floats(0, 0.6),
@@ -300,7 +310,9 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-def test_every_byte_arrives_once_in_order_and_none_through_a_cut(steps: list[tuple[str, float, int, int, Conditions]]) -> None:
+def test_every_byte_arrives_once_in_order_and_none_through_a_cut(
+    steps: list[tuple[str, float, int, int, LinkConditions]],
+) -> None:
     story = Story(made(rate_bits_per_s=MBIT, delay_s=0.03))
     for what, later_s, index, most, conditions in steps:
         story.now_s += later_s
@@ -320,7 +332,7 @@ def test_every_byte_arrives_once_in_order_and_none_through_a_cut(steps: list[tup
         limit = story.link.conditions.queue_limit_bytes
         assert all(story.link.room(each) <= max(limit, story.link.conditions.piece_bytes) for each in story.flows)
     story.link.heal(story.now_s)
-    story.link.change(story.now_s, Conditions())
+    story.link.change(story.now_s, LinkConditions())
     story.now_s += 60
     story.poll()
     assert {name: story.got(name) for name in "abc"} == {name: bytes(data) for name, data in story.entered.items()}
@@ -385,7 +397,7 @@ def test_backlogged_flows_of_a_class_get_equal_shares(count: int, seed: int) -> 
 @given(st.floats(1e6, 2e8), st.floats(0, 0.1), st.lists(st.floats(0, 0.3), min_size=1, max_size=20))
 @settings(max_examples=50)
 def test_control_waits_for_no_more_than_what_is_on_its_way_out(rate: float, delay_s: float, at: list[float]) -> None:
-    conditions = Conditions(rate, delay_s)
+    conditions = LinkConditions(rate, delay_s)
     link, bulk, heartbeat = made(conditions), flow("bulk"), flow("heartbeat", "control")
     link.enter(0.0, bulk, bytes(int(rate / 8)))  # a second of bulk
     for at_s in sorted(at):
@@ -400,7 +412,7 @@ def test_control_waits_for_no_more_than_what_is_on_its_way_out(rate: float, dela
 
 def test_the_same_calls_draw_the_same_jitter() -> None:
     def arrivals() -> list[float]:
-        link, one = made(replace(Conditions(), delay_s=0.05, jitter_s=0.01)), flow()
+        link, one = made(replace(LinkConditions(), delay_s=0.05, jitter_s=0.01)), flow()
         for i in range(20):
             link.enter(float(i), one, b"x")
         return times(link.poll(100.0))

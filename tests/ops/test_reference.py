@@ -10,11 +10,11 @@ import pytest
 from diloco.errors import FormatError
 from diloco.settings.presets import run_settings
 from diloco_ops.report import reference
-from diloco_ops.report.reference import Losses, Reference
+from diloco_ops.report.reference import Losses, ReferenceLosses
 
 TEXT, OTHER_TEXT = "aa" * 32, "bb" * 32
 DEFAULT = run_settings()
-KNOWN = Reference(
+KNOWN = ReferenceLosses(
     reference.conditions(DEFAULT, DEFAULT.tokens, TEXT),
     {"data-parallel-adamw": Losses([1.5, 1.25], "rate 0.016 is the best of 4 trials"), "alone": Losses([2.0], "rate 0.01")},
     {"measured": "2026-11-23"},

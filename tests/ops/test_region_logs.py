@@ -22,7 +22,7 @@ from diloco.core import merging
 from diloco.core.fold import Replica
 from diloco.core.fragments import TensorSpec, build_map
 from diloco.core.quorum import LogHead
-from diloco.core.round import Held, Merge
+from diloco.core.round import Merge, RoundOffer
 from diloco.errors import RunError
 from diloco.log.log import Log
 from diloco.log.stream import Packed, pass_over
@@ -31,7 +31,7 @@ from diloco.wire import framing
 from diloco.wire.body import ATTEMPT_BYTES, Body
 from diloco.wire.offers import Offer
 from diloco_lab.virtual.transport import VirtualTransport
-from diloco_lab.virtual.world import Process, World
+from diloco_lab.virtual.world import VirtualProcess, World
 from diloco_ops import region_logs
 from diloco_ops.region_logs import Begun
 
@@ -138,7 +138,7 @@ class History:
                 0, "ann", 1, self.offers, (1, self.offers - 1), base + 1, base, bytes(32), 32, 1, 1, 0, [],
                 Body(0, bytes(32), 0, bytes(ATTEMPT_BYTES)),
             )  # fmt: skip
-            merge = Merge(base + 1, (Held(offer, values.view(np.uint8)),), False, 0.0, 0.0)
+            merge = Merge(base + 1, (RoundOffer(offer, values.view(np.uint8)),), False, 0.0, 0.0)
             attempt = self.offers.to_bytes(ATTEMPT_BYTES, "big")
             record, inline, parts = merging.make_version(
                 replica, np.zeros(SIZE, np.float32), values, merge, SETTINGS, bits=32, syncer="s", attempt=attempt, now_s=0.0
@@ -173,13 +173,13 @@ TURNS = st.lists(
 )
 
 
-def in_virtual_time(work: Callable[[Process], Awaitable[None]]) -> None:
+def in_virtual_time(work: Callable[[VirtualProcess], Awaitable[None]]) -> None:
     world = World(1, REGIONS)
 
     async def serve(process: Any) -> None:
         await work(process)
 
-    process = Process(world, "command", REGIONS[0], serve)
+    process = VirtualProcess(world, "command", REGIONS[0], serve)
     world.processes = [process]
     process.start()
     world.scheduler.run(1e6)
@@ -189,7 +189,7 @@ def in_virtual_time(work: Callable[[Process], Awaitable[None]]) -> None:
     assert process.ended
 
 
-async def begin(process: Process) -> tuple[dict[str, Place], Replica, bytes]:
+async def begin(process: VirtualProcess) -> tuple[dict[str, Place], Replica, bytes]:
     places = {}
     for region in REGIONS:
         log = Log(VirtualTransport(process, region), "run", RUN, MAP, SETTINGS)
@@ -208,7 +208,7 @@ async def begin(process: Process) -> tuple[dict[str, Place], Replica, bytes]:
 def test_a_settled_log_has_all_that_was_committed_as_one_chain_and_loses_nothing_that_was_told(
     turns: list[Turn], left: list[int], furthest: int
 ) -> None:
-    async def play(process: Process) -> None:
+    async def play(process: VirtualProcess) -> None:
         places, replica, genesis_check = await begin(process)
         history = History(places, replica)
         for turn in turns:

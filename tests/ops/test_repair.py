@@ -18,7 +18,7 @@ from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
 from diloco.wire import framing
 from diloco.wire.entries import Genesis
-from diloco_ops.repair.keys import Keys
+from diloco_ops.repair.keys import LiveBucket
 from diloco_ops.repair.logs import Examined, PassedOver
 from diloco_ops.run_reader import read_chains
 from diloco_syncer.owner import FragmentOwner
@@ -40,7 +40,7 @@ async def test_a_value_of_an_older_bucket_that_is_too_large_to_be_read_is_remove
     registry = await Registry.open(link, f"DILOCO_{name}", create=False)
     await link.bulk.jetstream().publish(f"$KV.DILOCO_{name}.share.toy-1", bytes(MAX_VALUE_BYTES + 1))
     await link.bulk.jetstream().publish(other, b"others stay")
-    keys = Keys(RunDirectory(tmp_path, name, "", None, SETTINGS), link, registry, None)
+    keys = LiveBucket(RunDirectory(tmp_path, name, "", None, SETTINGS), link, registry, None)
     remedy = await keys.remedy("share.toy-1")
     assert remedy is not None
     assert "at most" in remedy.reason
@@ -58,13 +58,16 @@ async def test_what_says_which_run_this_is_is_made_again_only_for_the_run_of_the
     registry = await Registry.open(link, f"DILOCO_{name}", create=True)
     directory = RunDirectory(tmp_path, name, "", None, REGIONAL)
     own, foreign = genesis_of(name, REGIONAL), genesis_of(name)
-    assert [remedy.key for remedy in await Keys(directory, link, registry, own).damaged()] == ["run", "genesis"]  # missing
+    assert [remedy.key for remedy in await LiveBucket(directory, link, registry, own).damaged()] == [
+        "run",
+        "genesis",
+    ]  # missing
     await registry.put("genesis", foreign)
     await registry.put("run", SETTINGS.canonical())
     for frame, reason in ((None, "the log has no genesis record"), (foreign, "belongs to run ")):
         with pytest.raises(RunError, match=f"the key 'run' cannot be made again, .*{reason}.*diloco up --resume"):
-            await Keys(directory, link, registry, frame).remedy("run")
-    keys = Keys(directory, link, registry, own)
+            await LiveBucket(directory, link, registry, frame).remedy("run")
+    keys = LiveBucket(directory, link, registry, own)
     found = await keys.damaged()
     assert [(remedy.key, remedy.value) for remedy in found] == [("run", REGIONAL.canonical()), ("genesis", own)]
     assert "it has other settings than " in found[0].reason

@@ -12,7 +12,7 @@ from blake3 import blake3
 from diloco.errors import RunError, SettingsError
 from diloco.settings.presets import run_settings
 from diloco_ops import manifest
-from diloco_ops.manifest import Cut, Manifest, SavedFile, SavedStream
+from diloco_ops.manifest import FragmentCut, Manifest, SavedFile, SavedStream
 from diloco_ops.restoration import region_urls, restore_to
 
 REGIONS = ("ap", "eu", "us")
@@ -28,7 +28,9 @@ def checkpoint(path: Path, version: int = manifest.OF_REGIONS) -> Path:
         saved.append(SavedStream(file, {"name": stream}, {"last_seq": 9}))
     settings = run_settings("decoupled", {"regions.names": list(REGIONS)}).model_dump()
     log, bucket = saved
-    unsigned = Manifest(manifest.FORMAT, version, "0.9.0", "run", settings, None, "", 0.0, [Cut(1, 2, "")], log, bucket, {}, "")
+    unsigned = Manifest(
+        manifest.FORMAT, version, "0.9.0", "run", settings, None, "", 0.0, [FragmentCut(1, 2, "")], log, bucket, {}, ""
+    )
     signed = msgspec.structs.replace(unsigned, hash=unsigned.right_hash())
     (path / manifest.MANIFEST).write_bytes(msgspec.json.encode(signed))
     return path

@@ -20,7 +20,7 @@ from tests.pace import DEADLINE_S
 from diloco.errors import BrokerError
 from diloco.nats import streams
 from diloco.nats.append import append
-from diloco.nats.connection import Link
+from diloco.nats.connection import NatsLink
 from diloco.process.observe import get_logger
 from diloco_ops.broker.server import Server, find_binary, free_ports
 
@@ -65,13 +65,13 @@ def test_it_listens_when_start_returns_and_is_gone_when_stop_does(make_server: M
 @pytest.mark.services
 async def test_what_was_acknowledged_outlives_a_kill(make_server: MakeServer) -> None:
     server = make_server()
-    link = await Link.open(server.url, server.url, "test", get_logger(), DEADLINE_S)
+    link = await NatsLink.open(server.url, server.url, "test", get_logger(), DEADLINE_S)
     await streams.ensure(link, "S", ["S"])
     await append(link, "S", b"kept", message_id="1", fence=None, timeout_s=DEADLINE_S)
     await link.close()
     server.kill()
     server.start()
-    link = await Link.open(server.url, server.url, "test", get_logger(), DEADLINE_S)
+    link = await NatsLink.open(server.url, server.url, "test", get_logger(), DEADLINE_S)
     stored = await streams.last(link, "S", "S")
     assert stored is not None
     assert stored.data == b"kept"

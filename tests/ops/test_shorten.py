@@ -12,11 +12,11 @@ from tests.made.log_entries import record_of
 
 from diloco.core.chain import NO_ENTRY
 from diloco.errors import RunError
-from diloco.nats.pull import Message
+from diloco.nats.pull import PulledMessage
 from diloco.wire import framing
 from diloco.wire.body import Body
 from diloco.wire.entries import Claim, CommitNotice, Keyframe
-from diloco.wire.offers import Member
+from diloco.wire.offers import MergeMember
 from diloco.wire.subjects import Subjects
 from diloco_ops.shorten import FragmentMessages
 
@@ -29,7 +29,7 @@ class Stream:
     """Fragment 0's messages in one stream; ``committed``: sequence of each version's entry."""
 
     regions: bool
-    messages: list[Message] = field(default_factory=list)
+    messages: list[PulledMessage] = field(default_factory=list)
     committed: dict[int, int] = field(default_factory=dict)
     notices: dict[int, int] = field(default_factory=dict)  # sequence of a notice: that of its entry
     head: bytes = b"\1" * 32
@@ -38,13 +38,13 @@ class Stream:
 
     def store(self, subject: str, data: bytes) -> int:
         self.sequence += 1
-        self.messages.append(Message(subject, self.sequence, data, pending=0))
+        self.messages.append(PulledMessage(subject, self.sequence, data, pending=0))
         return self.sequence
 
     def entry(self, *, dead: bool) -> None:
         """Store an entry with its part; one that is dead is followed by none, and committed by none."""
         version = 1 + len(self.committed)
-        member = Member("ann", 1, self.sequence + 1, 1, 0, 1, 10, 0, 1.0, [])
+        member = MergeMember("ann", 1, self.sequence + 1, 1, 0, 1, 10, 0, 1.0, [])
         values: dict[str, Any] = {"epoch": self.epoch, "previous": self.head, "tokens_merged": 10 * version, "body": BODY}
         record = record_of(version, member, syncer="syncer", learning_rate=0.7, momentum=0.5, **values)
         self.store(f"diloco.run.fragment.0.part.{self.sequence:016x}.0", b"part")
@@ -108,7 +108,7 @@ def test_nothing_is_left_beyond_a_cut_and_all_that_leads_up_to_it_is(actions: li
     doomed = set(held.beyond(end))
     left = [message for message in stream.messages if message.sequence not in doomed]
     if (notice := held.missing_notice(end)) is not None:  # a notice of a later entry committed it
-        left.append(Message(NAMES.commit_notice(0), stream.sequence + 1, framing.pack(notice, RUN), pending=0))
+        left.append(PulledMessage(NAMES.commit_notice(0), stream.sequence + 1, framing.pack(notice, RUN), pending=0))
         stream.notices[stream.sequence + 1] = end
     again = Stream(regions, left).read()
     assert dict(again.versions) == {number: made for made, number in stream.committed.items() if made <= version}

@@ -16,43 +16,43 @@ from tests.pace import DEADLINE_S
 from diloco.errors import BrokerError, RunError
 from diloco.nats import streams
 from diloco.nats.append import append
-from diloco.nats.connection import Link
+from diloco.nats.connection import NatsLink
 from diloco.process.observe import get_logger
 from diloco.transport import Stored
 from diloco_ops.broker import snapshot
-from diloco_ops.broker.snapshot import Snapshot
+from diloco_ops.broker.snapshot import StreamSnapshot
 
 pytestmark = pytest.mark.services
 
 
 @pytest.fixture
-async def links(make_server: MakeServer) -> AsyncIterator[tuple[Link, Link]]:
+async def links(make_server: MakeServer) -> AsyncIterator[tuple[NatsLink, NatsLink]]:
     """To two servers."""
     servers = make_server(), make_server()
-    opened = [await Link.open(server.url, server.url, "test", get_logger(), DEADLINE_S) for server in servers]
+    opened = [await NatsLink.open(server.url, server.url, "test", get_logger(), DEADLINE_S) for server in servers]
     yield opened[0], opened[1]
     for link in opened:
         await link.close()
 
 
-async def write(link: Link, first: int, count: int) -> None:
+async def write(link: NatsLink, first: int, count: int) -> None:
     for number in range(first, first + count):
         data = os.urandom(20_000)
         await append(link, f"S.{number % 3}", data, message_id=str(number), fence=None, timeout_s=DEADLINE_S)
 
 
-async def held(link: Link, last: int) -> list[Stored | None]:
+async def held(link: NatsLink, last: int) -> list[Stored | None]:
     return [await streams.get(link, "S", sequence) for sequence in range(1, last + 1)]
 
 
-async def saved(link: Link, path: Path) -> Snapshot:
+async def saved(link: NatsLink, path: Path) -> StreamSnapshot:
     await streams.ensure(link, "S", ["S.>"])
     await write(link, 1, 60)
     await streams.purge(link, "S", "S.1", 31)
     return await snapshot.save(link, "S", path)
 
 
-async def test_every_message_comes_back_with_its_sequence(links: tuple[Link, Link], tmp_path: Path) -> None:
+async def test_every_message_comes_back_with_its_sequence(links: tuple[NatsLink, NatsLink], tmp_path: Path) -> None:
     link, other = links
     file = tmp_path / "stream"
     await streams.ensure(link, "S", ["S.>"])
@@ -73,7 +73,7 @@ async def test_every_message_comes_back_with_its_sequence(links: tuple[Link, Lin
     assert await append(other, "S.0", b"next", message_id="next", fence=None, timeout_s=DEADLINE_S) == last + 1
 
 
-async def test_a_stream_of_an_older_version_comes_back_with_limits(links: tuple[Link, Link], tmp_path: Path) -> None:
+async def test_a_stream_of_an_older_version_comes_back_with_limits(links: tuple[NatsLink, NatsLink], tmp_path: Path) -> None:
     link, other = links
     await link.bulk.jetstream().add_stream(
         name="S", subjects=["S.>"], allow_direct=True, allow_batched=True, duplicate_window=120
@@ -86,7 +86,7 @@ async def test_a_stream_of_an_older_version_comes_back_with_limits(links: tuple[
     assert (len(wider[0][0]), wider[1]) == (3, [[]])
 
 
-async def test_a_stream_is_not_overwritten(links: tuple[Link, Link], tmp_path: Path) -> None:
+async def test_a_stream_is_not_overwritten(links: tuple[NatsLink, NatsLink], tmp_path: Path) -> None:
     link, _ = links
     taken = await saved(link, tmp_path / "stream")
     before = await held(link, 60)
@@ -95,7 +95,7 @@ async def test_a_stream_is_not_overwritten(links: tuple[Link, Link], tmp_path: P
     assert await held(link, 60) == before
 
 
-async def test_of_a_damaged_file_nothing_is_left(links: tuple[Link, Link], tmp_path: Path) -> None:
+async def test_of_a_damaged_file_nothing_is_left(links: tuple[NatsLink, NatsLink], tmp_path: Path) -> None:
     link, other = links
     file = tmp_path / "stream"
     taken = await saved(link, file)
@@ -111,14 +111,14 @@ async def test_of_a_damaged_file_nothing_is_left(links: tuple[Link, Link], tmp_p
     assert await streams.exists(other, "S")
 
 
-async def test_a_stream_that_is_not_there_is_told(links: tuple[Link, Link], tmp_path: Path) -> None:
+async def test_a_stream_that_is_not_there_is_told(links: tuple[NatsLink, NatsLink], tmp_path: Path) -> None:
     with pytest.raises(BrokerError, match="stream NONE: stream not found"):
         await snapshot.save(links[0], "NONE", tmp_path / "stream")
 
 
 @pytest.mark.slow
 async def test_a_restore_that_the_server_gave_up_since_the_machine_was_busy_is_begun_again(
-    links: tuple[Link, Link], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    links: tuple[NatsLink, NatsLink], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link, other = links
     taken = await saved(link, tmp_path / "stream")

@@ -11,7 +11,7 @@ import pytest
 from diloco.errors import SettingsError
 from diloco_ops.doctor import command, machine, this_machine
 from diloco_ops.doctor.check import Check
-from diloco_ops.doctor.machine import Disk
+from diloco_ops.doctor.machine import WritableFolder
 
 GB = 10**9
 
@@ -71,9 +71,9 @@ def test_cores_and_memory() -> None:
 
 
 def test_disk_and_ports() -> None:
-    assert this_machine.disk(Path("/runs"), Disk(GB, 2 * GB, 0.004)).found == "/runs: 1.00 GB free, a sync takes 4 ms"
-    assert this_machine.disk(Path("/runs"), Disk(GB // 3, 2 * GB, 0.004)).verdict == "failed"
-    assert this_machine.disk(Path("/runs"), Disk(GB, 2 * GB, 0.2)).verdict == "warning"
+    assert this_machine.disk(Path("/runs"), WritableFolder(GB, 2 * GB, 0.004)).found == "/runs: 1.00 GB free, a sync takes 4 ms"
+    assert this_machine.disk(Path("/runs"), WritableFolder(GB // 3, 2 * GB, 0.004)).verdict == "failed"
+    assert this_machine.disk(Path("/runs"), WritableFolder(GB, 2 * GB, 0.2)).verdict == "warning"
     assert this_machine.ports("", "").verdict == "ok"
     assert "127.0.0.1:8420 cannot be (Address already in use)" in this_machine.ports("", "Address already in use").found
     assert this_machine.ports("Operation not permitted", "").verdict == "failed"

@@ -21,7 +21,7 @@ from diloco_ops.live import lanes, rows
 from diloco_ops.live.rows import Shown
 from diloco_ops.live.watched import Watched
 from diloco_ops.top.app import VIEWS, Top
-from diloco_ops.top.feed import Feed
+from diloco_ops.top.feed import RunFeed
 
 
 class Connected:
@@ -32,7 +32,7 @@ class Connected:
 
 def top(watched: Watched, clock: Callable[[], float] = time.monotonic) -> Top:
     directory = RunDirectory(Path("none"), "run", "nats://127.0.0.1:4222", None, RunSettings())
-    return Top(Feed(directory, cast(NatsTransport, Connected()), watched, local=False), clock)
+    return Top(RunFeed(directory, cast(NatsTransport, Connected()), watched, local=False), clock)
 
 
 def watched(learners: int = 4, shards: int = 2, **changed: Any) -> Watched:
@@ -215,10 +215,10 @@ def test_every_view_fits(made: Watched, width: int, height: int, hostile: bool) 
 
 
 async def test_keys_and_a_terminal_that_is_made_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def nothing(_: Feed) -> None:
+    async def nothing(_: RunFeed) -> None:
         return
 
-    monkeypatch.setattr(Feed, "listen", nothing)
+    monkeypatch.setattr(RunFeed, "listen", nothing)
     made = watched()
     made.entry(entry_record(0, 17, "syncer-1", "learner-0"), 999.0)
     app = top(made, lambda: 1000.0)

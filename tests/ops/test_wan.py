@@ -27,7 +27,7 @@ from tests.pace import DEADLINE_S, FACTOR, scaled_s
 
 from diloco.errors import SettingsError, WanError
 from diloco.nats import opening
-from diloco.nats.connection import Link, subscribe
+from diloco.nats.connection import NatsLink, subscribe
 from diloco.process import observe
 from diloco_ops.broker.server import Server
 from diloco_ops.wan import control, relay
@@ -275,7 +275,7 @@ async def test_a_link_is_not_given_up_while_what_it_was_asked_for_is_still_comin
             arrived.append(message.data)
 
         url = f"nats://{there.relay.addresses[0]}"
-        near, far = await Link.open_bulk(url, "test", observe.get_logger()), await nats.connect(nats_server.url)
+        near, far = await NatsLink.open_bulk(url, "test", observe.get_logger()), await nats.connect(nats_server.url)
         try:
             await subscribe(near.bulk, "across", hear)
             for piece in pieces:
@@ -297,11 +297,11 @@ async def test_a_link_is_set_and_slowed_while_it_carries() -> None:
     async with relay_world(rate_bits_per_s=2e4) as there:
         client, server = await there.pair()
         send(client, bytes(50_000))  # 20 s
-        await there.ask(control.Set(["us-eu"], rate_bits_per_s=4e9, delay_s=0.01, slow=4.0))
+        await there.ask(control.SetConditions(["us-eu"], rate_bits_per_s=4e9, delay_s=0.01, slow=4.0))
         await read(server, 50_000)
         link = there.link("us-eu")
         assert (link["rate_bits_per_s"], link["delay_s"], link["jitter_s"]) == (1e9, 0.01, 0.0)
-        await there.ask(control.Set(["us-*"], rate_bits_per_s="unlimited", slow=1.0))
+        await there.ask(control.SetConditions(["us-*"], rate_bits_per_s="unlimited", slow=1.0))
         assert there.link("us-eu")["rate_bits_per_s"] is there.link("us-ap")["rate_bits_per_s"] is None
 
 
@@ -311,7 +311,7 @@ async def test_the_kernel_holds_little_in_front_of_a_thin_link() -> None:
         sockets = there.relay.lines["us-eu"].sockets
         assert len(sockets) == 3  # two routes listen, one connection is read
         for rate, least, most in ((5e6, 65_536, 131_072), ("unlimited", 200_000, 1 << 30), (20e6, 200_000, 500_000)):
-            await there.ask(control.Set(["us-eu"], rate_bits_per_s=rate))  # type: ignore[arg-type]
+            await there.ask(control.SetConditions(["us-eu"], rate_bits_per_s=rate))  # type: ignore[arg-type]
             for sock in sockets:
                 assert least <= sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) <= most
 
@@ -322,12 +322,12 @@ async def test_the_kernel_holds_little_in_front_of_a_thin_link() -> None:
         (control.Cut(["mars"]), "mars: no such region or link; regions: ap, eu, us"),
         (control.Cut(["us-euu"]), "us-euu: no such region or link (did you mean 'us-eu'?)"),
         (
-            control.Set(["us-eu"], rate_bits_per_s=5.0),
+            control.SetConditions(["us-eu"], rate_bits_per_s=5.0),
             "us-eu: rate_bits_per_s = 5.0: Input should be greater than or equal to 1000",
         ),
-        (control.Set(["us-eu"], delay_s=60.0), "us-eu: delay_s = 60.0: Input should be less than or equal to 10"),
-        (control.Set(["us-eu"], rate_bits_per_s=1e6, slow=0.5), "us-eu: slow = 0.5, expected 1 to 1e+06"),
-        (control.Set(["us-eu"], slow=2.0), "us-eu: its rate is unlimited, so it cannot be slowed"),
+        (control.SetConditions(["us-eu"], delay_s=60.0), "us-eu: delay_s = 60.0: Input should be less than or equal to 10"),
+        (control.SetConditions(["us-eu"], rate_bits_per_s=1e6, slow=0.5), "us-eu: slow = 0.5, expected 1 to 1e+06"),
+        (control.SetConditions(["us-eu"], slow=2.0), "us-eu: its rate is unlimited, so it cannot be slowed"),
     ],
 )
 async def test_a_command_that_cannot_be_done_changes_nothing(request_: control.Request, says: str) -> None:

@@ -16,9 +16,9 @@ from tests.protocol import make_delta
 
 from diloco.core.accounts import Accounts
 from diloco.core.chain import Chain
-from diloco.core.delta import Apply
+from diloco.core.delta import VersionWrite
 from diloco.wire.entries import Cursor, Record, RolledBack
-from diloco.wire.offers import Member
+from diloco.wire.offers import MergeMember
 
 FOLDER = Path(__file__).with_name("golden") / "delta"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
@@ -35,7 +35,8 @@ def entry_of(event: dict[str, Any]) -> Record:
     to_version = event.get("to_version")
     back = None if to_version is None else RolledBack(1, to_version, event["version"])
     members = [
-        Member(m["learner"], m["incarnation"], m["number"], m["round"], 0, 1, 1, 0, 1.0, []) for m in event.get("members", [])
+        MergeMember(m["learner"], m["incarnation"], m["number"], m["round"], 0, 1, 1, 0, 1.0, [])
+        for m in event.get("members", [])
     ]
     return record_of(
         event["version"],
@@ -140,7 +141,7 @@ class Player:
             "data": [list(held) for held in counts.data],
         }
 
-    def _write(self, applied: Apply) -> None:
+    def _write(self, applied: VersionWrite) -> None:
         """Write a version into the value, as a learner does."""
         old = self.x
         self.x = written(applied, old)

@@ -23,7 +23,7 @@ from diloco.core.claims import StepBounds
 from diloco.core.fragments import FixedSpec, unpack_map
 from diloco.core.leases import ClaimedShare, ShareClaim
 from diloco.core.ownership import OwnersTable
-from diloco.core.round import Held
+from diloco.core.round import RoundOffer
 from diloco.errors import ChainError, FormatError, HashError, WrongEntryError
 from diloco.log.stream import open_body
 from diloco.nats import grants
@@ -35,7 +35,7 @@ from diloco.wire.body import Body, describe_body
 from diloco.wire.entries import Cursor, Keyframe, RolledBack
 from diloco.wire.framing import Message
 from diloco.wire.grants import Grant, SignedGrant
-from diloco.wire.offers import Answer, Member, RegionalMembers
+from diloco.wire.offers import Answer, MergeMember, RegionalMembers
 from diloco.wire.refusals import Refusals, RefusedOffers, unpack_refusals
 
 GOLDEN = Path(__file__).with_name("golden")
@@ -224,7 +224,7 @@ def test_offers_of_state_are_merged_and_folded_to_the_golden_values() -> None:
     for name in ("offer_state_0", "offer_state_1"):
         offer, _, inline = read(name)
         assert offer.base_hash == outer.state_hash(replica.theta, replica.momentum)
-        held.append(Held(offer, open_body(offer.body, inline, [], 16, name)))
+        held.append(RoundOffer(offer, open_body(offer.body, inline, [], 16, name)))
     record, check, inline = read("record_state")
     body = open_body(record.body, inline, [], 16, "record_state")
     merged = merging.merged(fragment, settings, held, {}, replica.theta)
@@ -459,7 +459,7 @@ def test_the_text_lists_every_field_in_order(kind: str) -> None:
 
 @pytest.mark.parametrize(
     "struct",
-    [Body, Answer, Member, RegionalMembers, Cursor, RolledBack, Admission, SignedGrant, Grant, ShareClaim, ClaimedShare],
+    [Body, Answer, MergeMember, RegionalMembers, Cursor, RolledBack, Admission, SignedGrant, Grant, ShareClaim, ClaimedShare],
 )
 def test_the_text_lists_every_nested_field_in_order(struct: type[msgspec.Struct]) -> None:
     name = re.sub("(?<!^)(?=[A-Z])", "_", struct.__name__).lower()

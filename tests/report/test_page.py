@@ -219,7 +219,10 @@ def test_marks_stand_in_their_learners_lane_and_have_the_colour_of_the_owners_re
 
     # bob took 10 steps a second, but it was not heard while its region was away
     points = [(10.0, 100.0), (20.0, 200.0), (80.0, 800.0), (100.0, 1000.0)]
-    groups = [charts.Group("us", "blue", {"ann": points}, []), charts.Group("eu", "red", {"bob": points}, [(20.0, 80.0)])]
+    groups = [
+        charts.ChartRegion("us", "blue", {"ann": points}, []),
+        charts.ChartRegion("eu", "red", {"bob": points}, [(20.0, 80.0)]),
+    ]
     rounds = [
         merged(10, 0, "s-us", ann=24, bob=24),
         merged(10, 1, "s-eu", ann=24, bob=24),
@@ -251,14 +254,14 @@ def test_a_curve_has_a_gap_where_nothing_was_recorded() -> None:
     assert curves.gaps([0.0, 0.1, 0.2, 0.3, 2.0]) == []  # and at least 5 s
     assert curves.gaps([0.0, 30.0]) == []
     points = [(at_s, 3.0) for at_s in times]
-    drawn = charts.line_chart([curves.Line("a", "red", points, breaks=[4])], {}, axis="time", label="time", name="time")
+    drawn = charts.line_chart([curves.CurveLine("a", "red", points, breaks=[4])], {}, axis="time", label="time", name="time")
     [path] = re.findall(r'class="line"[^>]* d="([^"]*)"', drawn)
     assert [len(piece.split("L")) for piece in path.split("M")[1:]] == [4, 3]
 
 
 def test_a_thinned_curve_keeps_its_gap() -> None:
     points = [(float(x), 1.0) for x in range(1000)] + [(float(x), 3.0) for x in range(5000, 6000)]
-    line = curves.thinned(curves.Line("a", "red", points, breaks=[1000]), 100)
+    line = curves.thinned(curves.CurveLine("a", "red", points, breaks=[1000]), 100)
     assert (len(line.points), line.breaks) == (100, [50])
     assert line.points[49] == (989.5, 1.0)
     assert line.points[50] == (5009.5, 3.0)

@@ -16,15 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco_report import side_by_side
-from diloco_report.side_by_side import AXES, MAX_MEANS, MAX_RUNS, Entry, Sample, curve, differing, loss_at, render
+from diloco_report.side_by_side import AXES, MAX_MEANS, MAX_RUNS, ComparedRun, LossSample, curve, differing, loss_at, render
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&"
 
 
-def entry(name: str, **changed: Any) -> Entry:
-    falling = [Sample(4.0 - at / 10, 1000.0 * at, float(at), 50.0 * at) for at in range(1, 11)]
+def entry(name: str, **changed: Any) -> ComparedRun:
+    falling = [LossSample(4.0 - at / 10, 1000.0 * at, float(at), 50.0 * at) for at in range(1, 11)]
     ends = {"loss": 3.0, "tokens": 10_000, "time_s": 10.0, "bytes_up": 200, "bytes_down": 300}
-    made = Entry(name, f"runs/{name}", "over", "nats per byte", "the same text", 1000, falling, falling, ends)
+    made = ComparedRun(name, f"runs/{name}", "over", "nats per byte", "the same text", 1000, falling, falling, ends)
     return replace(made, settings={"seed": 0, "round.steps": 24}, **changed)
 
 
@@ -120,7 +120,7 @@ def test_bytes_that_are_not_known_are_said_and_not_guessed() -> None:
 
 
 def test_losses_are_compared_as_far_as_all_have_come() -> None:
-    shorter = entry("b", validation=[Sample(5.0, 500.0, 1.0, None), Sample(4.0, 2500.0, 8.5, None)])
+    shorter = entry("b", validation=[LossSample(5.0, 500.0, 1.0, None), LossSample(4.0, 2500.0, 8.5, None)])
     page = render([entry("a"), shorter])
     table = page.partition("As far as all have come")[2].partition("</section>")[0]
     assert re.findall(r"<th[^>]*>([^<]*)</th>", table) == ["run", "at 2.50k tokens", "at 0:08"]
@@ -140,7 +140,7 @@ def test_settings_that_differ_are_listed_and_the_others_counted() -> None:
 
 
 def test_a_run_without_losses_yet_has_its_place_and_its_note() -> None:
-    new = Entry("new", "runs/new", "not begun", notes=("no losses yet",))
+    new = ComparedRun("new", "runs/new", "not begun", notes=("no losses yet",))
     page = render([entry("a"), new])
     assert "new: no losses yet." in page
     assert all(names(chart) == {"a"} for chart in drawn(page))
@@ -158,7 +158,7 @@ def test_each_run_has_one_look_everywhere_and_no_two_have_the_same() -> None:
 
 
 def test_a_training_curve_is_of_means() -> None:
-    noisy = [Sample(3.0 + (-1) ** at, 10.0 * at, float(at), None) for at in range(1000)]
+    noisy = [LossSample(3.0 + (-1) ** at, 10.0 * at, float(at), None) for at in range(1000)]
     chart = next(c for c in drawn(render([entry("a", training=noisy)])) if len(c["lines"][0]["x"]) > 10)
     [line] = chart["lines"]
     assert len(line["x"]) <= MAX_MEANS
@@ -193,7 +193,7 @@ def test_the_page_asks_for_nothing_and_runs_its_own_script_alone() -> None:
 
 
 def test_all_that_a_run_brings_along_is_escaped() -> None:
-    hostile = Entry(
+    hostile = ComparedRun(
         HOSTILE,
         HOSTILE,
         HOSTILE,
@@ -214,7 +214,7 @@ def test_all_that_a_run_brings_along_is_escaped() -> None:
 
 @given(st.lists(st.tuples(st.floats(0, 1e6), st.floats(0, 10)), min_size=1, max_size=20), st.floats(0, 1e6))
 def test_the_loss_at_a_place_lies_between_its_neighbours(points: list[tuple[float, float]], x: float) -> None:
-    samples = [Sample(loss, at, None, None) for at, loss in points]
+    samples = [LossSample(loss, at, None, None) for at, loss in points]
     ordered = curve(samples, "tokens")
     found = loss_at(ordered, x)
     if x < ordered[0][0] or x > ordered[-1][0]:

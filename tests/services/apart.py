@@ -12,7 +12,7 @@ from tests.services.forking import Nursery
 from tests.services.toy import Toy
 
 from diloco.control import creation
-from diloco.control.creation import Run
+from diloco.control.creation import KnownRun
 from diloco.log.log import Log
 from diloco.nats.transport import NatsTransport
 from diloco.process.observe import Logger, get_logger
@@ -23,7 +23,7 @@ from diloco.settings.service import LearnerSettings
 from diloco.wire.entries import Record
 from diloco_ops.broker.server import Server
 from diloco_ops.embedded import Embedded, server_name
-from diloco_ops.wan.line import Line
+from diloco_ops.wan.line import WanLine
 from diloco_ops.wan.relay import Relay
 
 REGIONS = ("ap", "eu", "us")
@@ -65,7 +65,7 @@ class Region(Cluster):
     def server(self, region: str) -> Server:
         return self.embedded.servers[server_name(region)]
 
-    def lines(self, region: str) -> list[Line]:
+    def lines(self, region: str) -> list[WanLine]:
         """All links from and to a region."""
         return [line for name, line in self.relay.lines.items() if region in name.split("-")]
 
@@ -104,7 +104,7 @@ class Region(Cluster):
         link = await NatsTransport.open(self.url, self.server(region).url, "reader", get_logger(), DEADLINE_S)
 
         async def fold() -> list[Folded]:
-            run = Run(self.name, self.settings, await link.bucket(self.subjects.bucket, create=False))
+            run = KnownRun(self.name, self.settings, await link.bucket(self.subjects.bucket, create=False))
             log = Log(link, self.name, run.identity, await creation.find_map(run), self.settings)
             return await fold_fragments(log, self.settings, closed_by_now=closed)
 

@@ -30,13 +30,13 @@ from tests.services.toy import HURRIED_STEP_S, SAMPLES, SLOW_STEP_S, STEP_S, Toy
 
 from diloco.control import creation
 from diloco.control.changes import append_changes
-from diloco.control.creation import Run
+from diloco.control.creation import KnownRun
 from diloco.control.hearing import check_subject
 from diloco.core.changes import Tokens
 from diloco.core.fragments import Fragment, FragmentMap
 from diloco.errors import MessageError
 from diloco.log.log import Log
-from diloco.log.stream import Entry, Refusal
+from diloco.log.stream import LogEntry, RefusedEntry
 from diloco.nats import identity
 from diloco.nats.connection import ask
 from diloco.nats.transport import NatsTransport
@@ -488,7 +488,7 @@ class Cluster:
         budget = self.tokens() + len(self.heartbeats) * 2 * self.settings.round.steps * SAMPLES
 
         async def change() -> None:
-            run = Run(self.name, self.settings, await link.bucket(self.subjects.bucket, create=False))
+            run = KnownRun(self.name, self.settings, await link.bucket(self.subjects.bucket, create=False))
             await append_changes(link, run, lambda now: [Tokens(budget)] * (now.settings.tokens != budget), author="test")
 
         await until_available(change, get_logger())
@@ -527,7 +527,7 @@ class Cluster:
         link = await self.link()
 
         async def open_log() -> tuple[Log, FragmentMap]:
-            run = Run(self.name, self.settings, await link.bucket(self.subjects.bucket, create=False))
+            run = KnownRun(self.name, self.settings, await link.bucket(self.subjects.bucket, create=False))
             fragments = await creation.find_map(run)
             return Log(link, self.name, run.identity, fragments, run.created), fragments
 
@@ -723,8 +723,8 @@ async def fold_fragments(store: Log, settings: RunSettings, *, closed_by_now: bo
     return [await fold_log(store, f, genesis, settings, closed_by_now=closed_by_now) for f in store.map.fragments]
 
 
-async def _entries(store: Log, index: int, after: int, folded: Folded) -> AsyncIterator[Entry]:
-    def refused(refusal: Refusal) -> None:
+async def _entries(store: Log, index: int, after: int, folded: Folded) -> AsyncIterator[LogEntry]:
+    def refused(refusal: RefusedEntry) -> None:
         folded.passed_over += 1
 
     stop = await store.reader.end_sequence(index)

@@ -14,7 +14,7 @@ from tests.services.forking import Nursery
 from tests.services.secured import make_keys, members
 
 from diloco.control import creation
-from diloco.control.creation import Run
+from diloco.control.creation import KnownRun
 from diloco.log.log import Log
 from diloco.nats import identity
 from diloco.nats.transport import NatsTransport
@@ -65,7 +65,7 @@ class Guarded(Cluster):
 
     async def log_of(self, link: NatsTransport) -> Log:
         """The log of the region that a connection leads to."""
-        run = Run(self.name, self.settings, await link.bucket(self.subjects.bucket, create=False))
+        run = KnownRun(self.name, self.settings, await link.bucket(self.subjects.bucket, create=False))
         return Log(link, self.name, run.identity, await creation.find_map(run), self.settings)
 
     async def read(self, region: str, *, closed: bool = True) -> list[Folded]:

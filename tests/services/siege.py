@@ -42,7 +42,7 @@ from tests.services.guarded import CONTROL, REGIONS, two_regions
 from tests.services.secured import Guest, guest, make_keys, members, serving
 
 from diloco.control import admission
-from diloco.control.creation import Run
+from diloco.control.creation import KnownRun
 from diloco.nats import streams
 from diloco.transport import Stored
 from diloco.wire.subjects import Subjects
@@ -160,7 +160,7 @@ class Siege:
         if own.role == "learner":
             async with guest(self.servers[0][0], self.keys, LIAR) as liar:
                 registry = await liar.link.bucket(NAMES.bucket, create=False)
-                run, digest = Run(RUN, self.cluster.settings, registry), self.cluster.settings.digest()
+                run, digest = KnownRun(RUN, self.cluster.settings, registry), self.cluster.settings.digest()
                 made.incarnation = await admission.join(run, LIAR, 1, fragments, digest, founds=False)
         return made
 

@@ -22,7 +22,7 @@ from tests.services.cluster import NEVER_S, Cluster, check_accounts, check_all_m
 from tests.services.toy import SAMPLES, Toy
 
 from diloco.control import admission
-from diloco.control.creation import Run
+from diloco.control.creation import KnownRun
 from diloco.core import quantise
 from diloco.core.fragments import FragmentMap
 from diloco.log.log import Log
@@ -60,7 +60,7 @@ class Forger:
 
     async def admit(self, fragments: FragmentMap) -> None:
         registry = await Registry.open(await self.cluster.link(), self.cluster.subjects.bucket, create=False)
-        run = Run(self.cluster.name, self.cluster.settings, registry)
+        run = KnownRun(self.cluster.name, self.cluster.settings, registry)
         await admission.join(run, MALLORY, self.incarnation, fragments, self.cluster.settings.digest())
 
     def content(self) -> NDArray[np.uint8]:

@@ -153,12 +153,12 @@ async def test_the_budget_is_extended_and_the_training_can_be_done_again(launch:
     redone = replay.redo(path, folded, Falling)
     assert [(life.wrong, life.unchecked, life.parameters) for life in redone] == [("", "", True)] * 3
     # without the change that the tapes name, it would have been another training
-    forgetful = replay.Folded(folded.run, type(folded.changes)(folded.run.identity), *folded_rest(folded))
+    forgetful = replay.ReplayedLog(folded.run, type(folded.changes)(folded.run.identity), *folded_rest(folded))
     redone = replay.redo(path, forgetful, Falling)
     assert all("its tape goes by change 1" in life.unchecked for life in redone)
 
 
-def folded_rest(folded: replay.Folded) -> tuple[Any, ...]:
+def folded_rest(folded: replay.ReplayedLog) -> tuple[Any, ...]:
     return folded.data, folded.logs, folded.histories, folded.wall_s
 
 

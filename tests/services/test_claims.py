@@ -20,7 +20,7 @@ from tests.services.secured import guest, make_keys, members, serving
 from tests.services.toy import SAMPLES
 
 from diloco.control import admission, creation
-from diloco.control.creation import Run
+from diloco.control.creation import KnownRun
 from diloco.core import quantise
 from diloco.nats import identity
 from diloco.nats.registry import Registry
@@ -85,7 +85,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Folder:
 class Liar:
     """Makes offers of fragment 0 as a learner that was admitted."""
 
-    def __init__(self, cluster: Cluster, link: NatsTransport, run: Run, size: int) -> None:
+    def __init__(self, cluster: Cluster, link: NatsTransport, run: KnownRun, size: int) -> None:
         self.cluster, self.link, self.run, self.size = cluster, link, run, size
         self.incarnation, self.number = time.time_ns() // 1_000_000, 0
 
@@ -141,7 +141,7 @@ async def lying(launch: Launch, keys: Folder, tmp_path: Path) -> AsyncIterator[t
         own = identity.load(keys.identity_file(LIAR))
         async with guest(server, keys, LIAR) as stranger, guest(server, keys, "operator") as operator:
             link = stranger.link
-            run = Run(RUN, cluster.settings, await Registry.open(link, cluster.subjects.bucket, create=False))
+            run = KnownRun(RUN, cluster.settings, await Registry.open(link, cluster.subjects.bucket, create=False))
             fragments = await creation.find_map(run)
             liar = Liar(cluster, link, run, fragments.fragments[0].size)
             digest = cluster.settings.digest()

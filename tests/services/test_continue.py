@@ -18,7 +18,7 @@ from tests.services.apart import apart
 from tests.services.cluster import Cluster, Folded, small, some_versions
 from tests.services.toy import SAMPLES, Toy
 
-from diloco.control.creation import POLL_S, Run
+from diloco.control.creation import POLL_S, KnownRun
 from diloco.control.genesis import await_genesis
 from diloco.core.fragments import FragmentMap
 from diloco.errors import RunError, SettingsError
@@ -40,7 +40,7 @@ def may_be_trained(directory: RunDirectory, fragments: FragmentMap) -> RunDirect
     return directory
 
 
-async def prepared(source: continuing.Source, new: RunDirectory, trained: Any = may_be_trained) -> RunDirectory:
+async def prepared(source: continuing.ContinuationSource, new: RunDirectory, trained: Any = may_be_trained) -> RunDirectory:
     """Prepare the continuation, again where the connection is lost: of one that fails nothing is left."""
     return await until_available(lambda: continuing.prepare(source, new, trained), observe.get_logger())
 
@@ -220,7 +220,7 @@ async def test_nothing_is_left_of_a_continuation_that_fails(make_server: MakeSer
     elsewhere = launch(made.settings, make_server().url, name, tmp_path / "elsewhere")
     await elsewhere.create()
     link = await elsewhere.link()
-    run = Run(name, made.settings, await link.bucket(elsewhere.subjects.bucket, create=False))
+    run = KnownRun(name, made.settings, await link.bucket(elsewhere.subjects.bucket, create=False))
     log = Log(link, name, run.identity, (await first.store())[1], made.settings)
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(await_genesis(run, log, "toy-0", None, observe.get_logger()), 2 * POLL_S)

@@ -25,7 +25,7 @@ from tests.services.secured import make_keys, put
 
 from diloco.control import creation
 from diloco.control.changes import append_changes
-from diloco.control.creation import Run
+from diloco.control.creation import KnownRun
 from diloco.core.changes import Action, Eject, Set
 from diloco.core.fragments import FragmentMap, TensorSpec, build_map
 from diloco.core.tape import Header
@@ -42,7 +42,7 @@ from diloco_ops import cli
 from diloco_ops.broker.server import Server, find_binary, free_port
 from diloco_ops.doctor.check import Check, Role
 from diloco_ops.doctor.command import doctor
-from diloco_ops.doctor.examination import DoctorSettings, Examination
+from diloco_ops.doctor.examination import DoctorSettings, ServiceExamination
 from diloco_ops.keys.folder import Folder
 from diloco_ops.keys.permissions import Who
 from diloco_ops.wan.config import checked
@@ -61,7 +61,9 @@ def name() -> str:
     return f"run-{uuid.uuid4().hex[:8]}"
 
 
-async def create(transport: NatsTransport, name: str, settings: RunSettings | None = None, model: FragmentMap = MAP) -> Run:
+async def create(
+    transport: NatsTransport, name: str, settings: RunSettings | None = None, model: FragmentMap = MAP
+) -> KnownRun:
     """A run that its first learner has joined."""
     run = await creation.create(transport, name, settings or run_settings(overrides=QUICK))
     await run.registry.create("map", model.pack())
@@ -69,7 +71,7 @@ async def create(transport: NatsTransport, name: str, settings: RunSettings | No
 
 
 async def examined(settings: DoctorSettings, step_s: float | None = None) -> dict[str, Check]:
-    found = [check async for check in Examination(settings, None, step_s).checks()]
+    found = [check async for check in ServiceExamination(settings, None, step_s).checks()]
     assert len({check.name for check in found}) == len(found)
     return {check.name: check for check in found}
 
@@ -79,7 +81,7 @@ def named(found: dict[str, Check], verdict: str) -> list[str]:
 
 
 @contextlib.asynccontextmanager
-async def alive(transport: NatsTransport, run: Run, **steps_s: float) -> AsyncIterator[None]:
+async def alive(transport: NatsTransport, run: KnownRun, **steps_s: float) -> AsyncIterator[None]:
     """Learners that are heard, by name with the time of their steps; and a syncer."""
     subjects = Subjects(run.name)
 
@@ -404,7 +406,7 @@ async def begin(server: Server, keys: Folder) -> None:
     coordinator, founder, operator = [await connected(name) for name in ("coordinator", "a", "me")]
     made = await creation.create(coordinator, "demo", run_settings(overrides=QUICK))
     await (await founder.bucket(Subjects("demo").bucket, create=False)).create("map", MAP.pack())
-    run = Run("demo", made.created, await operator.bucket(Subjects("demo").bucket, create=False))
+    run = KnownRun("demo", made.created, await operator.bucket(Subjects("demo").bucket, create=False))
     actions: list[Action] = [Eject("b"), Set("round.overlap_steps", 3.0)]
     await append_changes(operator, run, lambda _: actions, author="me")
     for transport in (coordinator, founder, operator):
@@ -424,7 +426,7 @@ async def test_services_with_their_identities(
     guarded: Guarded, name: str, role: Role, unknown: list[str], tmp_path: Path
 ) -> None:
     settings = guarded.settings(name, role, tmp_path, settings=run_settings(overrides=QUICK))
-    found = [check async for check in Examination(settings, None, 1.0).checks()]
+    found = [check async for check in ServiceExamination(settings, None, 1.0).checks()]
     by_name = {check.name: check for check in found}
     assert named(by_name, "failed") == [], by_name
     assert [check for check in named(by_name, "skipped") if check != "metrics"] == [*unknown, "nats room", "nats sync"]
@@ -432,7 +434,7 @@ async def test_services_with_their_identities(
     assert by_name["nats link"].found.count("Mbit/s") == 2
     assert re.match(r"list \d+ of server nats; 'diloco keys status' says", by_name["nats list"].found)
     assert by_name["nats round"].needed == "3 s (round.overlap_steps of 1 s)"  # as it was changed
-    given = Examination(settings.model_copy(update={"role": "syncer"}), None, 1.0)
+    given = ServiceExamination(settings.model_copy(update={"role": "syncer"}), None, 1.0)
     assert (await anext(given.checks())).verdict == "warning"  # whose role is the identity's
     assert given.role == role
 

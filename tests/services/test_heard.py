@@ -22,8 +22,8 @@ from tests.services.secured import make_keys, members, serving
 from tests.services.toy import SAMPLES
 
 from diloco.control import admission, creation
-from diloco.control.creation import Run
-from diloco.core.accounts import Traffic
+from diloco.control.creation import KnownRun
+from diloco.core.accounts import MemberTraffic
 from diloco.nats import identity
 from diloco.nats.transport import NatsTransport
 from diloco.process.observe import get_logger
@@ -59,7 +59,7 @@ def heartbeat(learner: str, incarnation: int, **changes: Any) -> Heartbeat:
 class Liar:
     """A connection under an identity that says on its own subject what it likes."""
 
-    def __init__(self, link: NatsTransport, name: str, run: Run) -> None:
+    def __init__(self, link: NatsTransport, name: str, run: KnownRun) -> None:
         self.link, self.name, self.run = link, name, run
         self.incarnation = 1
 
@@ -162,7 +162,7 @@ async def test_nobody_ends_steers_or_stops_a_run_by_what_it_says(
             await end(*lying)
     # asked, not heard: the flood may have cost this test's own connection their last words
     members = [toy.member for toy in cluster.toys if toy.member is not None]
-    toys = {member.settings.name: member.learner.heartbeat([], SAMPLES, Traffic(0, 0, 0)) for member in members}
+    toys = {member.settings.name: member.learner.heartbeat([], SAMPLES, MemberTraffic(0, 0, 0)) for member in members}
     assert toys.keys() == set(TOYS)
     folded = await cluster.folded()
     check_accounts(toys, folded)

@@ -19,7 +19,7 @@ import diloco_coordinator.metrics
 import diloco_learner.metrics
 import diloco_syncer.metrics
 from diloco.control.changes import append_changes
-from diloco.control.creation import Run
+from diloco.control.creation import KnownRun
 from diloco.core.changes import Set
 from diloco.process.observe import get_logger
 from diloco.process.retry import until_available
@@ -82,7 +82,7 @@ async def never_take_over(cluster: Cluster) -> None:
     link = await cluster.link()
 
     async def change() -> None:
-        run = Run(cluster.name, cluster.settings, await link.bucket(cluster.subjects.bucket, create=False))
+        run = KnownRun(cluster.name, cluster.settings, await link.bucket(cluster.subjects.bucket, create=False))
         never = [Set("liveness.takeover_s", 600.0)]
         await append_changes(link, run, lambda now: never * (now.settings.liveness.takeover_s < 600.0), author="test")
 
@@ -295,7 +295,7 @@ async def test_a_learner_that_returns_counts_from_nothing_and_knows_what_it_did_
     await cluster.until(lambda: again.name in cluster.gate.held, "it is held")
     steps = member.learner.accounts.done.steps
     metric = {metric.name: metric for metric in diloco_learner.metrics.METRICS}
-    seen = diloco_learner.metrics.Seen(member, member.heartbeat())
+    seen = diloco_learner.metrics.MemberMoment(member, member.heartbeat())
     assert metric["diloco_learner_steps_total"].value(seen) == steps == member.step - before
     fates = metric["diloco_learner_run_tokens"].value(seen)
     assert isinstance(fates, Mapping)

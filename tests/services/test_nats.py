@@ -29,7 +29,7 @@ from tests.services.cluster import (
 
 from diloco.errors import BrokerError
 from diloco.nats import append, streams
-from diloco.nats.connection import Link
+from diloco.nats.connection import NatsLink
 from diloco.nats.pull import Puller
 from diloco.process.observe import get_logger
 from diloco.process.retry import until_available
@@ -178,7 +178,7 @@ async def test_a_reader_whose_consumer_was_given_to_a_server_that_has_just_died_
     async with contextlib.AsyncExitStack() as opened:
         links = []
         for number in range(2):
-            links.append(await Link.open(three[0].url, three[0].url, f"reader-{number}", get_logger(), DEADLINE_S))
+            links.append(await NatsLink.open(three[0].url, three[0].url, f"reader-{number}", get_logger(), DEADLINE_S))
             opened.push_async_callback(links[-1].close)
         await until_available(partial(streams.ensure, links[0], "READ", ["read.>"], replicas=3), get_logger())
         storing = partial(append.append, links[0], "read.it", b"x", message_id="1", fence=None, timeout_s=DEADLINE_S)
@@ -186,7 +186,7 @@ async def test_a_reader_whose_consumer_was_given_to_a_server_that_has_just_died_
 
         await asyncio.to_thread(three[2].kill)
 
-        async def read(link: Link) -> bytes:
+        async def read(link: NatsLink) -> bytes:
             return (await anext(aiter(Puller(link, "READ", ["read.>"], 1)))).data
 
         async with asyncio.timeout(DEADLINE_S):

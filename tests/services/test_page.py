@@ -14,7 +14,7 @@ from tests.services.cluster import Cluster, Service, small
 
 from diloco.control.history import unpack
 from diloco.errors import FenceError
-from diloco_coordinator.history import History
+from diloco_coordinator.history import RunHistory
 
 COORDINATORS = ("coordinator", "coordinator-1")
 
@@ -69,7 +69,7 @@ async def who_leads(cluster: Cluster) -> tuple[str, str]:
             await asyncio.sleep(0.1)
 
 
-async def learners_points(own: History) -> tuple[int, dict[str, list[Any]]]:
+async def learners_points(own: RunHistory) -> tuple[int, dict[str, list[Any]]]:
     """The term of the stored history, and its points by learner."""
     stored = await own.read()
     if stored is None:
@@ -87,7 +87,7 @@ async def test_a_standbys_page_shows_the_run_and_goes_on_when_the_leader_has_die
     with cluster.slowly():
         await cluster.until(lambda: cluster.steps() > 60, "training")
         registry = await (await cluster.link()).bucket(cluster.subjects.bucket, create=False)
-        own = History(registry)
+        own = RunHistory(registry)
         # two machines: nothing but the bucket is shared; the leader stores the history every ten seconds
         async with asyncio.timeout(DEADLINE_S):
             while not (await learners_points(own))[0]:
@@ -100,7 +100,7 @@ async def test_a_standbys_page_shows_the_run_and_goes_on_when_the_leader_has_die
         assert "stands by" not in taken_over
 
         # what the first one saw is still known, from the very beginning
-        late = History(registry)
+        late = RunHistory(registry)
         async with asyncio.timeout(DEADLINE_S):
             while (await learners_points(late))[0] <= term:
                 await asyncio.sleep(0.1)

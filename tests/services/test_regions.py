@@ -22,7 +22,7 @@ from tests.services.toy import SAMPLES
 
 from diloco.core import catch_up
 from diloco.errors import SettingsError
-from diloco.nats.connection import Link
+from diloco.nats.connection import NatsLink
 from diloco.process.observe import get_logger
 from diloco_ops import verify
 from diloco_ops.broker.server import find_binary
@@ -399,7 +399,7 @@ async def test_a_region_whose_storage_is_full_keeps_only_itself_waiting(regions:
     server.start()
     await run.begin()
     await some_versions(run)
-    link = await Link.open(server.url, server.url, "foreign", get_logger(), DEADLINE_S)
+    link = await NatsLink.open(server.url, server.url, "foreign", get_logger(), DEADLINE_S)
     await fill(link.bulk.jetstream(timeout=DEADLINE_S), STORAGE_BYTES)
 
     def heard(event: str, service: str, **values: str) -> bool:

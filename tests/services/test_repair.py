@@ -19,10 +19,10 @@ from tests.services.guarded import REGIONS, two_regions
 from tests.services.secured import guest
 
 from diloco.control.changes import append_changes
-from diloco.control.creation import Run
+from diloco.control.creation import KnownRun
 from diloco.core import changes
 from diloco.core.changes import Set
-from diloco.core.outer import Nesterov, Step
+from diloco.core.outer import Nesterov, OuterStep
 from diloco.errors import MachineError, RunError
 from diloco.nats.registry import Registry
 from diloco.nats.transport import NatsTransport
@@ -105,7 +105,7 @@ async def test_damaged_keys_end_what_begins_and_are_made_again(launch: Launch, c
     cluster.gate.close()
     link = await cluster.link()
     registry = await until_available(partial(Registry.open, link, cluster.subjects.bucket, create=False), get_logger())
-    run = Run(cluster.name, cluster.settings, registry)
+    run = KnownRun(cluster.name, cluster.settings, registry)
     cluster.settle_pace()
     five = [Set("round.steps", 5)]
     changing = partial(append_changes, link, run, lambda now: five * (now.settings.round.steps != 5), author="ann")
@@ -153,7 +153,7 @@ async def value_of(registry: Registry, key: str) -> bytes | None:
 class Broken(Nesterov):
     """The outer optimizer of a machine that computes other bits."""
 
-    def at(self, version: int, learning_rate: float, momentum: float) -> Step:
+    def at(self, version: int, learning_rate: float, momentum: float) -> OuterStep:
         return super().at(version, learning_rate * 1.5, momentum)
 
 

@@ -29,10 +29,10 @@ from diloco.wire.subjects import Subjects
 from diloco_ops import checkpoint, collecting, manifest, resume, verify
 from diloco_ops.attach import attached
 from diloco_ops.broker import snapshot
-from diloco_ops.broker.snapshot import Snapshot
+from diloco_ops.broker.snapshot import StreamSnapshot
 from diloco_ops.keys.folder import Folder
 from diloco_ops.keys.permissions import Who
-from diloco_ops.manifest import Checkpoint
+from diloco_ops.manifest import RunCheckpoint
 from diloco_ops.restoration import restore_to
 
 pytestmark = pytest.mark.usefixtures("patient_commands")
@@ -61,7 +61,7 @@ class Operator:
         await attached(path, RUN, self.cluster.url, bulk, str(self.identity))
         return path
 
-    async def restore(self, source: Checkpoint, **overrides: Any) -> list[str]:
+    async def restore(self, source: RunCheckpoint, **overrides: Any) -> list[str]:
         said: list[str] = []
         bulk = [f"{region}={self.cluster.servers[region].url}" for region in self.cluster.regions]
         given = {key.replace("__", "."): value for key, value in overrides.items()}
@@ -84,7 +84,7 @@ class Operator:
 class Lost:
     """What is left of a run in three regions when all its servers and learners' disks are gone."""
 
-    source: Checkpoint
+    source: RunCheckpoint
     keys: Folder
 
 
@@ -103,7 +103,7 @@ async def lost(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory, kept:
     return kept[0]
 
 
-async def taken_and_lost(nursery: Nursery, path: Path, keys: Folder) -> Checkpoint:
+async def taken_and_lost(nursery: Nursery, path: Path, keys: Folder) -> RunCheckpoint:
     """A checkpoint of a run in three regions, with its learners' states."""
     async with in_regions(nursery, path, RUN, settings_of(), REGIONS, keys) as run:
         await run.begin()
@@ -121,7 +121,7 @@ async def taken_and_lost(nursery: Nursery, path: Path, keys: Folder) -> Checkpoi
     return manifest.load(taken.path)
 
 
-def another(source: Checkpoint, path: Path) -> Checkpoint:
+def another(source: RunCheckpoint, path: Path) -> RunCheckpoint:
     """A checkpoint of the same run, taken at another time."""
     shutil.copytree(source.path, path)
     later = msgspec.structs.replace(source.manifest, created_at_s=source.manifest.created_at_s + 1)
@@ -130,12 +130,12 @@ def another(source: Checkpoint, path: Path) -> Checkpoint:
     return manifest.load(path)
 
 
-def put_states_back(source: Checkpoint, run: Guarded) -> None:
+def put_states_back(source: RunCheckpoint, run: Guarded) -> None:
     for name, learner in source.manifest.learners.items():
         resume.copy_state([source.path / file.file for file in learner.files], run.directory / "checkpoints", name)
 
 
-async def demand_goes_on(run: Guarded, source: Checkpoint, operator: Operator, path: Path) -> None:
+async def demand_goes_on(run: Guarded, source: RunCheckpoint, operator: Operator, path: Path) -> None:
     """The services start, go on from the cut, and a stranger finds one sound log in all regions."""
     await run.begin()
     await some_versions(run, more=1)
@@ -199,7 +199,7 @@ def cutting(calls: int, *, amid: bool) -> Callable[[pytest.MonkeyPatch], None]:
     """Cut a restore off at its ``calls``-th stream at a server, the scratch server's included: before, or amid its chunks."""
     whole, send, seen = snapshot.restore, snapshot._send, [0]
 
-    async def restore(link: Any, taken: Snapshot, path: Path, **given: Any) -> None:
+    async def restore(link: Any, taken: StreamSnapshot, path: Path, **given: Any) -> None:
         seen[0] += 1
         if seen[0] == calls and not amid:
             raise CutOffError

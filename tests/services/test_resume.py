@@ -27,14 +27,14 @@ from diloco.wire import framing
 from diloco.wire.control import SnapshotMarker
 from diloco_ops import checkpoint, operate, resume, rollback, run_reader
 from diloco_ops.broker.server import Server
-from diloco_ops.manifest import Checkpoint, load
+from diloco_ops.manifest import RunCheckpoint, load
 
 pytestmark = pytest.mark.usefixtures("patient_commands")
 NAMES = ["toy-0", "toy-1", "toy-2"]
 
 
 async def restored(
-    source: Checkpoint, launch: Launch, server: Server, path: Path, *, at: int | None = None, **overrides: Any
+    source: RunCheckpoint, launch: Launch, server: Server, path: Path, *, at: int | None = None, **overrides: Any
 ) -> Cluster:
     """A cluster that goes on from a checkpoint, on another server."""
     dotted = {key.replace("__", "."): value for key, value in overrides.items()}
@@ -44,7 +44,7 @@ async def restored(
     return cluster
 
 
-async def checkpoint_of(run: Cluster) -> tuple[Checkpoint, list[str]]:
+async def checkpoint_of(run: Cluster) -> tuple[RunCheckpoint, list[str]]:
     """Take a checkpoint while learners go on, slowly: on a busy machine a marker comes late, and few rounds may pass."""
     with run.slowly():
         run.gate.open()
@@ -303,7 +303,7 @@ async def test_damaged_checkpoints_are_named_and_an_older_whole_one_is_used(laun
         resume.find(tmp_path)
 
 
-def refused(source: Checkpoint, overrides: dict[str, Any]) -> str:
+def refused(source: RunCheckpoint, overrides: dict[str, Any]) -> str:
     with pytest.raises(DilocoError) as caught:
         resume.changed(source, overrides)
     return str(caught.value)

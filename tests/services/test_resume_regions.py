@@ -17,7 +17,7 @@ from diloco.process.observe import get_logger
 from diloco.service.rundir import RunDirectory
 from diloco_ops import checkpoint, region_logs, resume, run_reader, verify
 from diloco_ops.embedded import Embedded, server_name
-from diloco_ops.manifest import Checkpoint
+from diloco_ops.manifest import RunCheckpoint
 
 pytestmark = pytest.mark.usefixtures("patient_commands")
 LASTS: dict[str, Any] = {"tokens": 3 * 100_000 * SAMPLES, "round__steps": 18}
@@ -42,7 +42,7 @@ async def killed(run: Region) -> list[int]:
     return applied
 
 
-async def elsewhere(source: Checkpoint, path: Path, regions: list[str], at: int | None = None) -> Ends:
+async def elsewhere(source: RunCheckpoint, path: Path, regions: list[str], at: int | None = None) -> Ends:
     """Go on from a checkpoint in these regions, and say where the logs end there."""
     settings = resume.changed(source, {"regions.names": regions, "shards": max(1, len(regions))})
     await resume.prepare(source, RunDirectory(path, source.manifest.run, "", None, settings), at=at)

@@ -19,7 +19,7 @@ from tests.services.apart import REGIONS, apart, demand_one_log
 from tests.services.cluster import NEVER_S, Cluster, Folded, check_accounts, small
 from tests.services.toy import SAMPLES, Regression, Toy
 
-from diloco.control.creation import Run
+from diloco.control.creation import KnownRun
 from diloco.core.chain import Chain
 from diloco.core.changes import Effective
 from diloco.errors import RunError
@@ -221,7 +221,7 @@ async def test_what_cannot_be_gone_back_to_is_refused_before_anything_is_ordered
 def seen_of(path: Path, settings: RunSettings, *, live: bool = True) -> run_reader.RunReader:
     """A run of which nothing but its settings is to be looked at."""
     directory = RunDirectory(path, "run", "nats://127.0.0.1:1", None, settings)
-    return run_reader.RunReader(directory, None, Run("run", settings, None), None, None, None, b"", live, {}, {})  # type: ignore[arg-type]
+    return run_reader.RunReader(directory, None, KnownRun("run", settings, None), None, None, None, b"", live, {}, {})  # type: ignore[arg-type]
 
 
 def chain(fragment: int, version: int, **changes: Any) -> Chain:

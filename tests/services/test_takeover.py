@@ -16,7 +16,7 @@ from tests.services.cluster import NEVER_S, Cluster, Folded, Service, small
 from tests.services.toy import SAMPLES
 
 from diloco.control import tables
-from diloco.control.creation import Run
+from diloco.control.creation import KnownRun
 from diloco.core.ownership import OwnersTable
 from diloco.settings.run import RunSettings
 
@@ -24,7 +24,7 @@ from diloco.settings.run import RunSettings
 async def table(cluster: Cluster) -> OwnersTable:
     store, fragments = await cluster.store()
     registry = await store.transport.bucket(cluster.subjects.bucket, create=False)
-    found, _ = await tables.owners(Run(cluster.name, cluster.settings, registry), len(fragments.fragments)).read()
+    found, _ = await tables.owners(KnownRun(cluster.name, cluster.settings, registry), len(fragments.fragments)).read()
     assert found is not None
     return found
 

@@ -18,7 +18,7 @@ from tests.services.finished import Finished
 
 from diloco.core import codec
 from diloco.core import tape as events
-from diloco.core.delta import ERROR_BITS, PLAIN_BITS, DeltaValues, Encoded
+from diloco.core.delta import ERROR_BITS, PLAIN_BITS, DeltaValues, EncodedOffer
 from diloco.core.schedule import Moment
 from diloco.process import tape
 from diloco.service import rundir
@@ -40,11 +40,11 @@ def copy(finished: Finished, tmp_path: Path) -> Finished:
     return Finished(tmp_path / "run", finished.state_hashes)
 
 
-def states(verdict: verify.Verdict) -> dict[str, str]:
+def states(verdict: verify.Verification) -> dict[str, str]:
     return {check.name: check.state for check in verdict.checks}
 
 
-def found(verdict: verify.Verdict, name: str) -> str:
+def found(verdict: verify.Verification, name: str) -> str:
     return next(check.found for check in verdict.checks if check.name == name)
 
 
@@ -97,7 +97,7 @@ async def test_offer_that_is_on_no_tape_is_found(copy: Finished) -> None:
     assert "of toy-0" in found(verdict, "offers")
 
 
-def write_tape(run: Finished, name: str, said: list[events.Event]) -> None:
+def write_tape(run: Finished, name: str, said: list[events.TapeEvent]) -> None:
     directory = rundir.load(run.path)
     header = events.Header(framing.run_id(directory.name, directory.settings.digest()), name)
     raw = header.pack()
@@ -105,8 +105,8 @@ def write_tape(run: Finished, name: str, said: list[events.Event]) -> None:
     run.tape(name).write_bytes(raw)
 
 
-def _is_offer_of(event: events.Event, fragment: int) -> bool:
-    return isinstance(event, events.Offer) and event.fragment == fragment
+def _is_offer_of(event: events.TapeEvent, fragment: int) -> bool:
+    return isinstance(event, events.TapeOffer) and event.fragment == fragment
 
 
 async def test_damaged_tape_is_named_and_what_it_would_show_is_unchecked(copy: Finished) -> None:
@@ -277,7 +277,7 @@ async def test_other_data_than_the_tape_says_is_noticed(finished: Finished) -> N
 
 @pytest.mark.parametrize("began_with", [events.Restored(b"unknown!"), events.Borrowed("toy-9", b"unknown!")])
 async def test_life_that_began_with_a_state_that_is_gone_is_said_to_be_unchecked(
-    copy: Finished, began_with: events.Event
+    copy: Finished, began_with: events.TapeEvent
 ) -> None:
     run = rundir.load(copy.path)
     start, *rest = tape.load(copy.tape("toy-0"), framing.run_id(run.name, run.settings.digest())).events()
@@ -293,7 +293,7 @@ async def test_life_that_began_with_a_state_that_is_gone_is_said_to_be_unchecked
 def write_error_bits(run: Finished, name: str, bits: int | None) -> None:
     """Have a tape say so of its learner's quantisation errors; None: nothing, as one of an earlier version."""
     directory = rundir.load(run.path)
-    said: list[events.Event] = []
+    said: list[events.TapeEvent] = []
     for event in tape.load(run.tape(name), framing.run_id(directory.name, directory.settings.digest())).events():
         if not isinstance(event, events.ErrorBits):
             said.append(event)
@@ -310,7 +310,7 @@ async def test_offers_are_made_again_with_errors_of_the_bits_on_the_tape(
     used: list[int] = []
     encode = DeltaValues.encode
 
-    def noted(self: DeltaValues, *arguments: Any) -> Encoded:
+    def noted(self: DeltaValues, *arguments: Any) -> EncodedOffer:
         used.append(self.error_bits)
         return encode(self, *arguments)
 

@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco.core import bandwidth
-from diloco.core.bandwidth import Appends, Bandwidth, Change, Level, Moved, Seen
+from diloco.core.bandwidth import Appends, Bandwidth, Level, LevelChange, Moved, WayState
 from diloco.core.quantise import body_bytes
 from diloco.errors import SettingsError
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
-from diloco_ops.wan.link import Conditions, Flow, Link
+from diloco_ops.wan.link import Flow, LinkConditions, WanLink
 
 VALUES = 64_000  # of a fragment: 128 kB at 16 bits, 34 kB at 4
 FRAGMENTS = 4
@@ -46,12 +46,12 @@ class Writer:
     settings: RunSettings
     rate: float
     now_s: float = 0.0
-    changes: list[tuple[float, Change]] = field(default_factory=list)
+    changes: list[tuple[float, LevelChange]] = field(default_factory=list)
     oldest_s: float = 0.0  # that an entry waited, ever
 
     def __post_init__(self) -> None:
         self.own = Bandwidth(self.settings, ["eu"])
-        self.link: Link[int] = Link(self.conditions(), random.Random(1))
+        self.link: WanLink[int] = WanLink(self.conditions(), random.Random(1))
         self.flow = Flow(0, "bulk")
         self.appends = Appends()
         self.queue: deque[tuple[float, int]] = deque()  # when made, bytes
@@ -59,8 +59,8 @@ class Writer:
         self.began_s: float | None = None
         self.left_bytes = 0
 
-    def conditions(self) -> Conditions:
-        return Conditions(rate_bits_per_s=8 * self.rate, delay_s=DELAY_S)
+    def conditions(self) -> LinkConditions:
+        return LinkConditions(rate_bits_per_s=8 * self.rate, delay_s=DELAY_S)
 
     def change(self, rate: float) -> None:
         """The link is another one from now on."""
@@ -104,8 +104,8 @@ class Writer:
             self.own.look(self.now_s, CYCLE_S, {})
             return
         age_s = self.now_s - self.queue[0][0] if self.queue else 0.0
-        seen = Seen(self.appends.moved, FRAGMENTS * VALUES, age_s)
-        found = self.own.look(self.now_s, CYCLE_S, {"eu": (Seen(Moved(), 0, 0.0), seen)})
+        seen = WayState(self.appends.moved, FRAGMENTS * VALUES, age_s)
+        found = self.own.look(self.now_s, CYCLE_S, {"eu": (WayState(Moved(), 0, 0.0), seen)})
         self.changes += [(self.now_s, change) for change in found]
 
     @property
@@ -251,7 +251,9 @@ def test_a_step_up_that_does_not_hold_is_tried_less_and_less() -> None:
     for second in range(400 * int(CYCLE_S)):
         rate = bytes_per_s(0.3) if own.record_bits < 16 else bytes_per_s(1.5)
         bytes_, busy_s = bytes_ + 10_000, busy_s + 10_000 / rate
-        found = own.look(second, CYCLE_S, {"eu": (Seen(Moved(), 0, 0), Seen(Moved(bytes_, busy_s), FRAGMENTS * VALUES, 0))})
+        found = own.look(
+            second, CYCLE_S, {"eu": (WayState(Moved(), 0, 0), WayState(Moved(bytes_, busy_s), FRAGMENTS * VALUES, 0))}
+        )
         times += [second / CYCLE_S for change in found if change.reason == "spare"]
 
     assert 4 <= len(times) <= 9  # at 2 cycles each time it would be a hundred
@@ -263,9 +265,9 @@ def test_one_slow_region_slows_the_entries_of_all_and_its_own_offers_alone() -> 
     own = Bandwidth(adapting(regions__names=["ap", "eu", "us"]), ["ap", "eu"])
     slow, fast, values = bytes_per_s(1.2), bytes_per_s(0.1), FRAGMENTS * VALUES
 
-    def link(rate: float, second: int) -> tuple[Seen, Seen]:
+    def link(rate: float, second: int) -> tuple[WayState, WayState]:
         moved = Moved(10_000 * second, 10_000 * second / rate)
-        return Seen(moved, values, 0.0), Seen(moved, values, 0.0)
+        return WayState(moved, values, 0.0), WayState(moved, values, 0.0)
 
     for second in range(10):
         own.look(second, CYCLE_S, {"ap": link(slow, second), "eu": link(fast, second)})
@@ -279,7 +281,7 @@ def test_a_region_that_is_away_holds_nobody_up() -> None:
 
     def see(second: int, *, present: bool = True) -> list[tuple[Level, str]]:
         moved = Moved(10_000 * second, 10_000 * second / bytes_per_s(12))
-        seen = {"eu": (Seen(Moved(), values, 0.0), Seen(moved, values, 0.0))} if present else {}
+        seen = {"eu": (WayState(Moved(), values, 0.0), WayState(moved, values, 0.0))} if present else {}
         return [(change.level, change.reason) for change in own.look(second, CYCLE_S, seen)]
 
     changes = [change for second in range(10) for change in see(second)]
@@ -297,9 +299,9 @@ def test_a_region_that_is_away_holds_nobody_up() -> None:
 
 def test_a_queue_that_grows_without_a_rate_is_noticed_too() -> None:
     """Entries so small that nothing is known of a rate, or none acknowledged for long."""
-    own, found = Bandwidth(adapting(), ["eu"]), list[tuple[int, Change]]()
+    own, found = Bandwidth(adapting(), ["eu"]), list[tuple[int, LevelChange]]()
     for second in range(int(3 * CYCLE_S)):
-        seen = {"eu": (Seen(Moved(), 0, 0.0), Seen(Moved(), FRAGMENTS * VALUES, float(second)))}
+        seen = {"eu": (WayState(Moved(), 0, 0.0), WayState(Moved(), FRAGMENTS * VALUES, float(second)))}
         found += [(second, change) for change in own.look(second, CYCLE_S, seen)]
 
     # older than a window of 12 s; then after every window in which nothing comes over

@@ -137,17 +137,17 @@ def test_the_beginning_of_a_frame_holds_the_beginning_of_its_content() -> None:
     body = np.random.default_rng(0).integers(0, 200, 1_000_000).astype(np.uint8)
     packed = codec.pack(body, -1)
     pieces = [packed[at : at + 100_000] for at in range(0, len(packed), 100_000)]
-    beginning, complete = codec.Beginning(body.size, [np.empty(450_000, np.uint8), np.empty(150_000, np.uint8)]), []
+    beginning, complete = codec.ContentStart(body.size, [np.empty(450_000, np.uint8), np.empty(150_000, np.uint8)]), []
     for piece in pieces:
         beginning.feed([piece])
         complete.append(beginning.complete)
     # of content that compresses alike, six of ten pieces hold six tenths; zstd gives what it has block by block
     assert complete in ([False] * 5 + [True] * (len(pieces) - 5), [False] * 6 + [True] * (len(pieces) - 6))
     assert b"".join(array.tobytes() for array in beginning.arrays) == body[:600_000].tobytes()
-    whole = codec.Beginning(body.size, [np.empty_like(body)])
+    whole = codec.ContentStart(body.size, [np.empty_like(body)])
     whole.feed(pieces)
     assert whole.arrays[0].tobytes() == body.tobytes()
     with pytest.raises(FormatError, match="states 1000000 bytes"):
-        codec.Beginning(body.size + 1, [np.empty(600_000, np.uint8)]).feed(pieces)
+        codec.ContentStart(body.size + 1, [np.empty(600_000, np.uint8)]).feed(pieces)
     with pytest.raises(FormatError, match="zstd frame is damaged"):
-        codec.Beginning(body.size, [np.empty(600_000, np.uint8)]).feed([b"no frame"])
+        codec.ContentStart(body.size, [np.empty(600_000, np.uint8)]).feed([b"no frame"])

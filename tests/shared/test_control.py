@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from diloco.control import admission, tables
-from diloco.control.creation import Run
+from diloco.control.creation import KnownRun
 from diloco.settings.presets import run_settings
 
 NAME = msgspec.msgpack.encode("syncer-0")
@@ -25,8 +25,8 @@ class Bucket:
         return self.value, 7
 
 
-def run(value: bytes) -> Run:
-    return Run("run", run_settings(overrides={"learners": 2}), cast(Any, Bucket(value)))
+def run(value: bytes) -> KnownRun:
+    return KnownRun("run", run_settings(overrides={"learners": 2}), cast(Any, Bucket(value)))
 
 
 @pytest.mark.parametrize(

@@ -20,17 +20,17 @@ from tests.made.quantised_reference import any_vectors, quantised_reference
 
 from diloco.core import quantise, ranges
 from diloco.core.chain import Chain
-from diloco.core.delta import ERROR_BITS, PLAIN_BITS, Apply, PendingDelta
+from diloco.core.delta import ERROR_BITS, PLAIN_BITS, PendingDelta, VersionWrite
 from diloco.errors import NonFiniteError
 from diloco.wire.entries import Cursor, Record, RolledBack
 from diloco.wire.fields import Bits, Range
-from diloco.wire.offers import Member
+from diloco.wire.offers import MergeMember
 
 Vector = NDArray[np.float32]
 Wide = NDArray[np.float64]
 
 
-def version_record(version: int, *members: Member) -> Record:
+def version_record(version: int, *members: MergeMember) -> Record:
     return record_of(version, *members, bits=32, state_hash=hash_of(version))
 
 
@@ -39,8 +39,8 @@ def rollback_record(version: int, to_version: int) -> Record:
     return msgspec.structs.replace(version_record(version), entry="rollback", rolled_back=back)
 
 
-def member_of(offer: PendingDelta) -> Member:
-    return Member.of(offer.stated, 1.0)
+def member_of(offer: PendingDelta) -> MergeMember:
+    return MergeMember.of(offer.stated, 1.0)
 
 
 @dataclass
@@ -72,12 +72,12 @@ class Learner:
         self.bodies[offer.identity] = quantise.dequantise(delta.body(offer), self.value.size, bits)
         return offer
 
-    def take(self, applied: Apply) -> None:
+    def take(self, applied: VersionWrite) -> None:
         self.value = written(applied, self.value)
 
     def version(self, theta: Vector, offer: PendingDelta | None) -> None:
         """A version that merges ``offer``, or only another learner's."""
-        members = [Member("zoe", 1, 1, 1, 0, 1, 5, 0, 1.0, [])]
+        members = [MergeMember("zoe", 1, 1, 1, 0, 1, 5, 0, 1.0, [])]
         if offer is not None:
             members.insert(0, member_of(offer))
             self.merged += offer.stated.tokens
@@ -231,7 +231,7 @@ def test_an_offer_of_a_forgotten_incarnation_was_merged() -> None:
     ann = learner()
     ann.step(10, 4, 8)
     ann.offer()
-    members = [Member("ann", 6, 3, 1, 0, 2, 25, 0, 1.0, [])]
+    members = [MergeMember("ann", 6, 3, 1, 0, 2, 25, 0, 1.0, [])]
     ann.take(ann.delta.apply(version_record(1, *members), vector(50, 60)))
     assert ann.value.tolist() == [50, 60]
     assert (ann.delta.state.tokens, ann.delta.state.steps, ann.delta.state.lost_tokens) == (0, 0, 10)
@@ -582,7 +582,7 @@ def offered(delta: Delta, snapshot: Vector, bits: Bits) -> PendingDelta:
     return delta.offer(snapshot.copy(), state.steps, state.tokens, state.data, state.base_version + 1, bits)
 
 
-def merged(delta: Delta, theta: Vector, offer: PendingDelta) -> Apply:
+def merged(delta: Delta, theta: Vector, offer: PendingDelta) -> VersionWrite:
     """The next version, which merges an offer."""
     return delta.apply(version_record(delta.state.base_version + 1, member_of(offer)), theta)
 

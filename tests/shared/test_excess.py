@@ -15,7 +15,7 @@ from diloco.core import excess
 from diloco.core.fold import Replica
 from diloco.core.merging import accumulate, sound, unreadable
 from diloco.core.outer import AVERAGE, AdamW
-from diloco.core.round import Held, Merge
+from diloco.core.round import Merge, RoundOffer
 from diloco.errors import UnmergeableError
 from diloco.settings.run import RunSettings
 
@@ -30,7 +30,7 @@ def moved(momentum: Vector, theta: Vector, version: int = 9) -> Replica:
     return replica
 
 
-def merged(settings: RunSettings, replica: Replica, *offers: Held, live: tuple[str, ...] = LIVE) -> list[float]:
+def merged(settings: RunSettings, replica: Replica, *offers: RoundOffer, live: tuple[str, ...] = LIVE) -> list[float]:
     merge = Merge(replica.chain.version + 1, offers, False, 0.0, 0.0)
     values: list[float] = sound(fragment_of(replica.theta.size), settings, merge, {}, replica, live, RUN).tolist()
     return values

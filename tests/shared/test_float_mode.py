@@ -15,7 +15,7 @@ from tests.made.learner_delta import Delta
 
 from diloco.core import float_mode as modes
 from diloco.core import merging, outer, quantise
-from diloco.core.delta import Offered, Reference
+from diloco.core.delta import Baseline, Offered
 from diloco.core.merge import Accumulator
 from diloco.core.round import Merge
 from diloco.errors import MachineError
@@ -63,7 +63,7 @@ def add_up(method: Any) -> list[Any]:
     return [merge.result()]
 
 
-def fold(optimizer: outer.Optimizer, bits: int) -> list[Any]:
+def fold(optimizer: outer.OuterOptimizer, bits: int) -> list[Any]:
     theta, momentum = C.copy(), np.concatenate([B] * optimizer.moments)
     np.abs(momentum[(optimizer.moments - 1) * N :], out=momentum[(optimizer.moments - 1) * N :])
     body = BODIES[bits]
@@ -79,7 +79,7 @@ def offer() -> list[Any]:
 
 
 def progress() -> list[Any]:
-    reference = Reference(C, Offered(quantised(), 4, ERROR, 8))
+    reference = Baseline(C, Offered(quantised(), 4, ERROR, 8))
     return [reference[:], reference[70:900]]
 
 

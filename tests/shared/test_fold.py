@@ -19,7 +19,7 @@ from diloco.core.outer import AdamW
 from diloco.errors import ChainError, HashError, NonFiniteError, WrongEntryError
 from diloco.wire.entries import Keyframe, Record, RolledBack
 from diloco.wire.fields import Bits
-from diloco.wire.offers import Member
+from diloco.wire.offers import MergeMember
 
 Vector = NDArray[np.float32]
 Raw = NDArray[np.uint8]
@@ -39,7 +39,7 @@ def fresh(theta: Vector) -> Replica:
 
 
 def version_entry(chain: Chain, number: int, state_hash: bytes, bits: Bits, *, takeover: bool = False) -> Record:
-    members = [] if takeover else [Member("ann", 1, number, number, number - 1, 1, 10, 0, 1.0, [(0, number - 1, 1)])]
+    members = [] if takeover else [MergeMember("ann", 1, number, number, number - 1, 1, 10, 0, 1.0, [(0, number - 1, 1)])]
     return record_of(
         chain.version + (not takeover),
         *members,

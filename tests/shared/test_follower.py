@@ -15,9 +15,9 @@ from tests.pace import DEADLINE_S
 
 from diloco.core import merging
 from diloco.core.fold import Replica
-from diloco.log.follower import Event, Folded, LogFollower, Reloaded
+from diloco.log.follower import Event, FollowedEntry, LogFollower, Reloaded
 from diloco.log.log import Log
-from diloco.log.stream import Refusal
+from diloco.log.stream import RefusedEntry
 from diloco.nats import streams
 from diloco.nats.transport import NatsTransport
 from diloco.process.observe import get_logger
@@ -36,7 +36,7 @@ class Followed:
     """A log of three versions, a follower and a writer."""
 
     def __init__(self, log: Log, genesis: tuple[Genesis, bytes], newest: Replica, *, in_place: bool = False) -> None:
-        self.log, self.newest, self.refusals = log, newest, list[Refusal]()
+        self.log, self.newest, self.refusals = log, newest, list[RefusedEntry]()
         self.follower = LogFollower(log, genesis, self.refusals.append, get_logger(), in_place=in_place)
 
     async def append(self, epoch: int | None = None) -> int:
@@ -71,7 +71,7 @@ async def test_entries_that_follow_are_folded_and_those_that_do_not_are_told(fol
 
         event = await coming(events)
 
-    assert isinstance(event, Folded)
+    assert isinstance(event, FollowedEntry)
     assert (event.entry.sequence, event.copy.replica.chain.epoch) == (taken, 1)
     assert [(refusal.sender, refusal.sequence) for refusal in followed.refusals] == [("s", stray)]
     assert event.copy.replica.theta is theta  # no version was made

@@ -18,7 +18,7 @@ from diloco.log.log import Log
 from diloco.process.observe import get_logger
 from diloco.settings.presets import run_settings
 from diloco_lab.virtual.transport import CONTROL
-from diloco_lab.virtual.world import Process, World
+from diloco_lab.virtual.world import VirtualProcess, World
 
 DEAD_S, FRAGMENTS = 5.0, 6
 SETTINGS = run_settings("decoupled", {"fragments.count": FRAGMENTS, "liveness.dead_s": DEAD_S})
@@ -36,7 +36,7 @@ class Founding:
     def play(self) -> None:
         world = World(1)
         for name in self.gave:
-            process = Process(world, name, CONTROL, self._serve)
+            process = VirtualProcess(world, name, CONTROL, self._serve)
             world.processes.append(process)
             process.start()
         if self.dies_s is not None:
@@ -130,7 +130,7 @@ def test_a_founder_that_dies_between_the_key_and_the_record_is_completed() -> No
 
 
 def play_alone(world: World, serve: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
-    process = Process(world, "ann", CONTROL, serve)
+    process = VirtualProcess(world, "ann", CONTROL, serve)
     world.processes.append(process)
     process.start()
     world.scheduler.run(1000.0)

@@ -10,7 +10,7 @@ from tests.made.learner_claims import BATCH, ann, chain_with, impossible
 from tests.made.run_settings import CLAIMS, settings_of
 
 from diloco.control import admission
-from diloco.control.creation import Run
+from diloco.control.creation import KnownRun
 from diloco.core.built_in import tensor_shapes
 from diloco.core.claims import StepBounds
 from diloco.core.fragments import FragmentMap, TensorSpec, build_map
@@ -72,7 +72,7 @@ class Bucket:
 
 async def test_a_learner_shows_its_grant_and_is_not_admitted_without_one() -> None:
     settings = settings_of(CLAIMS)
-    run = Run("run", settings, cast(Any, Bucket()), AUTHORITY.public_key)
+    run = KnownRun("run", settings, cast(Any, Bucket()), AUTHORITY.public_key)
     for shown, grant in ((None, None), (grants.sign(ANN, OTHER), None), (SIGNED, ANN)):
         await admission.join(run, "ann", 7, OWN_MAP, settings.digest(), grant=shown)
         standing = await admission.admitted(run, "ann", OWN_MAP.digest)
@@ -95,7 +95,7 @@ class Link:
 
 
 def client(authority: str | None, grant: SignedGrant | None, fragments: FragmentMap = BUILT_IN_MAP) -> AdmissionClient:
-    run = Run("run", settings_of(CLAIMS), cast(Any, Bucket()), authority)
+    run = KnownRun("run", settings_of(CLAIMS), cast(Any, Bucket()), authority)
     return AdmissionClient(cast(Any, Link(authority, grant)), run, "ann", fragments, cast(Any, None))
 
 

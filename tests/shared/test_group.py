@@ -17,7 +17,7 @@ from tests.made.process_groups import FACTS, OPEN_GROUPS, OPEN_LINKS, REGROUP_S,
 from tests.pace import DEADLINE_S, scaled_s
 
 from diloco.core.fragments import Piece
-from diloco.core.rows import RowLayout, Rows
+from diloco.core.rows import FragmentRows, RowLayout
 from diloco.errors import FormatError, HashError, IslandError, SettingsError
 from diloco.member import links, meeting, proving
 from diloco.member.group import Group
@@ -548,7 +548,7 @@ async def test_a_silent_process_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
 
 SIZE = 300_000  # values: more than two pieces
 PIECE = Piece("w", 0, SIZE, (SIZE,), 0, embedding=False)
-HALVES = [Rows(((PIECE, (slice(0, SIZE // 2),)),)), Rows(((PIECE, (slice(SIZE // 2, SIZE),)),))]
+HALVES = [FragmentRows(((PIECE, (slice(0, SIZE // 2),)),)), FragmentRows(((PIECE, (slice(SIZE // 2, SIZE),)),))]
 
 
 def ships(links_: Links) -> Shipping:

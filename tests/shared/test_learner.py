@@ -22,7 +22,7 @@ from diloco.core import ranges
 from diloco.core.accounts import StepDone
 from diloco.core.boundary import Decision, apply, decide, next_decision
 from diloco.core.changes import Effective
-from diloco.core.fragment_state import TRANSITIONS, Application, Event, Phase
+from diloco.core.fragment_state import TRANSITIONS, Application, OfferEvent, Phase
 from diloco.core.learner import Learner
 from diloco.errors import MessageError, NonFiniteError
 from diloco.settings.run import RunSettings
@@ -49,11 +49,11 @@ def plain(value: Any) -> Any:
 
 
 def test_every_pair_of_a_phase_and_an_event_is_in_the_table() -> None:
-    assert TRANSITIONS.keys() == set(product(Phase, Event))
+    assert TRANSITIONS.keys() == set(product(Phase, OfferEvent))
 
 
-@pytest.mark.parametrize(("phase", "event"), list(product(Phase, Event)), ids=lambda value: value.name)
-def test_what_cannot_happen_is_refused_and_changes_nothing(phase: Phase, event: Event) -> None:
+@pytest.mark.parametrize(("phase", "event"), list(product(Phase, OfferEvent)), ids=lambda value: value.name)
+def test_what_cannot_happen_is_refused_and_changes_nothing(phase: Phase, event: OfferEvent) -> None:
     state, after = LearnerWorld(settings_of(WORLD)).learner.fragments[0], TRANSITIONS[phase, event]
     state.phase = phase
     if after is None:

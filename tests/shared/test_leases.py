@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from diloco.core import claims, leases
-from diloco.core.leases import BLOCK_BATCHES, ClaimedShare, RoundRobin, ShareClaim, Shares, Watch
+from diloco.core.leases import BLOCK_BATCHES, ClaimedShare, LeaseWatch, RoundRobin, ShareClaim, Shares
 from diloco.errors import ClaimError, FormatError, MessageError
 from diloco.settings.run import ContinuedRun, RunSettings
 
@@ -231,9 +231,9 @@ def test_the_furthest_claims_that_are_let_through_hold_nobody_up() -> None:
 # ---- who takes the shares of learners that are gone
 
 
-def watched(bucket: Bucket, learner: str, heard: Collection[str], seconds: range, watch: Watch | None = None) -> list[int]:
+def watched(bucket: Bucket, learner: str, heard: Collection[str], seconds: range, watch: LeaseWatch | None = None) -> list[int]:
     """Have a learner look every second, hearing some, and return what it is to take at last: nothing before."""
-    watch = watch or Watch(learner, LEASE_S)
+    watch = watch or LeaseWatch(learner, LEASE_S)
     due: list[int] = []
     for now_s in seconds:
         assert due == []
@@ -283,7 +283,7 @@ def test_who_slept_or_does_not_hear_itself_takes_nothing() -> None:
     bucket = Bucket(2)
     bucket.join("ann")
     bucket.join("bob")
-    watch = Watch("ann", LEASE_S)
+    watch = LeaseWatch("ann", LEASE_S)
     for now_s in (0, 1, 500, *range(501, 530)):  # frozen in between
         assert watched(bucket, "ann", ("ann",), range(now_s, now_s + 1), watch) == []
     assert watched(bucket, "ann", ("ann",), range(530, 531), watch) == [1]  # awake all the time, and still nothing heard
@@ -330,7 +330,7 @@ def test_a_share_taken_away_ends_its_block_and_none_at_all_goes_on_with_the_last
 def test_no_share_has_two_holders_none_stays_orphaned_and_no_position_goes_back(learners: int, seed: int) -> None:
     """Learners that join, leave, die, return and look, each by itself: some read before others write, and write after."""
     bucket, now_s, merged, rng = Bucket(learners), 0, Counter[int](), random.Random(seed)
-    watches: dict[str, Watch] = {}  # of the living
+    watches: dict[str, LeaseWatch] = {}  # of the living
     heard: set[str] = set()  # the living that all others have heard: who returns at last may find its share taken
     late: list[tuple[str, Shares, list[int]]] = []  # claims that were decided, and are still to be written
 
@@ -380,7 +380,7 @@ def test_no_share_has_two_holders_none_stays_orphaned_and_no_position_goes_back(
         act = rng.choice(["join", "join", "die", "leave", "wait", "merge"])
         name = rng.choice("abcdef")
         if act == "join" and name not in watches:
-            watches[name] = Watch(name, LEASE_S)
+            watches[name] = LeaseWatch(name, LEASE_S)
         elif act == "die":
             watches.pop(name, None)
             heard.discard(name)

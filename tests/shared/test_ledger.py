@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from tests.made.log_entries import record_of
 
 from diloco.core import ranges
-from diloco.core.ledger import Ledger, Line, Process, ShareSummary
+from diloco.core.ledger import BatchRange, Ledger, Process, ShareSummary
 from diloco.wire.entries import Record
 from diloco.wire.fields import Range
-from diloco.wire.offers import Member
+from diloco.wire.offers import MergeMember
 
 ANN, ANN_AGAIN, BOB = ("ann", 1), ("ann", 2), ("bob", 1)
 
@@ -25,7 +25,7 @@ def version(fragment: int, number: int, **data: Sequence[Range]) -> Record:
     members = []
     for process, held in sorted(data.items()):
         learner, incarnation = process.split("_")
-        members.append(Member(learner, int(incarnation), number, number, 0, 1, 1, 0, 1.0, list(held)))
+        members.append(MergeMember(learner, int(incarnation), number, number, 0, 1, 1, 0, 1.0, list(held)))
     return record_of(number, *members, fragment=fragment, syncer="s")
 
 
@@ -45,10 +45,10 @@ def example() -> Ledger:
 def test_the_history_of_each_range() -> None:
     ledger = example()
     assert list(ledger.lines(0)) == [
-        Line(0, 0, 6, (ANN,), (ANN,)),
-        Line(0, 6, 4, (ANN, ANN_AGAIN), (ANN_AGAIN,)),
-        Line(0, 10, 2, (ANN_AGAIN,), (ANN_AGAIN,)),
-        Line(1, 0, 8, (BOB,), (BOB,)),
+        BatchRange(0, 0, 6, (ANN,), (ANN,)),
+        BatchRange(0, 6, 4, (ANN, ANN_AGAIN), (ANN_AGAIN,)),
+        BatchRange(0, 10, 2, (ANN_AGAIN,), (ANN_AGAIN,)),
+        BatchRange(1, 0, 8, (BOB,), (BOB,)),
     ]
     lines = list(ledger.lines(1))
     assert [(line.share, line.first, line.count) for line in lines if line.lost] == [

@@ -21,12 +21,12 @@ from diloco.core import merging, outer
 from diloco.core.chain import NO_ENTRY, Chain
 from diloco.core.fold import Replica
 from diloco.core.fragments import TensorSpec, build_map
-from diloco.core.round import Held, Merge
+from diloco.core.round import Merge, RoundOffer
 from diloco.errors import MessageError, RunError
 from diloco.log import stream
 from diloco.log.log import Log
-from diloco.log.reader import Loaded
-from diloco.log.stream import Refusal
+from diloco.log.reader import LoadedFragment
+from diloco.log.stream import RefusedEntry
 from diloco.nats import streams
 from diloco.nats.transport import NatsTransport
 from diloco.settings.presets import run_settings
@@ -60,7 +60,7 @@ class Written:
         chain.advance(record, framing.hash_of(record, self.log.run), sequence)
         self.heads.append(await self.log.writer.append_keyframe(self.replica, None, None))
 
-    async def load(self) -> tuple[Loaded, list[tuple[int, str]]]:
+    async def load(self) -> tuple[LoadedFragment, list[tuple[int, str]]]:
         """What is loaded, and what is logged as refused."""
         with capture_logs() as logs:
             loaded = await self.log.reader.load(0, *self.genesis)
@@ -284,7 +284,7 @@ async def test_parts_that_others_store_between_those_of_an_entry_take_nothing_of
     sent, attempt = Body(0, bytes(32), 0, bytes(8)), b"attempt1"
     merge = Merge(
         1,
-        (Held(Offer(0, "ann", 1, 1, (1, 0), 1, 0, bytes(32), 32, 1, 1, 0, [], sent), values.view(np.uint8)),),
+        (RoundOffer(Offer(0, "ann", 1, 1, (1, 0), 1, 0, bytes(32), 32, 1, 1, 0, [], sent), values.view(np.uint8)),),
         False,
         0.0,
         0.0,
@@ -302,7 +302,7 @@ async def test_parts_that_others_store_between_those_of_an_entry_take_nothing_of
     for index in range(3):
         await store(log, subjects.log_part(head, attempt, index), later)
 
-    refused: list[Refusal] = []
+    refused: list[RefusedEntry] = []
     [entry] = [entry async for entry in log.entries.follow([0], start, refused.append, sequence)]
     assert (entry.sequence, refused) == (sequence, [])
     assert entry.body is not None
@@ -325,7 +325,7 @@ async def test_a_reader_of_some_fragments_reads_no_parts_of_others(
     offered = Offer(0, "ann", 1, 1, (1, 0), 1, 0, bytes(32), 32, 1, 1, 0, [], Body(0, bytes(32), 0, bytes(8)))
     for fragment in range(3):
         replica = (await log.reader.load(fragment, *genesis)).replica
-        merge = Merge(1, (Held(replace_struct(offered, fragment=fragment), values.view(np.uint8)),), False, 0.0, 0.0)
+        merge = Merge(1, (RoundOffer(replace_struct(offered, fragment=fragment), values.view(np.uint8)),), False, 0.0, 0.0)
         made = merging.make_version(
             replica, np.zeros(SIZE, np.float32), values, merge, SETTINGS, bits=32, syncer="s", attempt=bytes(8), now_s=0.0
         )
@@ -334,7 +334,7 @@ async def test_a_reader_of_some_fragments_reads_no_parts_of_others(
 
     monkeypatch.setattr(NatsTransport, "filters_many", filters_many)
     before = link.bytes_in
-    refused: list[Refusal] = []
+    refused: list[RefusedEntry] = []
     entries = [entry async for entry in log.entries.follow([0, 2], 1, refused.append, last)]
     assert refused == []
     assert [entry.record.fragment for entry in entries] == [0, 2]
@@ -375,7 +375,7 @@ async def test_an_entry_whose_part_is_missing_is_refused(written: Written) -> No
     head, start = log.subjects.record(0), replica.chain.sequence + 1
     await store(log, subjects.log_part(head, b"attempt1", 0), b"attempt1" + b"alone")
     sequence = await store(log, head, framing.pack(record, log.run))
-    refused: list[Refusal] = []
+    refused: list[RefusedEntry] = []
     assert [entry async for entry in log.entries.follow([0], start, refused.append, sequence)] == []
     assert ["part 2 of 3 is missing" in str(refusal.error) for refusal in refused] == [True]
 
@@ -429,7 +429,7 @@ async def noisy(link: NatsTransport) -> tuple[Log, tuple[Genesis, bytes], Replic
         replica,
         residual,
         noise.normal(size=SIZE).astype(np.float32),
-        Merge(1, (Held(offer, np.empty(0, np.uint8)),), False, 0.0, 0.0),
+        Merge(1, (RoundOffer(offer, np.empty(0, np.uint8)),), False, 0.0, 0.0),
         SETTINGS,
         bits=4,
         syncer="s",

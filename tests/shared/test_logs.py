@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.errors import RunError
-from diloco.process.logs import MAX_LINE_BYTES, Entry, merge, printable, render, service_colour
+from diloco.process.logs import MAX_LINE_BYTES, LogLine, merge, printable, render, service_colour
 
 
 def line(second: float, service: str, event: str, level: str = "info", **values: Any) -> str:
@@ -127,7 +127,7 @@ def test_json_is_the_line_as_written(run_dir: Path) -> None:
 
 def test_render() -> None:
     values = {"fragment": 3, "loss": 1.23456789, "path": "a b", "nothing": None, "members": ["m"], "traceback": "T:\n  x"}
-    plain = render(Entry(1.0, "syncer-0", "warning", "round_closed", values, "")).plain
+    plain = render(LogLine(1.0, "syncer-0", "warning", "round_closed", values, "")).plain
     first, *rest = plain.splitlines()
     assert " syncer-0      warn  round_closed " in first
     assert first.endswith(' fragment=3 loss=1.23457 path="a b" nothing=null members=["m"]')
@@ -136,7 +136,9 @@ def test_render() -> None:
 
 def test_render_cannot_be_used_to_drive_the_terminal() -> None:
     hostile = "\x1b[31m\x07\u202e\n"
-    plain = render(Entry(1.0, hostile, hostile, hostile, {hostile: hostile, "list": [hostile], "traceback": hostile}, "")).plain
+    plain = render(
+        LogLine(1.0, hostile, hostile, hostile, {hostile: hostile, "list": [hostile], "traceback": hostile}, "")
+    ).plain
     assert all(part.isprintable() for part in plain.split("\n"))
 
 

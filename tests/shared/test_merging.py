@@ -19,25 +19,25 @@ from diloco.core.chain import Chain
 from diloco.core.fold import Replica
 from diloco.core.fragments import Fragment, TensorSpec, build_map
 from diloco.core.merging import accumulate, make_marker, make_rollback, make_version, sound
-from diloco.core.round import Held, Merge
+from diloco.core.round import Merge, RoundOffer
 from diloco.errors import NonFiniteError
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
 from diloco.wire.body import body_pieces
 from diloco.wire.entries import Record, RolledBack
 from diloco.wire.fields import Bits
-from diloco.wire.offers import Answer, Member, Offer, RegionalMembers, RegionalOffer
+from diloco.wire.offers import Answer, MergeMember, Offer, RegionalMembers, RegionalOffer
 
 ATTEMPT = b"ATTEMPT."
 
 
-def merged(fragment: Fragment, settings: RunSettings, *offers: Held) -> list[float]:
+def merged(fragment: Fragment, settings: RunSettings, *offers: RoundOffer) -> list[float]:
     theta = np.zeros(fragment.size, np.float32)
     values: list[float] = accumulate(fragment, settings, offers, {}, theta).result().tolist()
     return values
 
 
-def two() -> tuple[Held, Held]:
+def two() -> tuple[RoundOffer, RoundOffer]:
     """ann (3, 4, 0, 2) of 10 tokens, bob (0, 5, 2, 0) of 30."""
     return held("ann", vector(3, 4, 0, 2), tokens=10), held("bob", vector(0, 5, 2, 0), tokens=30)
 
@@ -141,10 +141,10 @@ def test_offers_of_several_bases_against_float64(method: str) -> None:
     np.testing.assert_allclose(result, expected, atol=3e-7 * np.abs(expected).max())
 
 
-def combined(*items: Held, values: Vector) -> Held:
+def combined(*items: RoundOffer, values: Vector) -> RoundOffer:
     """A version that a syncer has made of some learners' offers."""
     answers = [Answer.of(item.offer) for item in items if isinstance(item.offer, Offer)]
-    return Held(RegionalOffer(0, "syncer-2", 5, 6, 32, answers, BODY), quantise.quantise(values.copy(), 32))
+    return RoundOffer(RegionalOffer(0, "syncer-2", 5, 6, 32, answers, BODY), quantise.quantise(values.copy(), 32))
 
 
 def test_offers_averaged_in_their_region_first_weigh_as_much_as_each_by_itself() -> None:
@@ -182,7 +182,12 @@ def test_offers_of_any_width_merge_alike(bits: Bits) -> None:
 
 
 def version(
-    replica: Replica, residual: Vector, settings: RunSettings, *offers: Held, closing: bool = False, bits: Bits | None = None
+    replica: Replica,
+    residual: Vector,
+    settings: RunSettings,
+    *offers: RoundOffer,
+    closing: bool = False,
+    bits: Bits | None = None,
 ) -> tuple[Record, bytes, list[bytes]]:
     fragment = fragment_of(replica.theta.size)
     merge = Merge(4, offers, closing, quorum_s=0.5, round_s=1.5)
@@ -214,8 +219,8 @@ def test_what_a_version_states() -> None:
     assert (record.fragment, record.entry, record.version, record.epoch) == (0, "version", 4, 2)
     assert (record.previous, record.syncer, record.closing) == (b"h" * 32, "syncer-0", False)
     assert record.members == [
-        Member("ann", 7, 2, 4, 3, 2, 10, 3, 50.0, [(2, 8, 2)]),
-        Member("bob", 9, 1, 3, 2, 6, 30, 4, 150.0, [(2, 8, 6)]),
+        MergeMember("ann", 7, 2, 4, 3, 2, 10, 3, 50.0, [(2, 8, 2)]),
+        MergeMember("bob", 9, 1, 3, 2, 6, 30, 4, 150.0, [(2, 8, 6)]),
     ]
     assert (record.tokens_merged, record.tokens_lost) == (1040, 7)
     assert (record.bits, record.learning_rate, record.momentum) == (32, 0.5, 0.0)
@@ -314,7 +319,7 @@ def test_a_parameter_that_overflows_makes_no_version() -> None:
         version(replica, vector(0, 0), settings, held("ann", vector(-1e38, 0), tokens=1))
 
 
-def state_version(theta: Vector, settings: RunSettings, *offers: Held) -> tuple[Record, Replica]:
+def state_version(theta: Vector, settings: RunSettings, *offers: RoundOffer) -> tuple[Record, Replica]:
     """A version of state as its owner makes it; a reader has folded it to the same bits."""
     fragment = build_map([TensorSpec("t", (3,)), TensorSpec("u", (theta.size,), state=True)], 2).fragments[1]
     owner, reader = replica_of(theta), replica_of(theta)

@@ -20,7 +20,7 @@ from diloco.errors import AppendUncertainError, BrokerError, FenceError, Storage
 from diloco.nats import append as appending
 from diloco.nats import streams
 from diloco.nats.append import append
-from diloco.nats.connection import Link, subscribe
+from diloco.nats.connection import NatsLink, subscribe
 from diloco.transport import Fence, Stored
 from diloco_ops.broker import snapshot
 from diloco_ops.broker.server import Server
@@ -33,7 +33,7 @@ ATTEMPT_S = scaled_s(2.0)  # what was on its way to a server that ended is never
 class Log:
     """A stream of the test's own."""
 
-    link: Link
+    link: NatsLink
     name: str = field(default_factory=lambda: "S" + uuid.uuid4().hex)
 
     @property
@@ -59,7 +59,7 @@ class Log:
 
 
 @pytest.fixture
-async def log(link: Link) -> AsyncIterator[Log]:
+async def log(link: NatsLink) -> AsyncIterator[Log]:
     made = Log(link)
     await streams.ensure(link, made.name, [f"{made.name}.>"])
     yield made
@@ -154,7 +154,7 @@ async def test_two_writers_with_the_same_fence_one_wins(log: Log) -> None:
 
 
 @pytest.mark.services
-async def test_a_full_stream_says_so_and_has_room_again_after_a_purge(link: Link) -> None:
+async def test_a_full_stream_says_so_and_has_room_again_after_a_purge(link: NatsLink) -> None:
     log = Log(link)
     await streams.ensure(link, log.name, [f"{log.name}.>"], max_bytes=4 << 20)
     with pytest.raises(StorageFullError, match=r"raise the stream's or server's limit"):

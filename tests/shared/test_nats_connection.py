@@ -25,7 +25,7 @@ from tests.services.secured import make_keys, put, serving
 from diloco.core.bandwidth import Moved
 from diloco.errors import AppendUncertainError, BrokerError, SettingsError
 from diloco.nats import connection, opening
-from diloco.nats.connection import Link, subscribe, wait_connected
+from diloco.nats.connection import NatsLink, subscribe, wait_connected
 from diloco.nats.identity import Identity, load
 from diloco.process.observe import get_logger
 from diloco_ops.broker.server import Server, find_binary, free_port
@@ -34,8 +34,8 @@ from diloco_ops.keys.permissions import Who
 Events = list[Any]
 
 
-async def opened(url: str, give_up_after_s: float | None = DEADLINE_S) -> Link:
-    return await Link.open(url, url, "test", get_logger(), give_up_after_s)
+async def opened(url: str, give_up_after_s: float | None = DEADLINE_S) -> NatsLink:
+    return await NatsLink.open(url, url, "test", get_logger(), give_up_after_s)
 
 
 def named(events: Events, name: str) -> Events:
@@ -55,7 +55,7 @@ def events() -> Any:
 
 
 @pytest.fixture
-async def own(make_server: MakeServer) -> AsyncIterator[tuple[Server, Link]]:
+async def own(make_server: MakeServer) -> AsyncIterator[tuple[Server, NatsLink]]:
     """A server of the test's own, and connections to it."""
     server = make_server()
     link = await opened(server.url)
@@ -85,7 +85,7 @@ async def test_what_is_no_address_is_refused_at_once_by_name(url: str, events: E
     assert repr(url) in str(caught.value)
     assert "expected nats://HOST:PORT" in str(caught.value)
     with pytest.raises(SettingsError):
-        await Link.open("nats://127.0.0.1:1", url, "test", get_logger())  # before anything is connected
+        await NatsLink.open("nats://127.0.0.1:1", url, "test", get_logger())  # before anything is connected
     assert not events
 
 
@@ -176,7 +176,7 @@ async def test_a_refused_identity_leaves_no_socket_behind(tmp_path: Path) -> Non
         refusing = asyncio.create_task(asyncio.to_thread(refuse, listener))
         url = f"nats://127.0.0.1:{listener.getsockname()[1]}"
         with pytest.raises(BrokerError, match="does not know the identity"):
-            await Link.open(url, url, "a", get_logger(), DEADLINE_S, load(keys.identity_file("a")))
+            await NatsLink.open(url, url, "a", get_logger(), DEADLINE_S, load(keys.identity_file("a")))
         gc.collect()  # a warning of asyncio's for what is left open ends the test
         await refusing
     assert gone, "it said the end of TLS before that of the connection"
@@ -220,7 +220,7 @@ async def test_another_regions_server_is_waited_for_until_it_knows_the_identity(
     newest = listed.read_text()
     listed.write_text(before)
     with serving(keys, tmp_path / "nats") as server:
-        connecting = asyncio.create_task(Link.open_bulk(server.url, "late", get_logger(), own))
+        connecting = asyncio.create_task(NatsLink.open_bulk(server.url, "late", get_logger(), own))
         await until(lambda: len(named(events, "waiting_for_nats")) >= 3)
         waits = named(events, "waiting_for_nats")
         assert waits[0]["attempts"] == 1
@@ -245,8 +245,8 @@ async def test_another_regions_server_is_waited_for_until_it_knows_the_identity(
 async def test_the_first_connection_is_closed_when_the_second_fails(make_server: MakeServer) -> None:
     server = make_server()
     with pytest.raises(BrokerError, match="no connection"):
-        await Link.open(server.url, f"nats://127.0.0.1:{free_port()}", "test", get_logger(), 0.3)
-    opening = asyncio.create_task(Link.open(server.url, f"nats://127.0.0.1:{free_port()}", "test", get_logger()))
+        await NatsLink.open(server.url, f"nats://127.0.0.1:{free_port()}", "test", get_logger(), 0.3)
+    opening = asyncio.create_task(NatsLink.open(server.url, f"nats://127.0.0.1:{free_port()}", "test", get_logger()))
     await asyncio.sleep(0.3)
     opening.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -277,7 +277,7 @@ async def test_a_normal_start_and_end_log_nothing(make_server: MakeServer, event
 
 
 @pytest.mark.services
-async def test_a_flush_that_is_cancelled_leaves_the_connection_as_it_is(own: tuple[Server, Link], events: Events) -> None:
+async def test_a_flush_that_is_cancelled_leaves_the_connection_as_it_is(own: tuple[Server, NatsLink], events: Events) -> None:
     """The server's answer comes after the process has stopped waiting for it, as when a service is told to stop."""
     _, link = own
     flush = asyncio.create_task(link.control.flush())
@@ -292,7 +292,7 @@ async def test_a_flush_that_is_cancelled_leaves_the_connection_as_it_is(own: tup
 
 
 @pytest.mark.services
-async def test_connections_are_remade_and_it_is_logged(own: tuple[Server, Link], events: Events) -> None:
+async def test_connections_are_remade_and_it_is_logged(own: tuple[Server, NatsLink], events: Events) -> None:
     server, link = own
     heard: list[bytes] = []
 
@@ -327,7 +327,7 @@ async def test_a_frozen_server_is_noticed(make_server: MakeServer, monkeypatch: 
     await link.close()
 
 
-async def fill(link: Link) -> None:
+async def fill(link: NatsLink) -> None:
     """Send more than the buffers of both ends take, until the client takes no more either."""
     with contextlib.suppress(nats.errors.OutboundBufferLimitError):
         for _ in range(64):
@@ -342,7 +342,9 @@ async def test_a_server_that_is_cut_off_is_noticed_with_tls_and_with_much_on_its
     monkeypatch.setattr(opening, "PING_S", 0.3)
     keys = make_keys(tmp_path / "keys", "demo", [Who("syncer-0", "syncer")])
     with serving(keys, tmp_path / "server") as server:
-        link = await Link.open(server.url, server.url, "test", get_logger(), DEADLINE_S, load(keys.identity_file("syncer-0")))
+        link = await NatsLink.open(
+            server.url, server.url, "test", get_logger(), DEADLINE_S, load(keys.identity_file("syncer-0"))
+        )
         server.send_signal(signal.SIGSTOP)
         frozen_s = asyncio.get_running_loop().time()
         filling = asyncio.ensure_future(fill(link))
@@ -356,7 +358,7 @@ async def test_a_server_that_is_cut_off_is_noticed_with_tls_and_with_much_on_its
 
 
 @pytest.mark.services
-async def test_errors_in_the_background_are_logged(link: Link, events: Events) -> None:
+async def test_errors_in_the_background_are_logged(link: NatsLink, events: Events) -> None:
     async def fail(message: Any) -> None:
         raise ValueError("deliberate")
 
@@ -392,7 +394,7 @@ async def test_a_server_without_jetstream_is_an_error(tmp_path: Path) -> None:
 async def test_another_regions_server_without_jetstream_is_waited_for(tmp_path: Path, events: Events) -> None:
     process, url = plain_server(tmp_path, "")
     try:
-        opening = asyncio.create_task(Link.open_bulk(url, "test", get_logger()))
+        opening = asyncio.create_task(NatsLink.open_bulk(url, "test", get_logger()))
         await until(lambda: any("JetStream is not enabled" in event["reason"] for event in named(events, "waiting_for_nats")))
         process.kill()
         process.wait()
@@ -470,7 +472,7 @@ async def test_silent_jetstream_is_an_error_or_waited_for(
 
 
 @pytest.mark.services
-async def test_waiting_for_a_connection_ends(own: tuple[Server, Link]) -> None:
+async def test_waiting_for_a_connection_ends(own: tuple[Server, NatsLink]) -> None:
     server, link = own
     await wait_connected(link.bulk, 0, "subject")
     await asyncio.to_thread(server.kill)

@@ -19,22 +19,22 @@ from tests.pace import DEADLINE_S
 from diloco.errors import BrokerError, RewoundError
 from diloco.nats import streams
 from diloco.nats.append import append
-from diloco.nats.connection import Link
-from diloco.nats.pull import OVERHEAD_BYTES, Message, Puller
+from diloco.nats.connection import NatsLink
+from diloco.nats.pull import OVERHEAD_BYTES, PulledMessage, Puller
 from diloco_ops.broker.server import Server
 
 pytestmark = pytest.mark.services
 
 
 @pytest.fixture
-async def stream(link: Link) -> AsyncIterator[str]:
+async def stream(link: NatsLink) -> AsyncIterator[str]:
     name = "S" + uuid.uuid4().hex
     await streams.ensure(link, name, [f"{name}.>"])
     yield name
     await streams.delete(link, name)
 
 
-async def fill(link: Link, stream: str, bodies: Sequence[bytes], first: int = 0) -> None:
+async def fill(link: NatsLink, stream: str, bodies: Sequence[bytes], first: int = 0) -> None:
     """Store ``bodies`` on <stream>.<number modulo 10>, in one batch."""
     numbers = [number % 10 for number in range(first, first + len(bodies))]
     *parts, head = bodies
@@ -50,9 +50,9 @@ async def fill(link: Link, stream: str, bodies: Sequence[bytes], first: int = 0)
     )
 
 
-async def take(puller: Puller, count: int, limit_s: float = DEADLINE_S) -> list[Message]:
+async def take(puller: Puller, count: int, limit_s: float = DEADLINE_S) -> list[PulledMessage]:
     """The next ``count`` messages."""
-    messages: list[Message] = []
+    messages: list[PulledMessage] = []
     async with asyncio.timeout(limit_s):
         async for message in puller:
             messages.append(message)
@@ -65,7 +65,7 @@ def texts(count: int, first: int = 0) -> list[bytes]:
     return [b"%d" % number for number in range(first, first + count)]
 
 
-async def test_every_message_comes_once_and_in_order(link: Link, stream: str) -> None:
+async def test_every_message_comes_once_and_in_order(link: NatsLink, stream: str) -> None:
     await fill(link, stream, texts(100))
     messages = await take(Puller(link, stream, [f"{stream}.>"], 0), 100)
     assert [message.data for message in messages] == texts(100)
@@ -74,21 +74,21 @@ async def test_every_message_comes_once_and_in_order(link: Link, stream: str) ->
     assert messages[42].subject == f"{stream}.2"
 
 
-async def test_filters_and_start(link: Link, stream: str) -> None:
+async def test_filters_and_start(link: NatsLink, stream: str) -> None:
     await fill(link, stream, texts(50))
     messages = await take(Puller(link, stream, [f"{stream}.3", f"{stream}.7"], 14), 8)
     assert [message.sequence for message in messages] == [14, 18, 24, 28, 34, 38, 44, 48]
     assert [message.pending for message in messages] == [7, 6, 5, 4, 3, 2, 1, 0]
 
 
-async def test_later_messages_come_when_they_are_stored(link: Link, stream: str) -> None:
+async def test_later_messages_come_when_they_are_stored(link: NatsLink, stream: str) -> None:
     taking = asyncio.create_task(take(Puller(link, stream, [f"{stream}.>"], 3), 3))
     for number in range(5):
         await fill(link, stream, [b"%d" % number], number)
     assert [message.data for message in await taking] == [b"2", b"3", b"4"]
 
 
-async def test_a_puller_goes_on_where_it_was_left(link: Link, stream: str) -> None:
+async def test_a_puller_goes_on_where_it_was_left(link: NatsLink, stream: str) -> None:
     await fill(link, stream, texts(30))
     puller = Puller(link, stream, [f"{stream}.>"], 1)
     first = await take(puller, 10)
@@ -96,7 +96,7 @@ async def test_a_puller_goes_on_where_it_was_left(link: Link, stream: str) -> No
     assert [message.data for message in first + second] == texts(30)
 
 
-async def test_many_small_messages(link: Link) -> None:
+async def test_many_small_messages(link: NatsLink) -> None:
     name, count = "S" + uuid.uuid4().hex, 20_000
     api = link.control.jetstream()
     # in memory: storing that many on disk, each by itself, takes longer than all the rest
@@ -115,14 +115,14 @@ async def test_many_small_messages(link: Link) -> None:
     await streams.delete(link, name)
 
 
-async def test_the_largest_messages_through_the_smallest_window(link: Link, stream: str) -> None:
+async def test_the_largest_messages_through_the_smallest_window(link: NatsLink, stream: str) -> None:
     bodies = [bytes([number]) * ((1 << 20) - 1024) for number in range(8)]
     await fill(link, stream, bodies)
     messages = await take(Puller(link, stream, [f"{stream}.>"], 1, window_bytes=1), 8)
     assert [message.data for message in messages] == bodies
 
 
-async def test_a_slow_reader_is_sent_no_more_than_the_window(nats_server: Server, link: Link, stream: str) -> None:
+async def test_a_slow_reader_is_sent_no_more_than_the_window(nats_server: Server, link: NatsLink, stream: str) -> None:
     reader = await open_link(nats_server)
     await fill(link, stream, [bytes(1 << 19)] * 40)
     window_bytes = 4 << 20
@@ -138,7 +138,7 @@ async def test_a_slow_reader_is_sent_no_more_than_the_window(nats_server: Server
 
 
 async def test_a_reader_slower_than_every_timer_misses_nothing(
-    link: Link, stream: str, monkeypatch: pytest.MonkeyPatch
+    link: NatsLink, stream: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("diloco.nats.pull.EXPIRES_S", 0.6)
     monkeypatch.setattr("diloco.nats.pull.SILENCE_S", 0.6)
@@ -156,7 +156,7 @@ async def test_a_reader_slower_than_every_timer_misses_nothing(
     assert sequences == list(range(1, 11))
 
 
-async def test_deletion_of_the_consumer_is_survived(link: Link, stream: str) -> None:
+async def test_deletion_of_the_consumer_is_survived(link: NatsLink, stream: str) -> None:
     await fill(link, stream, texts(10))
     sequences: list[int] = []
     async for message in Puller(link, stream, [f"{stream}.>"], 1):
@@ -171,12 +171,12 @@ async def test_deletion_of_the_consumer_is_survived(link: Link, stream: str) -> 
     assert sequences == list(range(1, 21))
 
 
-async def names(link: Link, stream: str) -> list[str]:
+async def names(link: NatsLink, stream: str) -> list[str]:
     """Of the consumers that a stream has."""
     return sorted(consumer["name"] for consumer in await streams.consumers(link, stream))
 
 
-async def test_a_process_reads_with_eight_consumers_of_its_name_at_most(link: Link, stream: str) -> None:
+async def test_a_process_reads_with_eight_consumers_of_its_name_at_most(link: NatsLink, stream: str) -> None:
     await fill(link, stream, texts(3))
     pullers = [aiter(Puller(link, stream, [f"{stream}.>"], 1)) for _ in range(9)]
     for puller in pullers[:8]:
@@ -195,13 +195,13 @@ async def test_a_process_reads_with_eight_consumers_of_its_name_at_most(link: Li
             await asyncio.sleep(0.01)
 
 
-async def test_processes_of_one_name_all_read_all(link: Link, stream: str, nats_server: Server) -> None:
+async def test_processes_of_one_name_all_read_all(link: NatsLink, stream: str, nats_server: Server) -> None:
     """Twelve readers of two processes, and eight names: they take them from one another."""
     other = await open_link(nats_server)
     assert other.name == link.name
     await fill(link, stream, texts(50))
 
-    async def read(own: Link) -> list[bytes]:
+    async def read(own: NatsLink) -> list[bytes]:
         return [message.data for message in await take(Puller(own, stream, [f"{stream}.>"], 1, window_bytes=1), 100)]
 
     reading = [asyncio.create_task(read(own)) for own in (link, other) for _ in range(6)]
@@ -212,7 +212,7 @@ async def test_processes_of_one_name_all_read_all(link: Link, stream: str, nats_
     await other.close()
 
 
-async def test_a_process_that_is_started_again_replaces_its_consumers(link: Link, stream: str, nats_server: Server) -> None:
+async def test_a_process_that_is_started_again_replaces_its_consumers(link: NatsLink, stream: str, nats_server: Server) -> None:
     await fill(link, stream, texts(3))
     before = await open_link(nats_server)
     left = [aiter(Puller(before, stream, [f"{stream}.>"], 1)) for _ in range(8)]
@@ -223,7 +223,7 @@ async def test_a_process_that_is_started_again_replaces_its_consumers(link: Link
     assert [message.data for message in await take(Puller(link, stream, [f"{stream}.>"], 1), 3)] == texts(3)
 
 
-async def test_a_message_that_another_process_of_the_name_took_is_not_missed(link: Link, stream: str) -> None:
+async def test_a_message_that_another_process_of_the_name_took_is_not_missed(link: NatsLink, stream: str) -> None:
     await fill(link, stream, texts(3))
     for first in (3, 23):
         reading = aiter(Puller(link, stream, [f"{stream}.>"], 1))
@@ -252,7 +252,7 @@ async def test_reading_goes_on_when_the_server_is_back(
     await streams.ensure(link, "S", ["S.>"])
     bodies = [bytes([number]) * (1 << 18) for number in range(160)]  # 40 MB, more than a window
     await fill(link, "S", bodies[:100])
-    messages: list[Message] = []
+    messages: list[PulledMessage] = []
     async with asyncio.timeout(DEADLINE_S):
         async for message in Puller(link, "S", ["S.>"], 1, window_bytes=4 << 20):
             messages.append(message)
@@ -300,7 +300,7 @@ async def disturb(server: Server, harm: str) -> None:
     await asyncio.to_thread(server.start)
 
 
-async def test_purged_messages_are_passed_over(link: Link, stream: str) -> None:
+async def test_purged_messages_are_passed_over(link: NatsLink, stream: str) -> None:
     await fill(link, stream, texts(30))
     await streams.purge(link, stream, f"{stream}.>", 11)
     await streams.purge(link, stream, f"{stream}.4", 40)
@@ -308,7 +308,7 @@ async def test_purged_messages_are_passed_over(link: Link, stream: str) -> None:
     assert [message.sequence for message in messages] == [n for n in range(11, 31) if n % 10 != 5]
 
 
-async def test_what_cannot_be_read_is_an_error(nats_server: Server, link: Link, stream: str) -> None:
+async def test_what_cannot_be_read_is_an_error(nats_server: Server, link: NatsLink, stream: str) -> None:
     with pytest.raises(BrokerError, match="stream NONE: does not exist"):
         await take(Puller(link, "NONE", ["none.>"], 1), 1)
     with pytest.raises(BrokerError, match=f"stream {stream}: cannot be read: .*overlap"):
@@ -320,7 +320,7 @@ async def test_what_cannot_be_read_is_an_error(nats_server: Server, link: Link, 
         await take(puller, 1)
 
 
-async def test_a_stream_deleted_while_it_is_read_is_an_error(link: Link) -> None:
+async def test_a_stream_deleted_while_it_is_read_is_an_error(link: NatsLink) -> None:
     name = "S" + uuid.uuid4().hex
     await streams.ensure(link, name, [f"{name}.>"])
     await fill(link, name, texts(1))
@@ -334,7 +334,7 @@ async def test_a_stream_deleted_while_it_is_read_is_an_error(link: Link) -> None
         await delete_while_reading()
 
 
-async def test_a_cancelled_reader_leaves_nothing_behind(link: Link, stream: str) -> None:
+async def test_a_cancelled_reader_leaves_nothing_behind(link: NatsLink, stream: str) -> None:
     before = len(asyncio.all_tasks())
     reading = asyncio.create_task(take(Puller(link, stream, [f"{stream}.>"], 1), 1))
     await asyncio.sleep(0.2)
@@ -392,7 +392,7 @@ HOSTILE_HEADERS = (
 
 
 @pytest.mark.parametrize("data", [b"", b"x"])
-async def test_no_stored_message_stops_a_reader(link: Link, stream: str, data: bytes) -> None:
+async def test_no_stored_message_stops_a_reader(link: NatsLink, stream: str, data: bytes) -> None:
     """Neither those who read all, nor those who look one up: its headers and its subject are its writer's."""
     name = stream.encode()
     for headers in HOSTILE_HEADERS:

@@ -17,7 +17,7 @@ from tests.made.nats_links import freeze, open_link
 
 from diloco.errors import AppendUncertainError, BrokerError, FenceError, FormatError, StorageFullError
 from diloco.nats import registry as module
-from diloco.nats.connection import Link
+from diloco.nats.connection import NatsLink
 from diloco.nats.registry import MAX_WRITTEN_BYTES, Registry
 from diloco.nats.streams import MAX_VALUE_BYTES
 from diloco_ops.broker.server import Server
@@ -26,14 +26,14 @@ pytestmark = pytest.mark.services
 
 
 @pytest.fixture
-async def bucket(link: Link) -> AsyncIterator[str]:
+async def bucket(link: NatsLink) -> AsyncIterator[str]:
     name = "B" + uuid.uuid4().hex
     yield name
     await link.bulk.jetstream().delete_stream(f"KV_{name}")
 
 
 @pytest.fixture
-async def registry(link: Link, bucket: str) -> Registry:
+async def registry(link: NatsLink, bucket: str) -> Registry:
     return await Registry.open(link, bucket, create=True)
 
 
@@ -49,7 +49,9 @@ async def test_what_is_set_is_read_with_its_revision(registry: Registry) -> None
 
 
 @pytest.mark.parametrize("header", [{"Nats-Rollup": "all"}, {"Nats-Rollup": "sub"}, {"Nats-TTL": "1s"}])
-async def test_no_header_of_a_message_empties_it(registry: Registry, bucket: str, link: Link, header: dict[str, str]) -> None:
+async def test_no_header_of_a_message_empties_it(
+    registry: Registry, bucket: str, link: NatsLink, header: dict[str, str]
+) -> None:
     """Who may write one key could otherwise drop all others."""
     await registry.create("key", b"a")
     answer = json.loads((await link.bulk.request(f"$KV.{bucket}.other", b"b", headers=header)).data)
@@ -58,7 +60,9 @@ async def test_no_header_of_a_message_empties_it(registry: Registry, bucket: str
     assert await registry.get("other") is None
 
 
-async def test_a_bucket_of_an_earlier_version_is_as_good_and_another_stream_of_its_name_is_not(link: Link, bucket: str) -> None:
+async def test_a_bucket_of_an_earlier_version_is_as_good_and_another_stream_of_its_name_is_not(
+    link: NatsLink, bucket: str
+) -> None:
     api = link.bulk.jetstream()
     await api.create_key_value(KeyValueConfig(bucket=bucket, history=1))
     registry = await Registry.open(link, bucket, create=True)
@@ -93,14 +97,14 @@ async def test_one_claimant_wins_even_if_all_claim_the_same(nats_server: Server,
         await link.close()
 
 
-async def test_a_bucket_that_is_there_is_opened(link: Link, registry: Registry, bucket: str) -> None:
+async def test_a_bucket_that_is_there_is_opened(link: NatsLink, registry: Registry, bucket: str) -> None:
     await registry.create("key", b"a")
     for create in (True, False):
         again = await Registry.open(link, bucket, create=create)
         assert await again.get("key") == (b"a", 1)
 
 
-async def test_a_bucket_that_is_not_there_or_is_another_kind_is_an_error(link: Link) -> None:
+async def test_a_bucket_that_is_not_there_or_is_another_kind_is_an_error(link: NatsLink) -> None:
     with pytest.raises(BrokerError, match="bucket NONE: does not exist on the server"):
         await Registry.open(link, "NONE", create=False)
     name = "B" + uuid.uuid4().hex
@@ -110,7 +114,7 @@ async def test_a_bucket_that_is_not_there_or_is_another_kind_is_an_error(link: L
     await link.bulk.jetstream().delete_stream(f"KV_{name}")
 
 
-async def test_a_deleted_key_can_be_made_again(link: Link, registry: Registry, bucket: str) -> None:
+async def test_a_deleted_key_can_be_made_again(link: NatsLink, registry: Registry, bucket: str) -> None:
     await registry.create("key", b"a")
     await (await link.control.jetstream().key_value(bucket)).delete("key")
     assert await registry.get("key") is None
@@ -119,7 +123,7 @@ async def test_a_deleted_key_can_be_made_again(link: Link, registry: Registry, b
         await registry.create("key", b"c")
 
 
-async def test_values_are_bounded_both_ways(link: Link, registry: Registry, bucket: str) -> None:
+async def test_values_are_bounded_both_ways(link: NatsLink, registry: Registry, bucket: str) -> None:
     largest = bytes(MAX_WRITTEN_BYTES)
     await registry.put("key", largest)
     assert await registry.get("key") == (largest, 1)
@@ -128,7 +132,7 @@ async def test_values_are_bounded_both_ways(link: Link, registry: Registry, buck
             await call
 
 
-async def test_nobody_writes_a_value_that_no_reader_takes(link: Link, registry: Registry, bucket: str) -> None:
+async def test_nobody_writes_a_value_that_no_reader_takes(link: NatsLink, registry: Registry, bucket: str) -> None:
     foreign, api = f"$KV.{bucket}.foreign", link.control.jetstream()
     for size in (MAX_VALUE_BYTES + 1, link.control.max_payload):
         with pytest.raises(nats.js.errors.APIError, match="message size exceeds maximum allowed"):
@@ -137,7 +141,7 @@ async def test_nobody_writes_a_value_that_no_reader_takes(link: Link, registry: 
     assert await registry.get("foreign") == (bytes(MAX_VALUE_BYTES), 1)
 
 
-async def test_a_bucket_of_an_older_version_holds_a_value_that_is_refused(link: Link) -> None:
+async def test_a_bucket_of_an_older_version_holds_a_value_that_is_refused(link: NatsLink) -> None:
     bucket = "B" + uuid.uuid4().hex
     await link.bulk.jetstream().add_stream(name=f"KV_{bucket}", subjects=[f"$KV.{bucket}.>"], max_msgs_per_subject=1)
     registry = await Registry.open(link, bucket, create=True)
@@ -150,7 +154,7 @@ async def test_a_bucket_of_an_older_version_holds_a_value_that_is_refused(link: 
 class Silenced:
     """A server whose answers do not come while it is on: requests time out, though what they ask for is done."""
 
-    def __init__(self, link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, link: NatsLink, monkeypatch: pytest.MonkeyPatch) -> None:
         self.times = 0
         real = link.control.request
 
@@ -165,7 +169,7 @@ class Silenced:
 
 
 async def test_an_attempt_that_was_stored_without_an_answer_counts_as_ours(
-    link: Link, registry: Registry, monkeypatch: pytest.MonkeyPatch
+    link: NatsLink, registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     silenced = Silenced(link, monkeypatch)
     silenced.times = 2
@@ -178,7 +182,7 @@ async def test_an_attempt_that_was_stored_without_an_answer_counts_as_ours(
 
 
 async def test_an_unanswered_attempt_that_somebody_else_overtook_does_not(
-    link: Link, registry: Registry, monkeypatch: pytest.MonkeyPatch
+    link: NatsLink, registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = link.control.request
     lost = False

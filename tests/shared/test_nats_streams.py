@@ -14,31 +14,31 @@ from tests.pace import DEADLINE_S
 from diloco.errors import BrokerError, RunError, StorageFullError
 from diloco.nats import streams
 from diloco.nats.append import append
-from diloco.nats.connection import Link
+from diloco.nats.connection import NatsLink
 from diloco.transport import Stored
 
 pytestmark = pytest.mark.services
 
 
 @pytest.fixture
-async def name(link: Link) -> AsyncIterator[str]:
+async def name(link: NatsLink) -> AsyncIterator[str]:
     name = "S" + uuid.uuid4().hex
     yield name
     await streams.delete(link, name)
 
 
-async def change(link: Link, name: str, **values: Any) -> None:
+async def change(link: NatsLink, name: str, **values: Any) -> None:
     """As an administrator would."""
     api = link.bulk.jetstream()
     config = (await api.stream_info(name)).config
     await api.update_stream(config.evolve(**values))
 
 
-async def store(link: Link, subject: str, data: bytes) -> int:
+async def store(link: NatsLink, subject: str, data: bytes) -> int:
     return await append(link, subject, data, message_id=uuid.uuid4().hex, fence=None, timeout_s=DEADLINE_S)
 
 
-async def test_a_stream_is_made_once_with_what_the_protocol_says(link: Link, name: str) -> None:
+async def test_a_stream_is_made_once_with_what_the_protocol_says(link: NatsLink, name: str) -> None:
     subjects = [f"{name}.b", f"{name}.a.>"]
     await streams.ensure(link, name, subjects)
     await store(link, f"{name}.b", b"kept")
@@ -54,7 +54,7 @@ async def test_a_stream_is_made_once_with_what_the_protocol_says(link: Link, nam
     assert config.consumer_limits == StreamConsumerLimits(inactive_threshold=60)
 
 
-async def test_a_stream_of_an_older_version_is_as_good_and_its_wider_limits_are_named(link: Link, name: str) -> None:
+async def test_a_stream_of_an_older_version_is_as_good_and_its_wider_limits_are_named(link: NatsLink, name: str) -> None:
     older = nats.js.api.StreamConfig(name=name, subjects=[f"{name}.>"], discard=nats.js.api.DiscardPolicy.NEW)
     older = older.evolve(allow_direct=True, allow_batched=True, duplicate_window=120)
     await link.bulk.jetstream().add_stream(older)
@@ -74,7 +74,7 @@ async def test_a_stream_of_an_older_version_is_as_good_and_its_wider_limits_are_
     assert await wider() == []
 
 
-async def test_of_one_message_a_subject_the_newest_stays(link: Link, name: str) -> None:
+async def test_of_one_message_a_subject_the_newest_stays(link: NatsLink, name: str) -> None:
     await streams.ensure(link, name, [f"{name}.>"], max_msgs_per_subject=1, max_bytes=10_000)
     for number in range(3):
         await store(link, f"{name}.a", b"%d" % number)
@@ -102,7 +102,7 @@ async def test_of_one_message_a_subject_the_newest_stays(link: Link, name: str) 
     ],
 )
 async def test_another_stream_of_the_name_is_refused(
-    link: Link, name: str, existing: dict[str, Any], wanted: dict[str, Any], said: str
+    link: NatsLink, name: str, existing: dict[str, Any], wanted: dict[str, Any], said: str
 ) -> None:
     values: dict[str, Any] = {"subjects": ["{}.>"], "discard": "new", "allow_direct": True, "allow_batched": True} | existing
     values["subjects"] = [subject.format(name) for subject in values["subjects"]]
@@ -111,7 +111,7 @@ async def test_another_stream_of_the_name_is_refused(
         await streams.ensure(link, name, [f"{name}.>"], **wanted)
 
 
-async def test_a_limit_that_somebody_raised_is_as_good(link: Link, name: str) -> None:
+async def test_a_limit_that_somebody_raised_is_as_good(link: NatsLink, name: str) -> None:
     async def ensure() -> None:
         assert await streams.ensure(link, name, [f"{name}.>"], max_bytes=100_000) is None
 
@@ -129,7 +129,7 @@ async def test_a_limit_that_somebody_raised_is_as_good(link: Link, name: str) ->
 
 @pytest.mark.parametrize(("lowered", "wanted"), [(5_000, -1), (5_000, 100_000), (99_999, 100_000)])
 async def test_a_limit_that_somebody_lowered_is_told_and_left_as_it_is(
-    link: Link, name: str, lowered: int, wanted: int
+    link: NatsLink, name: str, lowered: int, wanted: int
 ) -> None:
     assert await streams.ensure(link, name, [f"{name}.>"], max_bytes=wanted) is None
     await change(link, name, max_bytes=lowered)
@@ -137,7 +137,7 @@ async def test_a_limit_that_somebody_lowered_is_told_and_left_as_it_is(
     assert (await link.bulk.jetstream().stream_info(name)).config.max_bytes == lowered
 
 
-async def test_what_the_server_refuses_is_told(link: Link, name: str) -> None:
+async def test_what_the_server_refuses_is_told(link: NatsLink, name: str) -> None:
     with pytest.raises(BrokerError, match=rf"stream {name}: .*\(code \d+\)"):
         await streams.ensure(link, name, [f"{name}.>"], replicas=3)
     await streams.ensure(link, name, [f"{name}.>"])
@@ -145,7 +145,7 @@ async def test_what_the_server_refuses_is_told(link: Link, name: str) -> None:
         await streams.ensure(link, "OTHER", [f"{name}.a"])
 
 
-async def test_single_messages_and_purges(link: Link, name: str) -> None:
+async def test_single_messages_and_purges(link: NatsLink, name: str) -> None:
     await streams.ensure(link, name, [f"{name}.>"])
     for number in range(6):
         await store(link, f"{name}.{number % 2}", b"%d" % number)
@@ -159,7 +159,7 @@ async def test_single_messages_and_purges(link: Link, name: str) -> None:
     assert await streams.last(link, name, f"{name}.1") is None
 
 
-async def test_a_stream_that_is_not_there(link: Link) -> None:
+async def test_a_stream_that_is_not_there(link: NatsLink) -> None:
     assert not await streams.exists(link, "NONE")
     await streams.delete(link, "NONE")
     for call in (streams.last(link, "NONE", "x"), streams.get(link, "NONE", 1), streams.purge(link, "NONE", "x", 2)):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.core.pace import Average, Recent, first_due_steps, grace_s
+from diloco.core.pace import MovingAverage, Recent, first_due_steps, grace_s
 from diloco.settings.run import RoundSettings
 
 
 def test_an_average_is_its_first_value_and_then_moves_by_a_fifth() -> None:
-    average = Average()
+    average = MovingAverage()
     assert average.get() == 0
     assert average.get(7) == 7
     average.add(10)

@@ -18,13 +18,13 @@ from diloco.core import merging
 from diloco.core.fold import Replica
 from diloco.core.fragments import TensorSpec, build_map
 from diloco.core.quorum import CLAIM_STEP, MAX_COPIED, MAX_UNCOMMITTED, LogHead
-from diloco.core.round import Held, Merge
+from diloco.core.round import Merge, RoundOffer
 from diloco.errors import RunError
 from diloco.log import entries
-from diloco.log.follower import Folded, LogFollower
+from diloco.log.follower import FollowedEntry, LogFollower
 from diloco.log.log import Log
 from diloco.log.regional import RegionalLog
-from diloco.log.stream import Refusal
+from diloco.log.stream import RefusedEntry
 from diloco.nats.transport import NatsTransport
 from diloco.process.observe import get_logger
 from diloco.settings.presets import run_settings
@@ -165,7 +165,7 @@ async def test_uncommitted_entries_take_bounded_memory_and_are_read_again_when_t
             [],
             Body(0, bytes(32), 0, bytes(8)),
         )
-        merge = Merge(version, (Held(sent, values.view(np.uint8)),), False, 0.0, 0.0)
+        merge = Merge(version, (RoundOffer(sent, values.view(np.uint8)),), False, 0.0, 0.0)
         record, inline, parts = merging.make_version(
             region.replica,
             np.zeros(64, np.float32),
@@ -183,7 +183,7 @@ async def test_uncommitted_entries_take_bounded_memory_and_are_read_again_when_t
     await log.region.notice(0, 3, chain.epoch, chain.head, region.fence)
     stop = await log.reader.end_sequence(0)
 
-    refused: list[Refusal] = []
+    refused: list[RefusedEntry] = []
     read = [entry async for entry in log.entries.follow([0], 1, refused.append, stop)]
 
     assert [None if entry.body is None else entry.body.tobytes() for entry in read] == [
@@ -200,7 +200,7 @@ async def test_a_log_that_was_copied_without_notices_between_is_whole_for_all_wh
         await region.entry(epoch)
     await log.region.notice(0, 0, chain.epoch, chain.head, region.fence)
 
-    refused: list[Refusal] = []
+    refused: list[RefusedEntry] = []
     loaded = await LogFollower(log, genesis, refused.append, get_logger(), in_place=True).load(0)
     heads = [head async for head in log.entries.heads(refused.append, stop_sequence=await log.reader.end_sequence(0))]
 
@@ -263,7 +263,7 @@ async def test_an_entry_that_a_region_is_given_twice_is_no_wrong_one(region: Reg
     """An owner, and a syncer of the region, may each give it a snapshot, and so the entry that it stands after."""
     log, chain, genesis = region.log, region.replica.chain, await region.log.reader.genesis()
     assert genesis is not None
-    refused: list[Refusal] = []
+    refused: list[RefusedEntry] = []
     follower = LogFollower(log, genesis, refused.append, get_logger(), in_place=True)
     await region.entry(1)
     await log.region.notice(0, 0, 1, chain.head, region.fence)
@@ -279,7 +279,7 @@ async def test_an_entry_that_a_region_is_given_twice_is_no_wrong_one(region: Reg
     await log.region.notice(0, 0, 2, chain.head, region.fence)
     async with contextlib.aclosing(follower.follow([0])) as events:
         event = await anext(events)
-    assert isinstance(event, Folded)
+    assert isinstance(event, FollowedEntry)
     assert (event.copy.replica.chain.epoch, event.copy.replica.chain.sequence, refused) == (2, region.fence, [])
 
 

@@ -22,7 +22,7 @@ from diloco.core.chain import Chain
 from diloco.core.fragments import TensorSpec, build_map
 from diloco.core.regional_round import HeldOffer, RegionalRound
 from diloco.core.roster import Roster
-from diloco.core.round import Held, Merge, Round
+from diloco.core.round import Merge, Round, RoundOffer
 from diloco.errors import ClaimError, UnmergeableError
 from diloco.wire.control import Announcement
 from diloco.wire.entries import Cursor, Record, RolledBack
@@ -391,9 +391,9 @@ def interleave(seed: int, quorum: object, grace: float) -> list[Merge]:
             if members:
                 region.sent.append(RegionalOffer(0, "syncer-1", 1, len(region.sent) + 1, 4, members, BODY))
         elif action == "deliver" and region.sent:
-            round_.hold(Held(draw.choice(region.sent[-3:]), RAW))
+            round_.hold(RoundOffer(draw.choice(region.sent[-3:]), RAW))
         elif action == "single" and learner.mailbox:
-            round_.hold(Held(draw.choice(learner.mailbox[-3:]), RAW))
+            round_.hold(RoundOffer(draw.choice(learner.mailbox[-3:]), RAW))
         elif action == "apply" and learner.version < round_.chain.version:
             learner.apply(log[learner.version][0])
         elif action == "follow" and combining.chain is not None and combining.chain.version < round_.chain.version:

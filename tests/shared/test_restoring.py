@@ -9,7 +9,7 @@ import pytest
 
 from diloco.core.saving import set_name
 from diloco.member import restoring, state
-from diloco.member.state import Content, Part
+from diloco.member.state import Content, StateFilePart
 from diloco.settings.service import LearnerSettings
 from diloco.wire.island import Save
 
@@ -22,7 +22,7 @@ def learner_settings(folder: Path) -> LearnerSettings:
 
 def write(path: Path, name: str, time_s: int) -> Path:
     """Write the leader's part of a state of two processes."""
-    state.save(path, RUN, "learner-0", {}, Content.of({}), part=Part(0, 2, name))
+    state.save(path, RUN, "learner-0", {}, Content.of({}), part=StateFilePart(0, 2, name))
     os.utime(path, (time_s, time_s))
     return path
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.core.roll import Roll, Standing, goes_to, members
+from diloco.core.roll import ProcessStanding, Roll, goes_to, members
 from diloco.settings.service import MeshSettings, ProcessesSettings
 
 
@@ -89,27 +89,27 @@ def test_the_mesh_shrinks_by_replicas_alone() -> None:
     ("own", "at", "heard", "to"),
     [
         (0, 0, {}, 0),
-        (0, 0, {1: Standing(1), 2: Standing(2)}, 0),  # they come to it
-        (1, 1, {0: Standing(0), 2: Standing(2)}, 0),  # gives way
-        (2, 2, {1: Standing(1)}, 1),
-        (2, 1, {0: Standing(0), 1: Standing(1)}, 1),  # stays until 1 gives way
-        (2, 1, {0: Standing(0), 1: Standing(0)}, 0),
-        (2, 1, {1: Standing(0)}, 2),  # 0 is reached by 1 alone
-        (0, 0, {1: Standing(1, 7)}, 1),  # a generation goes on without process 0
-        (0, 1, {1: Standing(1, 7), 2: Standing(2)}, 1),
-        (0, 1, {2: Standing(2)}, 0),  # it is over
-        (3, 2, {1: Standing(1, 7), 2: Standing(2)}, 1),  # or it would wait in vain
-        (3, 2, {1: Standing(1, 7), 2: Standing(2, 8)}, 2),
+        (0, 0, {1: ProcessStanding(1), 2: ProcessStanding(2)}, 0),  # they come to it
+        (1, 1, {0: ProcessStanding(0), 2: ProcessStanding(2)}, 0),  # gives way
+        (2, 2, {1: ProcessStanding(1)}, 1),
+        (2, 1, {0: ProcessStanding(0), 1: ProcessStanding(1)}, 1),  # stays until 1 gives way
+        (2, 1, {0: ProcessStanding(0), 1: ProcessStanding(0)}, 0),
+        (2, 1, {1: ProcessStanding(0)}, 2),  # 0 is reached by 1 alone
+        (0, 0, {1: ProcessStanding(1, 7)}, 1),  # a generation goes on without process 0
+        (0, 1, {1: ProcessStanding(1, 7), 2: ProcessStanding(2)}, 1),
+        (0, 1, {2: ProcessStanding(2)}, 0),  # it is over
+        (3, 2, {1: ProcessStanding(1, 7), 2: ProcessStanding(2)}, 1),  # or it would wait in vain
+        (3, 2, {1: ProcessStanding(1, 7), 2: ProcessStanding(2, 8)}, 2),
     ],
 )
-def test_where_a_process_goes(own: int, at: int, heard: dict[int, Standing], to: int) -> None:
+def test_where_a_process_goes(own: int, at: int, heard: dict[int, ProcessStanding], to: int) -> None:
     assert goes_to(own, may_lead=True, at=at, heard=heard) == to
 
 
 def test_a_process_without_an_address_goes_to_others_alone() -> None:
     assert goes_to(3, may_lead=False, at=None, heard={}) is None
-    assert goes_to(3, may_lead=False, at=None, heard={1: Standing(1), 2: Standing(2)}) == 1
-    assert goes_to(3, may_lead=False, at=None, heard={1: Standing(0)}) is None
+    assert goes_to(3, may_lead=False, at=None, heard={1: ProcessStanding(1), 2: ProcessStanding(2)}) == 1
+    assert goes_to(3, may_lead=False, at=None, heard={1: ProcessStanding(0)}) is None
 
 
 @dataclass
@@ -134,9 +134,9 @@ class Meetings:
         for index in others:
             at = self.at[index]
             if index in self.begun:
-                heard[index] = Standing(index, 1)
+                heard[index] = ProcessStanding(index, 1)
             elif at is not None and index not in self.busy:
-                heard[index] = Standing(at)
+                heard[index] = ProcessStanding(at)
         to = goes_to(own, may_lead=own < self.leading, at=self.at[own], heard=heard)
         if to != self.at[own]:
             for index, at in self.at.items():

@@ -14,7 +14,7 @@ from diloco.core.round import Merge
 from diloco.wire.body import PART_BYTES, Body
 from diloco.wire.entries import Record
 from diloco.wire.framing import MAX_FRAME_BYTES, pack
-from diloco.wire.offers import Member, Offer
+from diloco.wire.offers import MergeMember, Offer
 
 
 def test_every_member_of_a_combined_offer_is_an_answer() -> None:
@@ -171,7 +171,9 @@ def test_a_round_merges_what_one_record_has_room_for_and_the_next_ones_the_rest(
     assert 300 < len(chosen) < 400  # some 1,500 bytes each, nearly all in 64 ranges of 22
     assert [o.learner for o in chosen] == learners[: len(chosen)]
     members = [
-        Member(o.learner, o.incarnation, o.number, o.round, o.base_version, o.steps, o.tokens, o.lost_tokens, 1e300, o.data)
+        MergeMember(
+            o.learner, o.incarnation, o.number, o.round, o.base_version, o.steps, o.tokens, o.lost_tokens, 1e300, o.data
+        )
         for o in chosen
     ]
     record = Record(

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.core.fragments import Piece
-from diloco.core.rows import Rows, at, carriers
+from diloco.core.rows import FragmentRows, at, carriers
 
 
 def test_fragments_are_dealt_by_bytes_and_alike_everywhere() -> None:
@@ -30,7 +30,7 @@ def test_no_process_carries_more_than_another_by_more_than_one_of_its_fragments(
 
 def test_rows_are_taken_and_put_back_where_they_were() -> None:
     piece = Piece("w", 2, 4, (2, 3), 1, embedding=False)  # rows 2 and 3 of a tensor of three columns, behind another value
-    rows = Rows(((piece, (slice(0, 2), slice(1, 3))),))
+    rows = FragmentRows(((piece, (slice(0, 2), slice(1, 3))),))
     vector = np.arange(7, dtype=np.float32)
     assert rows.size == 4
     assert rows.take(vector).tolist() == [2, 3, 5, 6]
@@ -42,7 +42,7 @@ def test_rows_are_taken_and_put_back_where_they_were() -> None:
 
 
 @st.composite
-def shared_out(draw: st.DrawFn) -> tuple[int, list[Rows]]:
+def shared_out(draw: st.DrawFn) -> tuple[int, list[FragmentRows]]:
     """A fragment's size, and the rows of two processes: each tensor of it is split along one axis."""
     parts: list[list[tuple[Piece, tuple[slice, ...]]]] = [[], []]
     offset = 0
@@ -54,11 +54,11 @@ def shared_out(draw: st.DrawFn) -> tuple[int, list[Rows]]:
         middle = draw(st.integers(0, shape[axis]))
         for own, ends in zip(parts, (slice(0, middle), slice(middle, shape[axis])), strict=True):
             own.append((piece, (*(slice(0, length) for length in shape[:axis]), ends)))
-    return offset, [Rows(tuple(own)) for own in parts]
+    return offset, [FragmentRows(tuple(own)) for own in parts]
 
 
 @given(shared_out(), st.integers(1, 9))
-def test_pieces_of_rows_are_these_rows_in_their_order(drawn: tuple[int, list[Rows]], most: int) -> None:
+def test_pieces_of_rows_are_these_rows_in_their_order(drawn: tuple[int, list[FragmentRows]], most: int) -> None:
     size, processes = drawn
     vector = np.arange(1, size + 1, dtype=np.float32)
     for rows in processes:
@@ -76,13 +76,13 @@ def test_values_at_a_place_are_those_of_the_piece(where: tuple[slice, ...]) -> N
     vector = np.arange(20, dtype=np.float32)
     expected = vector[2:14].reshape(4, 3)[where]
     np.testing.assert_array_equal(at(vector, piece, where), expected)
-    taken = Rows(((piece, where),)).take(vector)
+    taken = FragmentRows(((piece, where),)).take(vector)
     assert taken.flags.c_contiguous
     np.testing.assert_array_equal(taken, expected.reshape(-1))
 
 
 @given(shared_out())
-def test_rows_of_all_processes_make_up_the_fragment(drawn: tuple[int, list[Rows]]) -> None:
+def test_rows_of_all_processes_make_up_the_fragment(drawn: tuple[int, list[FragmentRows]]) -> None:
     size, processes = drawn
     vector = np.arange(1, size + 1, dtype=np.float32)
     whole = np.zeros(size, np.float32)

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from diloco.control.admission import Admission
-from diloco.control.creation import Run
+from diloco.control.creation import KnownRun
 from diloco.control.shares import Claims, key_of
 from diloco.core import leases
 from diloco.core.fragments import TensorSpec, build_map
@@ -85,16 +85,16 @@ def bucket() -> Keys:
 
 
 @pytest.fixture
-def run(bucket: Keys) -> Run:
-    return Run("run", SETTINGS, cast(Bucket, bucket))
+def run(bucket: Keys) -> KnownRun:
+    return KnownRun("run", SETTINGS, cast(Bucket, bucket))
 
 
-def learner(run: Run, name: str, share: int | None = None, incarnation: int = 1) -> LeaseClient:
+def learner(run: KnownRun, name: str, share: int | None = None, incarnation: int = 1) -> LeaseClient:
     log = cast(Logger, Quiet())
     return LeaseClient(run, LearnerSettings(name=name, share=share), incarnation, MAP, Counted(log), log)
 
 
-async def table(run: Run) -> list[tuple[str | None, int]]:
+async def table(run: KnownRun) -> list[tuple[str | None, int]]:
     """Holder and next batch of each share."""
     read = await Claims(run, "eve", MAP, Counted(cast(Logger, Quiet()))).read()
     return [(lease.holder, lease.next) for lease in leases.fold(read, SETTINGS.learners).leases.values()]
@@ -108,7 +108,7 @@ def train(holder: LeaseClient, round_robin: RoundRobin, steps: int) -> list[tupl
     return dealt
 
 
-async def test_two_that_join_at_once_get_different_shares(run: Run, bucket: Keys) -> None:
+async def test_two_that_join_at_once_get_different_shares(run: KnownRun, bucket: Keys) -> None:
     bucket.before_write.append(lambda: bucket.claim("ann", ClaimedShare(0, True, 0, 0, 0)))
     bob = learner(run, "bob", 0)
     await bob.take({})
@@ -116,7 +116,7 @@ async def test_two_that_join_at_once_get_different_shares(run: Run, bucket: Keys
     assert bob.leased() == {1: 0}
 
 
-async def test_two_readings_at_once_find_the_same(run: Run, bucket: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_two_readings_at_once_find_the_same(run: KnownRun, bucket: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
     get = bucket.get
 
     async def slow(key: str) -> tuple[bytes, int] | None:
@@ -132,7 +132,7 @@ async def test_two_readings_at_once_find_the_same(run: Run, bucket: Keys, monkey
     assert list(first) == ["bob"]
 
 
-async def test_a_learner_begins_at_the_furthest_of_claims_log_and_checkpoint(run: Run, bucket: Keys) -> None:
+async def test_a_learner_begins_at_the_furthest_of_claims_log_and_checkpoint(run: KnownRun, bucket: Keys) -> None:
     bucket.claim("bob", ClaimedShare(0, False, 10, 0, 0), ClaimedShare(1, True, 0, 0, 0))
     for ends, restored, expected in (({}, [], 10), ({0: 25}, [], 25), ({0: 25}, [(0, 40)], 40), ({}, [(0, 5), (1, 99)], 10)):
         ann = learner(run, "ann")
@@ -141,7 +141,7 @@ async def test_a_learner_begins_at_the_furthest_of_claims_log_and_checkpoint(run
         assert ann.leased() == {0: expected}
 
 
-async def test_what_is_held_on_is_dealt_on_however_far_the_log_has_come(run: Run, bucket: Keys) -> None:
+async def test_what_is_held_on_is_dealt_on_however_far_the_log_has_come(run: KnownRun, bucket: Keys) -> None:
     ann, round_robin = learner(run, "ann", 0), RoundRobin()
     await ann.take({})
     assert train(ann, round_robin, 3) == [(0, 0), (0, 1), (0, 2)]
@@ -153,7 +153,7 @@ async def test_what_is_held_on_is_dealt_on_however_far_the_log_has_come(run: Run
     assert ann.positions() == [(0, 5)]
 
 
-async def test_who_finds_its_share_taken_over_takes_another_and_trains_meanwhile(run: Run, bucket: Keys) -> None:
+async def test_who_finds_its_share_taken_over_takes_another_and_trains_meanwhile(run: KnownRun, bucket: Keys) -> None:
     ann, round_robin = learner(run, "ann", 0), RoundRobin()
     await ann.take({})
     train(ann, round_robin, 3)
@@ -164,7 +164,7 @@ async def test_who_finds_its_share_taken_over_takes_another_and_trains_meanwhile
     assert await table(run) == [("bob", 3), ("bob", 0), ("ann", 0)]
 
 
-async def test_a_share_that_comes_back_goes_on_behind_its_last_holder(run: Run, bucket: Keys) -> None:
+async def test_a_share_that_comes_back_goes_on_behind_its_last_holder(run: KnownRun, bucket: Keys) -> None:
     ann, round_robin = learner(run, "ann", 0), RoundRobin()
     await ann.take({})
     train(ann, round_robin, 3)
@@ -173,7 +173,7 @@ async def test_a_share_that_comes_back_goes_on_behind_its_last_holder(run: Run, 
     assert train(ann, round_robin, 2) == [(0, 60), (0, 61)]
 
 
-async def test_a_share_moves_to_one_that_has_none_without_a_batch_repeated_or_left_out(run: Run, bucket: Keys) -> None:
+async def test_a_share_moves_to_one_that_has_none_without_a_batch_repeated_or_left_out(run: KnownRun, bucket: Keys) -> None:
     bucket.claim("bob", ClaimedShare(0, True, 0, 0, 0), ClaimedShare(1, True, 0, 0, 0))
     bob, ann, round_robin, other = learner(run, "bob"), learner(run, "ann"), RoundRobin(), RoundRobin()
     await bob.take({})
@@ -203,7 +203,7 @@ async def test_a_share_moves_to_one_that_has_none_without_a_batch_repeated_or_le
     assert ann.leased() == {1: 9}
 
 
-async def test_who_leaves_frees_all_with_its_positions(run: Run, bucket: Keys) -> None:
+async def test_who_leaves_frees_all_with_its_positions(run: KnownRun, bucket: Keys) -> None:
     bucket.claim("ann", ClaimedShare(0, True, 0, 0, 0), ClaimedShare(1, True, 7, 0, 0))
     ann, round_robin = learner(run, "ann", incarnation=2), RoundRobin()
     await ann.take({1: 9})
@@ -212,7 +212,7 @@ async def test_who_leaves_frees_all_with_its_positions(run: Run, bucket: Keys) -
     assert await table(run) == [(None, 8), (None, 11)]
 
 
-async def test_an_older_process_leaves_the_claim_of_a_younger_one_of_its_name(run: Run) -> None:
+async def test_an_older_process_leaves_the_claim_of_a_younger_one_of_its_name(run: KnownRun) -> None:
     old, young = learner(run, "ann"), learner(run, "ann", incarnation=2)
     await old.take({})
     await young.take({})
@@ -221,7 +221,7 @@ async def test_an_older_process_leaves_the_claim_of_a_younger_one_of_its_name(ru
     assert await table(run) == [("ann", 0), (None, 0)]
 
 
-async def test_the_share_of_a_silent_learner_is_taken_over(run: Run, bucket: Keys) -> None:
+async def test_the_share_of_a_silent_learner_is_taken_over(run: KnownRun, bucket: Keys) -> None:
     bucket.claim("bob", ClaimedShare(1, True, 0, 0, 0))
     ann = learner(run, "ann")
     await ann.take({})
@@ -236,7 +236,7 @@ async def test_the_share_of_a_silent_learner_is_taken_over(run: Run, bucket: Key
 @pytest.mark.parametrize(
     "value", [b"no claim", bytes(1 << 20), ShareClaim("ann", 1, [ClaimedShare(1, True, 2**62, 0, 0)]).pack()]
 )
-async def test_a_claim_that_cannot_be_is_passed_over_and_its_writer_named(run: Run, bucket: Keys, value: bytes) -> None:
+async def test_a_claim_that_cannot_be_is_passed_over_and_its_writer_named(run: KnownRun, bucket: Keys, value: bytes) -> None:
     bucket.put_now(key_of("bob"), value)
     bucket.admit("eve")
     bucket.put_now(key_of("eve"), ShareClaim("bob", 1, [ClaimedShare(1, True, 0, 0, 0)]).pack())
@@ -250,7 +250,7 @@ async def test_a_claim_that_cannot_be_is_passed_over_and_its_writer_named(run: R
     assert await table(run) == [("bob", 0), ("ann", 30)]
 
 
-async def test_a_server_that_lost_claims_is_read_anew(run: Run, bucket: Keys) -> None:
+async def test_a_server_that_lost_claims_is_read_anew(run: KnownRun, bucket: Keys) -> None:
     ann, bob = learner(run, "ann", 0), learner(run, "bob", 1)
     before = dict(bucket.values), bucket.revision
     await ann.take({})
@@ -264,7 +264,7 @@ async def test_a_server_that_lost_claims_is_read_anew(run: Run, bucket: Keys) ->
     assert await table(run) == [("ann", 0), ("bob", 0)]
 
 
-async def test_a_heartbeat_tells_the_newest_ranges_each_whole(run: Run) -> None:
+async def test_a_heartbeat_tells_the_newest_ranges_each_whole(run: KnownRun) -> None:
     ann = learner(run, "ann")
     for share in range(HEARTBEAT_RANGES + 4):
         for batch in range(3):

@@ -22,7 +22,7 @@ from safetensors.numpy import load_file, save_file
 from diloco.core.chunks import Chunk
 from diloco.errors import RunError
 from diloco.member import state
-from diloco.member.state import Content, Part
+from diloco.member.state import Content, StateFilePart
 
 RUN = b"\x01" * 8
 ACCOUNTS: dict[str, Any] = {"step": 12, "fragments": [{"after": [1, 2], "data": [[0, 3, 4]]}], "loss": 0.1}
@@ -190,7 +190,7 @@ def test_a_state_stays_what_was_checked_when_the_next_one_takes_its_place(tmp_pa
     def save_parts(set_name: str, values: NDArray[Any], note: str) -> None:
         for index, half in enumerate(halves):
             path, content = state.generations(tmp_path, "ann", index)[0], Content([half], [values[half.where]])
-            state.save(path, RUN, "ann", {"note": note}, content, part=Part(index, 2, set_name))
+            state.save(path, RUN, "ann", {"note": note}, content, part=StateFilePart(index, 2, set_name))
 
     save_parts("step 1", values, "")
     own, other = (state.generations(tmp_path, "ann", index)[0] for index in (0, 1))
@@ -211,7 +211,7 @@ def test_the_parts_of_several_processes_are_one_state(tmp_path: Path) -> None:
     def save_part(index: int, set_name: str) -> None:
         path, previous = state.generations(tmp_path, "ann", index)
         content = Content([halves[index]], [array[halves[index].where]])
-        state.save(path, RUN, "ann", {"part": index}, content, previous, Part(index, 2, set_name))
+        state.save(path, RUN, "ann", {"part": index}, content, previous, StateFilePart(index, 2, set_name))
 
     def load_part(index: int, generation: int = 0) -> state.State:
         return state.load(state.generations(tmp_path, "ann", index)[generation], RUN, "ann")

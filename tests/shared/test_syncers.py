@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tests.made.heartbeats import shard_heartbeat
 
-from diloco.core.syncers import Heard, Presence, Syncers
+from diloco.core.syncers import SyncerNews, SyncerPresence, Syncers
 from diloco.wire.fields import MAX_SYNCERS
 
 TAKEOVER_S = 2.0
@@ -24,7 +24,7 @@ class Picture:
         self.deaf = False
         self.syncers.hear_own(self.now_s)
 
-    def hear(self, name: str, region: str = "", **changes: Any) -> Heard:
+    def hear(self, name: str, region: str = "", **changes: Any) -> SyncerNews:
         self.numbers[name] = self.numbers.get(name, 0) + 1
         return self.syncers.hear(shard_heartbeat(name, self.numbers[name], region=region, **changes), self.now_s)
 
@@ -38,21 +38,21 @@ class Picture:
         if not self.deaf:
             self.syncers.hear_own(self.now_s)
 
-    def presence(self, name: str) -> Presence:
+    def presence(self, name: str) -> SyncerPresence:
         return self.syncers.presence(name, self.now_s)
 
 
 @pytest.mark.parametrize(
     ("silent_s", "presence"),
     [
-        (0.0, Presence.HEARD),
-        (0.9, Presence.HEARD),
-        (1.0, Presence.SILENT),
-        (1.9, Presence.SILENT),
-        (2.0, Presence.GONE),
+        (0.0, SyncerPresence.HEARD),
+        (0.9, SyncerPresence.HEARD),
+        (1.0, SyncerPresence.SILENT),
+        (1.9, SyncerPresence.SILENT),
+        (2.0, SyncerPresence.GONE),
     ],
 )
-def test_a_syncer_is_heard_then_silent_then_gone(silent_s: float, presence: Presence) -> None:
+def test_a_syncer_is_heard_then_silent_then_gone(silent_s: float, presence: SyncerPresence) -> None:
     picture = Picture()
     picture.hear("a")
     picture.wait(silent_s)
@@ -61,9 +61,9 @@ def test_a_syncer_is_heard_then_silent_then_gone(silent_s: float, presence: Pres
 
 def test_one_never_heard_is_silent_for_as_long_as_it_may_be_from_when_this_one_hears() -> None:
     picture = Picture()
-    assert picture.presence("a") is Presence.SILENT
+    assert picture.presence("a") is SyncerPresence.SILENT
     picture.wait(TAKEOVER_S)
-    assert picture.presence("a") is Presence.GONE
+    assert picture.presence("a") is SyncerPresence.GONE
     assert "a" not in picture.syncers
 
 
@@ -74,13 +74,13 @@ def test_who_is_deaf_thinks_nobody_gone_and_waits_again_once_it_hears() -> None:
     picture.wait(60.0)
     assert not picture.syncers.hears(picture.now_s)
     assert picture.syncers.hearing_s(picture.now_s) == 0.0
-    assert picture.presence("a") is Presence.SILENT
+    assert picture.presence("a") is SyncerPresence.SILENT
     picture.deaf = False
     picture.syncers.hear_own(picture.now_s)
     picture.wait(TAKEOVER_S - 0.1)
-    assert picture.presence("a") is Presence.SILENT
+    assert picture.presence("a") is SyncerPresence.SILENT
     picture.wait(0.1)
-    assert picture.presence("a") is Presence.GONE
+    assert picture.presence("a") is SyncerPresence.GONE
 
 
 @pytest.mark.parametrize(
@@ -101,24 +101,24 @@ def test_in_a_run_with_regions_patience_depends_on_whether_the_silence_is_its_ow
         picture.wait(0.25)
         if neighbour:
             picture.hear("b", neighbour)
-        assert picture.presence("a") is not Presence.GONE
+        assert picture.presence("a") is not SyncerPresence.GONE
     picture.wait(0.25)
-    assert picture.presence("a") is Presence.GONE
+    assert picture.presence("a") is SyncerPresence.GONE
 
 
 def test_a_heartbeat_is_news_if_it_says_something_new_or_comes_from_one_that_was_gone() -> None:
     picture = Picture()
-    assert picture.hear("a") is Heard.NEWS
-    assert picture.hear("a") is Heard.ALIVE
-    assert picture.hear("a", fragments=[1]) is Heard.NEWS
-    assert picture.hear("a", fragments=[1], closed=[1]) is Heard.NEWS
-    assert picture.hear("a", fragments=[1], closed=[1], state="leaving") is Heard.NEWS
+    assert picture.hear("a") is SyncerNews.NEWS
+    assert picture.hear("a") is SyncerNews.ALIVE
+    assert picture.hear("a", fragments=[1]) is SyncerNews.NEWS
+    assert picture.hear("a", fragments=[1], closed=[1]) is SyncerNews.NEWS
+    assert picture.hear("a", fragments=[1], closed=[1], state="leaving") is SyncerNews.NEWS
     repeated = shard_heartbeat("a", picture.numbers["a"])
-    assert picture.syncers.hear(repeated, picture.now_s) is Heard.NOTHING
+    assert picture.syncers.hear(repeated, picture.now_s) is SyncerNews.NOTHING
     picture.wait(TAKEOVER_S)
-    assert picture.syncers.hear(repeated, picture.now_s) is Heard.NOTHING, "it is late, whenever it comes"
+    assert picture.syncers.hear(repeated, picture.now_s) is SyncerNews.NOTHING, "it is late, whenever it comes"
     restarted = shard_heartbeat("a", 1, incarnation=0)  # its clock was set back
-    assert picture.syncers.hear(restarted, picture.now_s) is Heard.NEWS
+    assert picture.syncers.hear(restarted, picture.now_s) is SyncerNews.NEWS
 
 
 def test_in_a_run_with_regions_one_has_to_be_back_for_a_while() -> None:
@@ -141,8 +141,8 @@ def test_in_a_run_with_regions_one_has_to_be_back_for_a_while() -> None:
 def test_there_is_room_for_so_many_and_for_others_once_they_are_gone() -> None:
     picture = Picture()
     for number in range(MAX_SYNCERS):
-        assert picture.hear(f"x{number}") is Heard.NEWS
-    assert picture.hear("a") is Heard.NOTHING
+        assert picture.hear(f"x{number}") is SyncerNews.NEWS
+    assert picture.hear("a") is SyncerNews.NOTHING
     picture.wait(TAKEOVER_S)
-    assert picture.hear("a") is Heard.NEWS
+    assert picture.hear("a") is SyncerNews.NEWS
     assert [name for name, _ in picture.syncers] == ["a"]

@@ -16,7 +16,7 @@ from tests.services.cluster import Events
 from diloco.core import tape
 from diloco.core.accounts import StepDone
 from diloco.core.lives import read_lives
-from diloco.core.tape import Apply, Data, Event, Header, Machine, Offer, Reload, Sent, Start, Step
+from diloco.core.tape import Apply, Data, Header, Machine, Reload, Sent, Start, Step, TapeEvent, TapeOffer
 from diloco.errors import FormatError, RunError
 from diloco.member.taping import LearnerTape
 from diloco.process import tape as files
@@ -26,7 +26,7 @@ from diloco.process.tape import TapeFile
 DIGEST = bytes(range(8))
 
 
-def read(raw: bytes) -> list[Event]:
+def read(raw: bytes) -> list[TapeEvent]:
     return list(tape.events(raw, tape.scan(raw)))
 
 
@@ -46,24 +46,24 @@ def test_bytes_of_a_tape_are_those_that_the_documentation_has() -> None:
     block = offer + b"\x06"
     check = blake3(head_hash + len(header).to_bytes(8, "little") + block).digest()[:4]
 
-    assert tape_of([Offer(2, 5, 129, 300, 4, DIGEST), Step()]) == header + bytes([len(block)]) + block + check
+    assert tape_of([TapeOffer(2, 5, 129, 300, 4, DIGEST), Step()]) == header + bytes([len(block)]) + block + check
 
 
 @given(st.lists(st.lists(ANY_EVENT, max_size=4), max_size=5))
-def test_what_is_written_is_read(groups: list[list[Event]]) -> None:
+def test_what_is_written_is_read(groups: list[list[TapeEvent]]) -> None:
     assert read(tape_of(*groups)) == [event for group in groups for event in group]
 
 
 def test_more_than_a_block_holds_becomes_several() -> None:
-    many: list[Event] = [Offer(0, 1, 2, 3, 4, DIGEST)] * 3000
+    many: list[TapeEvent] = [TapeOffer(0, 1, 2, 3, 4, DIGEST)] * 3000
 
     assert read(tape_of(many)) == many
 
 
-EXAMPLE: list[list[Event]] = [
+EXAMPLE: list[list[TapeEvent]] = [
     [Start(10, 11, (3, 4))],
     [Data(0, 7), Step(), Apply(1, 2)],
-    [Offer(1, 2, 3, 4, 4, DIGEST)],
+    [TapeOffer(1, 2, 3, 4, 4, DIGEST)],
     [Step()],
 ]
 
@@ -142,7 +142,7 @@ def test_lives_of_a_learner() -> None:
         Step(),
         Apply(0, 1),
         Step(),
-        Offer(2, 0, 1, 2, 4, DIGEST),
+        TapeOffer(2, 0, 1, 2, 4, DIGEST),
     ]
     second = [Start(9, 200, (3, 4)), tape.Restored(DIGEST), Data(2, 42), Step(), Data(5, 0), Step(), tape.End(True, DIGEST)]
 
@@ -150,7 +150,7 @@ def test_lives_of_a_learner() -> None:
 
     assert (one.start.incarnation, one.steps, one.ranges(), one.end) == (100, 3, [(2, 40, 3)], None)
     # the offer is of the model as it was two steps before it was noted
-    assert one.at == {0: [Reload(0, 0, False)], 2: [Apply(0, 1)], 1: [Offer(2, 0, 1, 2, 4, DIGEST)]}
+    assert one.at == {0: [Reload(0, 0, False)], 2: [Apply(0, 1)], 1: [TapeOffer(2, 0, 1, 2, 4, DIGEST)]}
     assert (two.restored, two.steps, two.ranges()) == (DIGEST, 2, [(2, 42, 1), (5, 0, 1)])
     assert two.end == tape.End(True, DIGEST)
 
@@ -190,7 +190,7 @@ def test_a_life_says_its_mesh() -> None:
 
 
 def test_life_that_went_back_says_so() -> None:
-    on: list[Event] = [Start(5, 100, (3, 4)), Reload(0, 3, False), Reload(1, 4, False), Apply(1, 5), Data(0, 0), Step()]
+    on: list[TapeEvent] = [Start(5, 100, (3, 4)), Reload(0, 3, False), Reload(1, 4, False), Apply(1, 5), Data(0, 0), Step()]
 
     assert not read_lives([*on, Reload(1, 5, True)])[0].rewound
     assert read_lives([*on, Reload(1, 4, False)])[0].rewound
@@ -203,9 +203,10 @@ def test_life_ends_where_events_are_missing() -> None:
 
 
 @pytest.mark.parametrize(
-    "events", [[Step()], [Start(1, 1, (3, 4)), Step()], [Start(1, 1, (3, 4)), Data(0, 0), Step(), Offer(2, 0, 1, 1, 4, DIGEST)]]
+    "events",
+    [[Step()], [Start(1, 1, (3, 4)), Step()], [Start(1, 1, (3, 4)), Data(0, 0), Step(), TapeOffer(2, 0, 1, 1, 4, DIGEST)]],
 )
-def test_events_that_make_no_sense_are_refused(events: list[Event]) -> None:
+def test_events_that_make_no_sense_are_refused(events: list[TapeEvent]) -> None:
     with pytest.raises(FormatError):
         read_lives(events)
 

@@ -14,8 +14,8 @@ from tests.pace import DEADLINE_S
 from diloco.core import outer
 from diloco.core.chain import Chain, WrongEntries
 from diloco.errors import ChainError, StateError, WrongEntryError
-from diloco.log.follower import Folded, LogFollower, Reloaded, Wrong
-from diloco.log.stream import Refusal
+from diloco.log.follower import FollowedEntry, LogFollower, Reloaded, Wrong
+from diloco.log.stream import RefusedEntry
 from diloco.nats.transport import NatsTransport
 from diloco.process.observe import get_logger
 from diloco_syncer.owner import FragmentOwner
@@ -41,7 +41,7 @@ class Reading:
 
     def __init__(self, begun: Begun, owner: FragmentOwner) -> None:
         self.begun, self.owner = begun, owner
-        self.refusals = list[Refusal]()
+        self.refusals = list[RefusedEntry]()
         self.follower = self.another()
 
     def another(self) -> LogFollower:
@@ -115,7 +115,7 @@ async def test_a_reader_whose_own_copy_is_damaged_loads_it_again_and_takes_the_e
         assert isinstance(event, Reloaded)
         assert (event.copy.replica.chain.head, event.copy.replica.theta.tolist()) == (reading.owner.chain.head, [3.0] * SIZE)
         await right(reading.owner, 4)
-        assert isinstance(await coming(events), Folded)
+        assert isinstance(await coming(events), FollowedEntry)
     assert reading.refusals == []
     assert reading.owner.chain.head not in follower.wrong[0]
 

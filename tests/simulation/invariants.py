@@ -28,7 +28,7 @@ from diloco.settings.run import RunSettings
 from diloco.wire import framing
 from diloco.wire.body import ATTEMPT_BYTES, Body
 from diloco.wire.entries import Genesis, Keyframe, Record, RolledBack
-from diloco.wire.offers import Answer, Member, Offer, RegionalOffer
+from diloco.wire.offers import Answer, MergeMember, Offer, RegionalOffer
 from diloco.wire.subjects import Subjects
 
 Vector = NDArray[np.float32]
@@ -459,7 +459,7 @@ class Reference:
             named = f"{what}: regional offer {group.number} of {group.syncer}"
             demand(identity in self.combined, f"{named} was never stored")
             demand(not self.archived or identity in self._archived_regional_offer, f"{named}: merged, and not in the archive")
-            members: list[Member] = [record.members[place] for place in group.members]
+            members: list[MergeMember] = [record.members[place] for place in group.members]
             merged = [(member.learner, member.incarnation, member.number) for member in members]
             made = [(m.learner, m.incarnation, m.number) for m in self.combined[identity][0].members]
             demand(merged == made, f"{named}: merged as {merged}, made of {made}")

@@ -22,7 +22,7 @@ from tests.simulation.part import Vector, Worker
 from tests.simulation.world import RUN, Listener, Process
 
 from diloco.core.fragments import Fragment, Piece
-from diloco.core.rows import RowLayout, Rows, Where
+from diloco.core.rows import FragmentRows, RowLayout, Where
 from diloco.errors import IslandError
 from diloco.member import restoring, state
 from diloco.member.group import WATCH_S
@@ -452,8 +452,8 @@ def draw_layouts(count: int, rng: random.Random, kind: str | None = None) -> lis
     layouts = []
     for fragment in FRAGMENTS.fragments:
         owners = [index for index in range(count) if kind != "uneven" or rng.random() < 0.6] or [rng.randrange(count)]
-        read = [Rows(_columns(fragment, owners.index(i), len(owners)) if i in owners else ()) for i in range(count)]
-        whole = Rows(tuple((piece, (slice(None),)) for piece in fragment.pieces))
+        read = [FragmentRows(_columns(fragment, owners.index(i), len(owners)) if i in owners else ()) for i in range(count)]
+        whole = FragmentRows(tuple((piece, (slice(None),)) for piece in fragment.pieces))
         layouts.append(RowLayout(read, [whole] * count if kind == "replicas" else read))
     return layouts
 
@@ -462,8 +462,8 @@ def shared_out(count: int, shards: int) -> list[RowLayout]:
     """Return the rows of processes of which so many have a replica together; the first one hands its rows over."""
     layouts = []
     for fragment in FRAGMENTS.fragments:
-        held = [Rows(_columns(fragment, place % shards, shards)) for place in range(count)]
-        layouts.append(RowLayout([rows if place < shards else Rows(()) for place, rows in enumerate(held)], held))
+        held = [FragmentRows(_columns(fragment, place % shards, shards)) for place in range(count)]
+        layouts.append(RowLayout([rows if place < shards else FragmentRows(()) for place, rows in enumerate(held)], held))
     return layouts
 
 

@@ -31,7 +31,7 @@ from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
 from diloco_lab.virtual import threads
 from diloco_lab.virtual.sockets import Network
-from diloco_lab.virtual.transport import Message
+from diloco_lab.virtual.transport import VirtualMessage
 
 INSIDE = ("kill", "freeze", "stop", "host", "links")  # faults of an island's processes, besides the usual ones
 LASTS_S = (5.0, 12.0)  # so long do things go wrong
@@ -164,7 +164,7 @@ class IslandWorld(World):
         bucket.write("changes", listed.then(change, at_s=0.0, author="somebody").pack(), None, self.drawing.getrandbits(64))
         self.stats["setting changed"] += 1
         self.note("world", f"{change}")
-        self.publish(Message(self.subjects.changed, b"", lambda answer: None), "")
+        self.publish(VirtualMessage(self.subjects.changed, b"", lambda answer: None), "")
 
     def _fault(self, kind: str, process: Process, for_s: float) -> None:
         if kind not in ("host", "links") or not isinstance(process, IslandProcess):

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from diloco.control import creation
 from diloco.core.accounts import StepDone
-from diloco.core.delta import Apply
+from diloco.core.delta import VersionWrite
 from diloco.core.fragments import TensorSpec, build_map
 from diloco.core.learner import Dump
 from diloco.core.leases import RoundRobin
@@ -140,7 +140,7 @@ class Learner:
         """Whether a step leaves a fragment's values as they are, and is held as a gradient."""
         return bool(self.gradients) and not self.map.fragments[index].state
 
-    def _write(self, index: int, applied: Apply, version: int | None) -> None:
+    def _write(self, index: int, applied: VersionWrite, version: int | None) -> None:
         if applied.reset and self.marker is not None:
             self.marker = self.marker[0], False  # what was between was never seen
         new = applied.theta.copy()

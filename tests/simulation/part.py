@@ -20,10 +20,10 @@ from tests.simulation.invariants import Violation, demand
 from tests.simulation.learner import FRAGMENTS, IDLE_S, LEAVE_S, SAVE_S
 
 from diloco.control import creation
-from diloco.control.creation import Run
+from diloco.control.creation import KnownRun
 from diloco.core.accounts import StepDone
 from diloco.core.chunks import Chunk
-from diloco.core.delta import Apply
+from diloco.core.delta import VersionWrite
 from diloco.core.leases import RoundRobin
 from diloco.core.roll import LEADER
 from diloco.core.rows import carriers
@@ -171,7 +171,7 @@ class Worker:
         await self.process.loop.create_future()
         raise AssertionError
 
-    async def _work(self, run: Run) -> bool:
+    async def _work(self, run: KnownRun) -> bool:
         await self.group.agree("model", {"model": FRAGMENTS.digest.hex()})
         self.must_apply, self.must_pass = self.world.known(self.process), self.world.reference.ends()
         if self.place == LEADER:
@@ -184,7 +184,7 @@ class Worker:
         await self._end(finished=finished)
         return finished
 
-    def _make_member(self, run: Run) -> None:
+    def _make_member(self, run: KnownRun) -> None:
         process, layouts = self.process, self.layouts
         dealt = carriers([fragment.size for fragment in FRAGMENTS.fragments], self.group.size)
 
@@ -266,7 +266,7 @@ class Worker:
         self._held(index).put(self._held(index).take(values), kept)
         return kept
 
-    def _write(self, index: int, version: int, applied: Apply) -> None:
+    def _write(self, index: int, version: int, applied: VersionWrite) -> None:
         rows = self._held(index)
         theta = rows.take(applied.theta)
         self.world.reference.check_rows(self.process.name, index, version, rows.take, theta)
@@ -457,7 +457,7 @@ class Worker:
         if place is not None and not full:
             path, previous = place
             content = Content(self._chunks, copied) + Content.of(saving.arrays)
-            part = state.Part(self.place, self.group.size, save.name)
+            part = state.StateFilePart(self.place, self.group.size, save.name)
             saved = state.save(path, run, settings.name, saving.accounts, content, previous, part)
             self.world.stats["part saved"] += 1
         if fate == "crash_after":

@@ -23,7 +23,7 @@ from diloco.member import rescue, restoring, state
 from diloco.member.links import Links
 from diloco.member.meeting import Meeting
 from diloco.member.part import Follower, Part
-from diloco.member.statefile import OpenFile, Stored
+from diloco.member.statefile import OpenFile, StoredChunk
 from diloco.wire.island import Decided, PartSaved
 
 Patch = pytest.MonkeyPatch
@@ -208,12 +208,12 @@ def saved_though_the_others_have_gone_on(patch: Patch) -> None:
 
 def read_from_what_is_there_by_now(patch: Patch) -> None:
     """A process reads the model that it begins with from the file that has the checked one's place by now."""
-    read = Stored.read
+    read = StoredChunk.read
 
-    def by_name(self: Stored, wanted: Chunk) -> Any:
+    def by_name(self: StoredChunk, wanted: Chunk) -> Any:
         return read(replace(self, within=OpenFile(self.path)), wanted)
 
-    patch.setattr(Stored, "read", by_name)
+    patch.setattr(StoredChunk, "read", by_name)
 
 
 MUTATIONS: list[tuple[Callable[[Patch], None], str]] = [

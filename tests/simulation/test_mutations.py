@@ -16,12 +16,12 @@ from tests.simulation.play import play
 from diloco.core import claims, excess, leases, merging, outer
 from diloco.core.chain import Chain
 from diloco.core.claims import StepBounds
-from diloco.core.delta import Apply, Carried, DeltaState, DeltaValues
+from diloco.core.delta import ApplyOutcome, DeltaState, DeltaValues, VersionWrite
 from diloco.core.learner import Learner
 from diloco.core.markers import Markers
 from diloco.core.pace import first_due_steps
 from diloco.core.round import Round
-from diloco.log.follower import Copy
+from diloco.log.follower import LogCopy
 from diloco.log.writer import Writer
 from diloco.settings.run import RunSettings
 from diloco.wire.entries import Cursor, Record
@@ -68,19 +68,19 @@ def epoch_not_raised(patch: Patch) -> None:
     patch.setattr(Chain, "check", unchecked)
 
 
-def _kept(state: DeltaState, chain: Chain) -> Carried:
+def _kept(state: DeltaState, chain: Chain) -> ApplyOutcome:
     """Take over the log's state, and keep all that has been done since the base."""
     state.after = chain.cursor(state.learner)
     state.pending.clear()
     state.base_version, state.base_hash = chain.version, chain.state_hash
-    return Carried(state.tokens > 0, reset=True)
+    return ApplyOutcome(state.tokens > 0, reset=True)
 
 
 def restored_displacement_kept(patch: Patch) -> None:
     """A learner goes on from its checkpoint's displacement though the log has merged of it meanwhile."""
     reload = DeltaState.reload
 
-    def trusting(self: DeltaState, chain: Chain, **invalid: Any) -> Carried:
+    def trusting(self: DeltaState, chain: Chain, **invalid: Any) -> ApplyOutcome:
         return _kept(self, chain) if chain.cursor(self.learner) != self.after else reload(self, chain, **invalid)
 
     patch.setattr(DeltaState, "reload", trusting)
@@ -89,7 +89,7 @@ def restored_displacement_kept(patch: Patch) -> None:
 def merged_displacement_kept(patch: Patch) -> None:
     """A learner keeps the displacement of an offer that was merged."""
 
-    def kept(self: DeltaState, version: int, identity: tuple[int, int]) -> Carried:
+    def kept(self: DeltaState, version: int, identity: tuple[int, int]) -> ApplyOutcome:
         self.after = identity
         self.pending.clear()
         return self._keep()
@@ -126,9 +126,9 @@ def own_parameters_trusted(patch: Patch) -> None:
     """A newcomer counts the difference between the model that it came with and the run's as its own work."""
     apply = DeltaValues.apply
 
-    def trusting(self: DeltaValues, carried: Carried, pending: Any, theta: Any) -> Apply:
+    def trusting(self: DeltaValues, carried: ApplyOutcome, pending: Any, theta: Any) -> VersionWrite:
         applied = apply(self, carried, pending, theta)
-        return Apply(theta, theta) if carried.reset and applied.reference is None else applied
+        return VersionWrite(theta, theta) if carried.reset and applied.reference is None else applied
 
     patch.setattr(DeltaValues, "apply", trusting)
 
@@ -156,7 +156,7 @@ def restored_over_another_incarnation(patch: Patch) -> None:
     """A learner goes on from its checkpoint though an offer of a process after it was merged."""
     reload = DeltaState.reload
 
-    def trusting(self: DeltaState, chain: Chain, **invalid: Any) -> Carried:
+    def trusting(self: DeltaState, chain: Chain, **invalid: Any) -> ApplyOutcome:
         merged = chain.cursor(self.learner)
         known = {self.after[0], *(offer.stated.incarnation for offer in self.pending)}
         return reload(self, chain, **invalid) if merged[0] in known else _kept(self, chain)
@@ -177,14 +177,14 @@ def positions_forgotten(patch: Patch) -> None:
 def purged_too_far(patch: Patch) -> None:
     """Nothing but the newest keyframe stays, whether any learner has folded its state or not."""
     patch.setattr(keyframes, "keyframes_kept", lambda settings, parameters, moments: 1)
-    patch.setattr(Copy, "vouched", property(lambda copy: sys.maxsize, lambda copy, sequence: None))
+    patch.setattr(LogCopy, "vouched", property(lambda copy: sys.maxsize, lambda copy, sequence: None))
 
 
 def dropped_work_offered(patch: Patch) -> None:
     """A learner whose work a version does not hold writes that version, and counts its work as lost, over its own value."""
     missed = DeltaState._missed
 
-    def carried_over(self: DeltaState) -> Carried:
+    def carried_over(self: DeltaState) -> ApplyOutcome:
         return dataclasses.replace(missed(self), keeps=True)
 
     patch.setattr(DeltaState, "_missed", carried_over)
@@ -257,8 +257,8 @@ def merges_of_the_usual_norm(patch: Patch) -> None:
 def progress_kept_in_state(patch: Patch) -> None:
     """A learner adds what it has done since its offer to a version of state, too."""
 
-    def kept(self: DeltaState, merged: Any = None) -> Carried:
-        return Carried(self.tokens > 0, merged)
+    def kept(self: DeltaState, merged: Any = None) -> ApplyOutcome:
+        return ApplyOutcome(self.tokens > 0, merged)
 
     patch.setattr(DeltaState, "_keep", kept)
 

@@ -17,10 +17,10 @@ from tests.simulation.world import FAULTS_APART, THIN, World
 from diloco.core import merging
 from diloco.core.chain import Chain
 from diloco.core.regional_round import RegionalRound
-from diloco.core.round import Held, Round
+from diloco.core.round import Round, RoundOffer
 from diloco.errors import BrokerError, ChainError, MessageError, RunError
 from diloco.log.entries import Entries
-from diloco.log.stream import Entry
+from diloco.log.stream import LogEntry
 from diloco.wire.entries import Record
 from diloco_syncer import regions, replication
 from diloco_syncer.regions import Regions
@@ -90,7 +90,7 @@ def notices_not_waited_for(patch: Patch) -> None:
     """Readers take entries as soon as they are stored in their region."""
     follow = Entries.follow
 
-    def eager(self: Entries, *arguments: Any) -> AsyncIterator[Entry]:
+    def eager(self: Entries, *arguments: Any) -> AsyncIterator[LogEntry]:
         hasty = copy.copy(self.stream)
         hasty.regions = False
         return follow(Entries(hasty), *arguments)
@@ -116,7 +116,7 @@ def held_beside_one_another(patch: Patch) -> None:
     """A regional offer does not replace what is held of its members."""
     hold = Round.hold
 
-    def beside(self: Round, held: Held) -> str | None:
+    def beside(self: Round, held: RoundOffer) -> str | None:
         before = dict(self.held)
         reason = hold(self, held)
         self.held |= {f"{name} again": other for name, other in before.items() if other is not self.held.get(name)}

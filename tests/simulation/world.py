@@ -50,8 +50,8 @@ from diloco.wire.subjects import Subjects
 from diloco_coordinator.series import SeriesFile
 from diloco_coordinator.service import Coordinator
 from diloco_lab.virtual import world as virtual
-from diloco_lab.virtual.server import Stream
-from diloco_lab.virtual.transport import CONTROL, Message, VirtualTransport
+from diloco_lab.virtual.server import VirtualStream
+from diloco_lab.virtual.transport import CONTROL, VirtualMessage, VirtualTransport
 from diloco_syncer.shard import Shard
 
 RUN = "run"
@@ -263,7 +263,7 @@ FAULTS = ("kill", "freeze", "stop", "server", "cut", "full", "clock", "rewind")
 FAULTS_APART = (*FAULTS[:-1], "region", "links")
 
 
-class Process(virtual.Process):
+class Process(virtual.VirtualProcess):
     """One service: its process, which comes and goes, and its disk, which stays."""
 
     def __init__(self, world: World, name: str, region: str, serve: Callable[[Process], Coroutine[Any, Any, None]]) -> None:
@@ -616,7 +616,7 @@ class World(virtual.World):
             seen = f"VIOLATION: {violation}"
         self.note(self.writer.name, f"{sequence}: {seen}")
 
-    def purged(self, stream: Stream, pattern: str) -> None:
+    def purged(self, stream: VirtualStream, pattern: str) -> None:
         """Some of the log was dropped."""
         fragment = subjects.fragment_of(pattern)
         assert fragment is not None
@@ -760,7 +760,9 @@ class World(virtual.World):
         self.note("world", f"marker {marker.versions}")
         data = framing.pack(marker, self.reference.run)
         for repeat in range(MARKERS):
-            self.later(MARKER_EVERY_S * repeat, self.publish, Message(self.subjects.marker, data, lambda answer: None), region)
+            self.later(
+                MARKER_EVERY_S * repeat, self.publish, VirtualMessage(self.subjects.marker, data, lambda answer: None), region
+            )
 
     def _order_back(self, rng: random.Random) -> None:
         """Order the run back to an earlier version."""
@@ -778,7 +780,8 @@ class World(virtual.World):
         self.stats["rollback ordered"] += len(beyond)
         self.note("world", f"fragments {beyond} are ordered back to {version}")
         self.publish(
-            Message(self.subjects.changed, b"", lambda answer: None), self.rng.choice(REGIONS) if self.regional else CONTROL
+            VirtualMessage(self.subjects.changed, b"", lambda answer: None),
+            self.rng.choice(REGIONS) if self.regional else CONTROL,
         )
 
     def _is_ending(self) -> bool:

@@ -9,7 +9,7 @@ from structlog.testing import capture_logs
 from tests.made.heartbeats import learner_heartbeat
 from tests.made.syncer_parts import change
 
-from diloco.control.creation import Run
+from diloco.control.creation import KnownRun
 from diloco.core.bandwidth import Appends, Moved
 from diloco.core.changes import Set
 from diloco.core.ownership import Ownership
@@ -84,7 +84,7 @@ class Watch:
     def __init__(self) -> None:
         overrides = {"regions.names": ["eu", "us"], "regions.away_s": AWAY_S, "regions.adaptive": True, "round.steps": 10}
         settings = run_settings("decoupled", overrides)
-        self.run = Run("run", settings, cast(Any, None))
+        self.run = KnownRun("run", settings, cast(Any, None))
         self.roster = Roster(settings)
         self.regions, self.eu, self.owner = Reached(), Reads(learners={"eva"}), Owner()
         self.ownership = Ownership("s", 1, [SIZE], 1, 1.5, "us", AWAY_S)

@@ -13,7 +13,7 @@ from tests.pace import DEADLINE_S
 
 from diloco.core.quorum import NOTICE_EVERY
 from diloco.log.follower import LogFollower
-from diloco.log.stream import Refusal
+from diloco.log.stream import RefusedEntry
 from diloco.nats import streams
 from diloco.process.observe import get_logger
 from diloco.process.tasks import end
@@ -44,7 +44,7 @@ async def test_an_owner_whose_own_region_is_far_behind_brings_it_up_so_that_all_
             await lose_log(apart, "eu")
 
         eu = await apart.member("eu", group)
-        refused: list[Refusal] = []
+        refused: list[RefusedEntry] = []
         follower = LogFollower(eu.context.store, apart.genesis, refused.append, get_logger(), in_place=True)
         await follower.load(0)
         with capture_logs() as logs:

@@ -9,7 +9,7 @@ import pytest
 from structlog.testing import capture_logs
 from tests.made.heartbeats import shard_heartbeat
 
-from diloco.control.creation import Run
+from diloco.control.creation import KnownRun
 from diloco.core.ownership import Ownership, OwnersTable
 from diloco.core.tape import Owners
 from diloco.errors import AppendUncertainError, FenceError
@@ -66,7 +66,7 @@ class ChunkAssembler:
     def __init__(self) -> None:
         self.bucket, self.tape = Bucket(), Tape()
         self.changed = self.announced = 0
-        run = Run("run", run_settings(overrides={"shards": 1}), cast(Any, self.bucket))
+        run = KnownRun("run", run_settings(overrides={"shards": 1}), cast(Any, self.bucket))
         settings = type("Settings", (), {"name": "a"})()
         transport = type("Transport", (), {"wall_s": lambda self: 1.5})()
         fragment_map = type("Map", (), {"fragments": [None, None]})()

@@ -6,7 +6,7 @@ import pytest
 from structlog.testing import capture_logs
 from tests.made.syncer_parts import begin, merge, offer, take_fragment
 
-from diloco.log.follower import Copy
+from diloco.log.follower import LogCopy
 from diloco.nats.transport import NatsTransport
 
 pytestmark = pytest.mark.services
@@ -48,7 +48,7 @@ async def test_an_entry_that_nobody_could_read_takes_nothing_over(link: NatsTran
     copy = await begun.copies.take(0)
     copy.replica.chain.epoch = 2**62  # as high as an epoch can be
 
-    async def taken(index: int) -> Copy:
+    async def taken(index: int) -> LogCopy:
         return copy
 
     monkeypatch.setattr(begun.copies, "take", taken)

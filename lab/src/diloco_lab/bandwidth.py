@@ -62,7 +62,7 @@ def _refuse(name: str, value: float, expected: str) -> None:
 
 
 @dataclass(frozen=True)
-class Job:
+class ModelJob:
     """A model, the time of its step, and the number of datacenters. The defaults are those of the published cells."""
 
     parameters: float = 5e9
@@ -119,7 +119,7 @@ STRATEGIES = tuple(CHANGEABLE)
 
 
 @dataclass(frozen=True)
-class Row:
+class BandwidthRow:
     """A utilisation and the rate that goes with it."""
 
     strategy: str
@@ -152,10 +152,12 @@ class Curve:
 Named = tuple[str, ScheduleName, Schedule]
 
 
-def row(job: Job, strategy: str, name: ScheduleName, schedule: Schedule, share: float, rate_bits_per_s: float) -> Row:
+def row(
+    job: ModelJob, strategy: str, name: ScheduleName, schedule: Schedule, share: float, rate_bits_per_s: float
+) -> BandwidthRow:
     """Return the row for a schedule, a utilisation of ``share`` and the rate that goes with it."""
     gbit = rate_bits_per_s / BITS_PER_GBIT
-    return Row(strategy, schedule.bits, int(job.parameters), job.step_s, job.datacenters, share, gbit, name)
+    return BandwidthRow(strategy, schedule.bits, int(job.parameters), job.step_s, job.datacenters, share, gbit, name)
 
 
 def schedules(strategy: str, changes: Mapping[str, Any] | None = None) -> dict[ScheduleName, Schedule]:
@@ -186,12 +188,12 @@ def schedules(strategy: str, changes: Mapping[str, Any] | None = None) -> dict[S
     return {"table": replace(table, bits=changes.get("bits", table.bits)), "training": replace(training, **changes)}
 
 
-def cycle_bits(job: Job, schedule: Schedule) -> float:
+def cycle_bits(job: ModelJob, schedule: Schedule) -> float:
     """Return the bits that a datacenter sends in a cycle, and receives: of all values but its own share."""
     return job.parameters * schedule.bits * 2 * (1 - 1 / job.datacenters)
 
 
-def utilisation(job: Job, schedule: Schedule, rate_bits_per_s: float) -> float:
+def utilisation(job: ModelJob, schedule: Schedule, rate_bits_per_s: float) -> float:
     """Return the share of its time that a learner computes, where a datacenter's link carries this much each way.
 
     Raises:
@@ -204,7 +206,7 @@ def utilisation(job: Job, schedule: Schedule, rate_bits_per_s: float) -> float:
     return 1 / _stretch(schedule, took)
 
 
-def needed_bits_per_s(job: Job, schedule: Schedule, wanted: float) -> float:
+def needed_bits_per_s(job: ModelJob, schedule: Schedule, wanted: float) -> float:
     """Return the least rate of a datacenter's link at which the utilisation is ``wanted``; 0 for a single datacenter.
 
     Bisected to the last digits. The published procedure stops as soon as it is within half a point of what is wanted.
@@ -225,7 +227,7 @@ def needed_bits_per_s(job: Job, schedule: Schedule, wanted: float) -> float:
 
 
 def least_settings(
-    job: Job, schedule: Schedule, rate_bits_per_s: float, wanted: float, bits: Sequence[int] = PRECISIONS
+    job: ModelJob, schedule: Schedule, rate_bits_per_s: float, wanted: float, bits: Sequence[int] = PRECISIONS
 ) -> list[Schedule]:
     """Return for each of ``bits`` the schedule with the smallest H, at least ``schedule.steps``, that keeps ``wanted``.
 
@@ -244,7 +246,7 @@ def least_settings(
     return sorted(found, key=lambda one: (one.steps, -one.bits))
 
 
-def _smallest_steps(job: Job, schedule: Schedule, rate_bits_per_s: float, wanted: float) -> Schedule | None:
+def _smallest_steps(job: ModelJob, schedule: Schedule, rate_bits_per_s: float, wanted: float) -> Schedule | None:
     def enough(steps: int) -> bool:
         return utilisation(job, replace(schedule, steps=steps), rate_bits_per_s) >= wanted
 
@@ -259,12 +261,12 @@ def _smallest_steps(job: Job, schedule: Schedule, rate_bits_per_s: float, wanted
     return replace(schedule, steps=high)
 
 
-def curve(job: Job, schedule: Schedule, rates_gbit: Iterable[float] = CURVE_GBIT) -> list[tuple[float, float]]:
+def curve(job: ModelJob, schedule: Schedule, rates_gbit: Iterable[float] = CURVE_GBIT) -> list[tuple[float, float]]:
     """``(gbit_per_s, utilisation)`` at each rate, for a picture."""
     return [(gbit, utilisation(job, schedule, gbit * BITS_PER_GBIT)) for gbit in rates_gbit]
 
 
-def curves(job: Job, named: Iterable[Named]) -> list[Curve]:
+def curves(job: ModelJob, named: Iterable[Named]) -> list[Curve]:
     """Return the curves of schedules, each with the published cells on it."""
     found = []
     for strategy, name, schedule in named:
@@ -274,13 +276,13 @@ def curves(job: Job, named: Iterable[Named]) -> list[Curve]:
     return found
 
 
-def needed(job: Job, named: Iterable[Named], utilisations: Iterable[float]) -> list[list[Row]]:
+def needed(job: ModelJob, named: Iterable[Named], utilisations: Iterable[float]) -> list[list[BandwidthRow]]:
     """Return for each of the schedules a row for each utilisation."""
     shares = list(utilisations)
     return [[row(job, *one, share, needed_bits_per_s(job, one[2], share)) for share in shares] for one in named]
 
 
-def table(named: Sequence[Named], rates: Sequence[Sequence[Row]]) -> tuple[list[str], list[list[str]]]:
+def table(named: Sequence[Named], rates: Sequence[Sequence[BandwidthRow]]) -> tuple[list[str], list[list[str]]]:
     """Return headings and rows of a table of :func:`needed`'s rates: a row a schedule, a column a utilisation."""
     rows = [[*cells(one), *map(rate_text, each)] for one, each in zip(named, rates, strict=True)]
     return [*HEAD, *(percent(each.utilisation) for each in rates[0])], rows
@@ -297,13 +299,13 @@ def cells(one: Named) -> list[str]:
     return [strategy, name, str(schedule.bits), str(schedule.steps), str(schedule.fragments), f"{schedule.overlap_steps:g}"]
 
 
-def of(job: Job) -> str:
+def of(job: ModelJob) -> str:
     """Describe a job, for a heading."""
     what = f"{job.parameters:g} parameters, {job.step_s:g} s a step, "
     return what + (f"{job.datacenters} datacenters" if job.datacenters > 1 else "one datacenter, which needs no link")
 
 
-def rate_text(each: Row) -> str:
+def rate_text(each: BandwidthRow) -> str:
     """Return a rate, and in brackets the published one, if there is one."""
     known = each.published_gbit
     return gbit_text(each.gbit_per_s) + ("" if known is None else f" ({known:g})")

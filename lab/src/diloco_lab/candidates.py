@@ -19,10 +19,10 @@ from itertools import combinations
 from typing import Any
 
 from diloco_lab import bandwidth, simulation
-from diloco_lab.bandwidth import Job, schedules
-from diloco_lab.cluster import MAX_DURATION_S, Costs, Learner
+from diloco_lab.bandwidth import ModelJob, schedules
+from diloco_lab.cluster import MAX_DURATION_S, ClusterLearner, Costs
 from diloco_lab.goodput import interval
-from diloco_lab.links import Choice, Way, settle
+from diloco_lab.links import ChosenSettings, LinkWay, settle
 from diloco_lab.outcome import Outcome, Scenario
 from diloco_lab.published import repair_of
 from diloco_lab.sites import Between, Sites
@@ -34,7 +34,7 @@ DAY_S, HOURS_A_DAY = 86400.0, 24
 
 
 @dataclass(frozen=True)
-class Estimate:
+class SeedMean:
     """A mean over seeds, and its 95 % interval."""
 
     mean: float
@@ -42,21 +42,21 @@ class Estimate:
     high: float
 
 
-NO_FAILURE = Estimate(1.0, 1.0, 1.0)
+NO_FAILURE = SeedMean(1.0, 1.0, 1.0)
 
 
 @dataclass(frozen=True)
-class Candidate:
+class PlanCandidate:
     """Learners by site, the settings that the links have room for, and the time and cost that follow."""
 
     learners: Mapping[str, int]
-    choice: Choice
+    choice: ChosenSettings
     step_s: Mapping[str, float]
     tokens_per_s: float  # at a goodput of 1
     utilisation: float
-    goodput: Estimate
-    days: Estimate
-    cost: Estimate
+    goodput: SeedMean
+    days: SeedMean
+    cost: SeedMean
 
     @property
     def total(self) -> int:
@@ -69,11 +69,11 @@ class DataParallel:
     """One elastic data-parallel job over some sites."""
 
     sites: Sequence[str]
-    goodput: Estimate
-    uptime: Estimate
+    goodput: SeedMean
+    uptime: SeedMean
     utilisation: float
-    days: Estimate
-    cost: Estimate
+    days: SeedMean
+    cost: SeedMean
 
 
 class Candidates:
@@ -82,7 +82,7 @@ class Candidates:
     def __init__(self, sites: Sites) -> None:
         self.sites, self.model = sites, sites.model
 
-    def without_failures(self) -> Iterator[Candidate]:
+    def without_failures(self) -> Iterator[PlanCandidate]:
         """Yield all candidates at a goodput of 1: on all sites, on all but one, and on each alone."""
         count = len(self.sites.sites)
         for size in dict.fromkeys((count, max(1, count - 1), 1)):
@@ -111,11 +111,11 @@ class Candidates:
         """Return the tokens a second of all learners of each site, while they compute."""
         return {name: count * self.learner_pace(name, count) for name, count in split.items()}
 
-    def learners(self, name: str, count: int, step_s: float) -> list[Learner]:
+    def learners(self, name: str, count: int, step_s: float) -> list[ClusterLearner]:
         """Return the learners of a site, for the simulator."""
         site = self.sites.sites[name]
         return [
-            Learner(
+            ClusterLearner(
                 f"{name}-{index}",
                 site.slices // count,
                 site.chips_per_slice,
@@ -134,11 +134,11 @@ class Candidates:
 
     # ---- links, time and cost
 
-    def ways(self, split: Mapping[str, int], step_s: float) -> dict[tuple[str, str], Way]:
+    def ways(self, split: Mapping[str, int], step_s: float) -> dict[tuple[str, str], LinkWay]:
         """Return both directions of all links between these sites, by source and target."""
         total, count = sum(split.values()), len(split)
         return {
-            (a, b): Way(link.bits_per_s, link.delay_s, self.model.parameters, count, total, split[a], split[b], step_s)
+            (a, b): LinkWay(link.bits_per_s, link.delay_s, self.model.parameters, count, total, split[a], split[b], step_s)
             for link in self.links(split)
             for a, b in (link.between, reversed(link.between))
         }
@@ -147,7 +147,7 @@ class Candidates:
         """Return the links between these sites."""
         return [link for link in self.sites.links if set(link.between) <= set(subset)]
 
-    def of(self, subset: Sequence[str]) -> Iterator[Candidate]:
+    def of(self, subset: Sequence[str]) -> Iterator[PlanCandidate]:
         """Yield a candidate for each number of learners on these sites, as far as the links have room."""
         for split in self.splits(subset):
             step_s = self.step_s(split)
@@ -157,9 +157,9 @@ class Candidates:
                 continue
             utilisation = min((way.utilisation(choice) for way in ways.values()), default=1.0)
             full = sum(self.paces(split).values()) * utilisation
-            yield Candidate(split, choice, step_s, full, utilisation, NO_FAILURE, *self.price(split, full, NO_FAILURE))
+            yield PlanCandidate(split, choice, step_s, full, utilisation, NO_FAILURE, *self.price(split, full, NO_FAILURE))
 
-    def with_failures(self, candidate: Candidate) -> Candidate:
+    def with_failures(self, candidate: PlanCandidate) -> PlanCandidate:
         """Return the candidate with the goodput that failures leave."""
         paces = self.paces(candidate.learners)
         runs = {
@@ -169,12 +169,12 @@ class Candidates:
         days, cost = self.price(candidate.learners, candidate.tokens_per_s, goodput)
         return replace(candidate, goodput=goodput, days=days, cost=cost)
 
-    def price(self, subset: Iterable[str], tokens_per_s: float, goodput: Estimate) -> tuple[Estimate, Estimate]:
+    def price(self, subset: Iterable[str], tokens_per_s: float, goodput: SeedMean) -> tuple[SeedMean, SeedMean]:
         """Return days and cost of the token budget; ``tokens_per_s`` is the pace at a goodput of 1."""
         least = self.model.tokens / tokens_per_s / DAY_S
         days = [least / share if share else math.inf for share in (goodput.mean, goodput.high, goodput.low)]
         hourly = sum(self.sites.sites[name].price_per_hour for name in subset)
-        return Estimate(*days), Estimate(*(day * HOURS_A_DAY * hourly for day in days))
+        return SeedMean(*days), SeedMean(*(day * HOURS_A_DAY * hourly for day in days))
 
     def data_parallel(self, subset: Sequence[str]) -> DataParallel:
         """Return a data-parallel job on these sites: one elastic learner of all slices, at the pace of the slowest chips.
@@ -192,7 +192,7 @@ class Candidates:
         step_s = self.model.tokens_per_step / full
         per_slice = max(1, round(chips / slices))
         costs = [max(getattr(site, name) for site in sites) for name in ("downscale_s", "upscale_s", "gather_s")]
-        learner = Learner(
+        learner = ClusterLearner(
             "data-parallel",
             slices,
             per_slice,
@@ -206,12 +206,12 @@ class Candidates:
         share = 1.0
         if len(subset) > 1:
             rate = (len(subset) - 1) * min(link.bits_per_s for link in self.links(subset))
-            job = Job(self.model.parameters, step_s, len(subset))
+            job = ModelJob(self.model.parameters, step_s, len(subset))
             share = bandwidth.utilisation(job, schedules("data-parallel")["table"], rate)
         return DataParallel(list(subset), goodput, uptime, share, *self.price(subset, full * share, goodput))
 
 
-def simulated(learners: Sequence[Learner]) -> list[Outcome]:
+def simulated(learners: Sequence[ClusterLearner]) -> list[Outcome]:
     """Simulate learners with every seed, long enough for many failures and repairs."""
     failures_per_s = sum(learner.slices * learner.chips / learner.between_s for learner in learners)
     times_s = [REPAIRS * max(learner.repair.mean_s for learner in learners)]
@@ -221,6 +221,6 @@ def simulated(learners: Sequence[Learner]) -> list[Outcome]:
     return [simulation.simulate(Scenario(learners, duration_s, seed)) for seed in SEEDS]
 
 
-def estimate(values: Sequence[float]) -> Estimate:
+def estimate(values: Sequence[float]) -> SeedMean:
     """Return the mean over seeds with its 95 % interval."""
-    return Estimate(*interval(values))
+    return SeedMean(*interval(values))

@@ -14,7 +14,7 @@ from statistics import NormalDist
 
 from diloco.errors import SettingsError
 from diloco.settings.run import BY_LAYERS, RunSettings
-from diloco_lab.repair import Repair
+from diloco_lab.repair import RepairTime
 
 MICROS = 1_000_000
 NEVER_US = 1 << 62
@@ -72,7 +72,7 @@ class Slowdowns:
 
 
 @dataclass(frozen=True)
-class Link:
+class LearnerLink:
     """A learner's way to the syncers and back: each direction sends its queue at ``bits_per_s`` and takes ``delay_s``."""
 
     bits_per_s: float = math.inf
@@ -88,7 +88,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Learner:
+class ClusterLearner:
     """One learner: ``slices`` of ``chips`` each, which take a step together in ``step_s``.
 
     ``tokens`` are those of a slice's part of a step. ``present`` are the stretches of time in which it takes part, in order;
@@ -101,10 +101,10 @@ class Learner:
     step_s: float
     tokens: int = 1
     between_s: float = math.inf  # mean time between interruptions of a chip
-    repair: Repair = field(default_factory=lambda: Repair(1.0, 1.0, 1.0))
+    repair: RepairTime = field(default_factory=lambda: RepairTime(1.0, 1.0, 1.0))
     costs: Costs = field(default_factory=Costs)
     slowdowns: Slowdowns | None = None
-    link: Link = field(default_factory=Link)
+    link: LearnerLink = field(default_factory=LearnerLink)
     present: tuple[tuple[float, float], ...] = ()
     step_spread: float = 0.0  # standard deviation of a step's time, relative: each step is drawn
 
@@ -131,10 +131,10 @@ class Cluster:
     chips_per_slice: int = 256
     step_s: float = 1.0
     between_s: float = YEAR_S
-    repair: Repair = field(default_factory=lambda: Repair(1.0, 1.0, 1200.0))
+    repair: RepairTime = field(default_factory=lambda: RepairTime(1.0, 1.0, 1200.0))
     costs: Costs = field(default_factory=Costs)
     slowdowns: Slowdowns | None = None
-    link: Link = field(default_factory=Link)
+    link: LearnerLink = field(default_factory=LearnerLink)
     tokens_per_chip: int = 1  # of a step
     speed_spread: float = 0.0  # standard deviation of a chip's step time, relative; the slowest chip sets a learner's pace
     speeds: tuple[float, ...] = ()  # by learner, its speed relative to step_s; empty: all 1
@@ -167,10 +167,10 @@ class Cluster:
         """Of one learner."""
         return self.chips // self.learners // self.chips_per_slice
 
-    def split(self, seed: int) -> tuple[Learner, ...]:
+    def split(self, seed: int) -> tuple[ClusterLearner, ...]:
         """Return the learners. The seed draws how slow each one's slowest chip is."""
         chance = random.Random(f"{seed}/speeds")
-        learner = Learner(
+        learner = ClusterLearner(
             "learner-0",
             self.slices,
             self.chips_per_slice,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from diloco_lab import bandwidth, fit, goodput, published
-from diloco_lab.bandwidth import Job, Named
+from diloco_lab.bandwidth import ModelJob, Named
 from diloco_report.units import count
 
 HEAD = ("published cells", "number", "mean error", "bias", "worst")
@@ -55,7 +55,7 @@ def errors(group: str, unit: str, cells: Iterable[tuple[str, float]]) -> list[Er
     return [Errors(group, unit, len(known), mean, sum(values) / len(values), worst, cell)]
 
 
-def of_goodput(rows: Sequence[goodput.Row]) -> list[Errors]:
+def of_goodput(rows: Sequence[goodput.GoodputRow]) -> list[Errors]:
     """Return the errors of Table 1's cells. Rows that the constants were fitted to are one group, predicted rows another."""
     found: list[Errors] = []
     for quantity in goodput.QUANTITIES:
@@ -69,14 +69,14 @@ def of_goodput(rows: Sequence[goodput.Row]) -> list[Errors]:
     return found
 
 
-def _where(row: goodput.Row) -> str:
+def _where(row: goodput.GoodputRow) -> str:
     return row.strategy if row.strategy in FITTED else f"M = {row.learners}"
 
 
-def of_links(rows: Iterable[bandwidth.Row]) -> list[Errors]:
+def of_links(rows: Iterable[bandwidth.BandwidthRow]) -> list[Errors]:
     """Return the errors of Table 13's cells."""
     known = [(row, of_paper) for row in rows if (of_paper := row.published_gbit) is not None]
-    groups: tuple[tuple[str, Callable[[bandwidth.Row], bool]], ...] = (
+    groups: tuple[tuple[str, Callable[[bandwidth.BandwidthRow], bool]], ...] = (
         ("decoupled", lambda row: row.strategy == "decoupled"),
         ("data-parallel, up to 95 %", lambda row: row.strategy == "data-parallel" and row.utilisation < COARSE),
         ("data-parallel, 99 %", lambda row: row.strategy == "data-parallel" and row.utilisation >= COARSE),
@@ -90,15 +90,15 @@ def of_links(rows: Iterable[bandwidth.Row]) -> list[Errors]:
     ]
 
 
-def _link(row: bandwidth.Row) -> str:
+def _link(row: bandwidth.BandwidthRow) -> str:
     return f"{row.bits} bits, {bandwidth.percent(row.utilisation)}, {row.step_s:g} s, {row.datacenters} datacenters"
 
 
-def links() -> list[tuple[Job, list[Named], list[list[bandwidth.Row]]]]:
+def links() -> list[tuple[ModelJob, list[Named], list[list[bandwidth.BandwidthRow]]]]:
     """Return for each job of Table 13 its schedules and their rates: those of its cells, and Decoupled's training schedule."""
     found = []
     for (step_s, datacenters), rows in published.LINKS.items():
-        job = Job(published.LINK_PARAMETERS, step_s, datacenters)
+        job = ModelJob(published.LINK_PARAMETERS, step_s, datacenters)
         named: list[Named] = [
             (strategy, name, schedule)
             for strategy, bits in rows
@@ -109,6 +109,8 @@ def links() -> list[tuple[Job, list[Named], list[list[bandwidth.Row]]]]:
     return found
 
 
-def link_rows(found: Iterable[tuple[Job, list[Named], list[list[bandwidth.Row]]]]) -> list[bandwidth.Row]:
+def link_rows(
+    found: Iterable[tuple[ModelJob, list[Named], list[list[bandwidth.BandwidthRow]]]],
+) -> list[bandwidth.BandwidthRow]:
     """Return the rows of what :func:`links` returned, one after another."""
     return [row for _, _, rates in found for rows in rates for row in rows]

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 
 from diloco.errors import FormatError
 from diloco_lab import bandwidth, comparison, goodput, mixed, published, recovery
-from diloco_lab.bandwidth import Job
+from diloco_lab.bandwidth import ModelJob
 from diloco_lab.comparison import Errors
 
 _BLOCK = re.compile(r"(<!-- simulate: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
-def blocks(rows: Sequence[goodput.Row], of_mixed: Sequence[mixed.Found]) -> dict[str, str]:
+def blocks(rows: Sequence[goodput.GoodputRow], of_mixed: Sequence[mixed.Found]) -> dict[str, str]:
     """Return all blocks by name: Table 1 from ``rows``, Table 5 from ``of_mixed``, the others by themselves."""
     shown = [f"{quantity}, %:\n\n{markdown(*goodput.table(rows, quantity))}" for quantity in goodput.QUANTITIES]
     return {
@@ -25,7 +25,7 @@ def blocks(rows: Sequence[goodput.Row], of_mixed: Sequence[mixed.Found]) -> dict
 
 def links() -> dict[str, str]:
     """Return the blocks that depend on no chance: bandwidth, Table 13, recovery."""
-    job, every, found = Job(), bandwidth.all_schedules(), comparison.links()
+    job, every, found = ModelJob(), bandwidth.all_schedules(), comparison.links()
     tables = [
         f"{bandwidth.of(one)[0].upper()}{bandwidth.of(one)[1:]}:\n\n{markdown(*bandwidth.table(named, rates))}"
         for one, named, rates in found

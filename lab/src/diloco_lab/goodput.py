@@ -60,7 +60,7 @@ def strategy_of(name: str) -> Strategy:
 
 
 @dataclass(frozen=True)
-class Conditions:
+class FleetConditions:
     """The chips, but for their number. ``cluster`` overrides fields of Cluster (``between_s``, ...)."""
 
     constants: Constants = published.FITTED
@@ -92,7 +92,7 @@ _SLOW = ("slow_between_s", "slow_lasting_s", "slow_factor")  # of Slowdowns, in 
 _CLUSTER = ("between_s", "chips_per_slice", "speed_spread")
 
 
-def conditions(values: Mapping[str, Any], source: str) -> Conditions:
+def conditions(values: Mapping[str, Any], source: str) -> FleetConditions:
     """Return conditions as published, with some values of one's own.
 
     Raises:
@@ -109,11 +109,11 @@ def conditions(values: Mapping[str, Any], source: str) -> Conditions:
             raise SettingsError(f"{source} {name} = {value!r}: expected a number, 0 or more")
     own = {name: float(value) for name, value in values.items() if name in constants}
     rest = {name: value for name, value in values.items() if name not in constants}
-    return Conditions(replace(published.FITTED, **own), rest)
+    return FleetConditions(replace(published.FITTED, **own), rest)
 
 
 @dataclass(frozen=True)
-class Point:
+class GoodputCell:
     """One cell of a table, to be simulated. ``faults`` and ``cuts``: a tape's, in the place of drawn failures."""
 
     strategy: str
@@ -122,7 +122,7 @@ class Point:
     faults: Mapping[str, Sequence[Fault]] | None = None
     cuts: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
 
-    def scenario(self, conditions: Conditions, seed: int, duration_s: float) -> Scenario:
+    def scenario(self, conditions: FleetConditions, seed: int, duration_s: float) -> Scenario:
         """Return the scenario of one seed: with rounds only where learners may wait; goodput depends on no others."""
         strategy = strategy_of(self.strategy)
         cluster = conditions.of(strategy, self.chips, self.learners)
@@ -137,7 +137,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Row:
+class GoodputRow:
     """One cell, simulated: means over seeds with their 95 % intervals, as shares, and what is published of it."""
 
     strategy: str
@@ -153,10 +153,10 @@ class Row:
     published_uptime: float | None
 
 
-def points(strategies: Iterable[str], learners: Sequence[int], chips: Sequence[int]) -> list[Point]:
+def points(strategies: Iterable[str], learners: Sequence[int], chips: Sequence[int]) -> list[GoodputCell]:
     """Return all cells of a table; a data-parallel job is always one learner."""
     return [
-        Point(name, count, number)
+        GoodputCell(name, count, number)
         for name in strategies
         for count in ((1,) if strategy_of(name).preset is None else learners)
         for number in chips
@@ -172,31 +172,31 @@ def interval(values: Sequence[float]) -> tuple[float, float, float]:
     return mean, max(0.0, mean - half), min(1.0, mean + half)
 
 
-def row(point: Point, runs: Sequence[tuple[float, float]]) -> Row:
+def row(point: GoodputCell, runs: Sequence[tuple[float, float]]) -> GoodputRow:
     """Return the cell of a point, from (goodput, uptime) by seed."""
     known = published.cell(point.strategy, point.learners, point.chips) if point.faults is None else published.Cell()
     goodput, uptime = interval([run[0] for run in runs]), interval([run[1] for run in runs])
-    return Row(point.strategy, point.learners, point.chips, *goodput, *uptime, known.goodput, known.uptime)
+    return GoodputRow(point.strategy, point.learners, point.chips, *goodput, *uptime, known.goodput, known.uptime)
 
 
-def simulate(point: Point, conditions: Conditions, seed: int, duration_s: float) -> Outcome:
+def simulate(point: GoodputCell, conditions: FleetConditions, seed: int, duration_s: float) -> Outcome:
     """Simulate one seed of a point."""
     return simulation.simulate(point.scenario(conditions, seed, duration_s))
 
 
-def _shares(point: Point, conditions: Conditions, seed: int, duration_s: float) -> tuple[float, float]:
+def _shares(point: GoodputCell, conditions: FleetConditions, seed: int, duration_s: float) -> tuple[float, float]:
     outcome = simulate(point, conditions, seed, duration_s)
     return outcome.goodput, outcome.uptime
 
 
 def sweep(
-    wanted: Sequence[Point],
-    conditions: Conditions,
+    wanted: Sequence[GoodputCell],
+    conditions: FleetConditions,
     seeds: Sequence[int],
     duration_s: float,
     jobs: int,
     progress: Callable[[int, int], None] = lambda done, all_: None,
-) -> list[Row]:
+) -> list[GoodputRow]:
     """Simulate all points with all seeds, ``jobs`` at once. ``progress`` is told how many of how many are done.
 
     Raises:
@@ -214,7 +214,7 @@ def sweep(
 
 
 def _played(
-    wanted: Sequence[Point], tasks: Sequence[tuple[int, int]], conditions: Conditions, duration_s: float, jobs: int
+    wanted: Sequence[GoodputCell], tasks: Sequence[tuple[int, int]], conditions: FleetConditions, duration_s: float, jobs: int
 ) -> Iterator[tuple[tuple[int, int], tuple[float, float]]]:
     if jobs == 1 or len(tasks) == 1:
         for index, seed in tasks:
@@ -226,7 +226,7 @@ def _played(
             yield running[done], done.result()
 
 
-def mean_error(rows: Iterable[Row]) -> float | None:
+def mean_error(rows: Iterable[GoodputRow]) -> float | None:
     """Return the mean absolute error over all published cells, as a share; None: none of them is published."""
     errors = []
     for each in rows:
@@ -236,7 +236,7 @@ def mean_error(rows: Iterable[Row]) -> float | None:
     return float(np.mean(errors)) if errors else None
 
 
-def thumb(rows: Iterable[Row]) -> list[tuple[Row, Row, float]]:
+def thumb(rows: Iterable[GoodputRow]) -> list[tuple[GoodputRow, GoodputRow, float]]:
     """Return all pairs of M learners and one on M times fewer chips, and how far their goodput is apart."""
     decoupled = {(each.learners, each.chips): each for each in rows if each.strategy == "decoupled"}
     pairs = []
@@ -247,7 +247,7 @@ def thumb(rows: Iterable[Row]) -> list[tuple[Row, Row, float]]:
     return pairs
 
 
-def cell_text(row: Row | None, quantity: str) -> str:
+def cell_text(row: GoodputRow | None, quantity: str) -> str:
     """Return a cell of a table in per cent, with half its interval and the published value; empty if it was not simulated."""
     if row is None:
         return ""
@@ -256,7 +256,7 @@ def cell_text(row: Row | None, quantity: str) -> str:
     return f"{100 * mean:.1f}{width}" + ("" if known is None else f" ({100 * known:.0f})")
 
 
-def table(rows: Sequence[Row], quantity: str) -> tuple[list[str], list[list[str]]]:
+def table(rows: Sequence[GoodputRow], quantity: str) -> tuple[list[str], list[list[str]]]:
     """Return headings and rows of a table: a row for each strategy and M, a column for each number of chips."""
     numbers = sorted({each.chips for each in rows})
     found = {(each.strategy, each.learners, each.chips): each for each in rows}
@@ -273,7 +273,7 @@ def constants_text(constants: Constants) -> str:
     return ", ".join(f"{field.name} {value:g}" for field, value in zip(fields(constants), astuple(constants), strict=True))
 
 
-def notes(rows: Sequence[Row], chosen: Conditions, seeds: int, days: float) -> list[str]:
+def notes(rows: Sequence[GoodputRow], chosen: FleetConditions, seeds: int, days: float) -> list[str]:
     """Return the notes below the tables; :mod:`diloco_lab.comparison` has the errors of the published cells."""
     found = [f"{days:.3g} days"]
     if seeds > 1:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator
 
-from diloco.core.pace import Average
-from diloco_lab.cluster import MICROS, NEVER_US, Learner
+from diloco.core.pace import MovingAverage
+from diloco_lab.cluster import MICROS, NEVER_US, ClusterLearner
 from diloco_lab.lifetime import Stretch
 from diloco_lab.outcome import LearnerOutcome, Scenario, Uptime
 
@@ -14,10 +14,10 @@ AHEAD_US = 3600 * MICROS  # how much of a lifetime is played at once
 SETTLED_STEPS = 256  # after so many equal steps a moving average is their time to the last bit
 
 
-class History:
+class LifetimeTotals:
     """A learner's lifetime, of which only the totals are remembered."""
 
-    def __init__(self, scenario: Scenario, index: int, learner: Learner, uptime: Uptime) -> None:
+    def __init__(self, scenario: Scenario, index: int, learner: ClusterLearner, uptime: Uptime) -> None:
         self.scenario, self.index, self.learner, self._uptime = scenario, index, learner, uptime
         self.lifetime = scenario.lifetime(learner)
         self.steps = self.tokens = 0
@@ -50,17 +50,17 @@ class History:
             self.scenario.on_stretch(self.learner, stretch)
 
 
-class Steps(History):
+class Steps(LifetimeTotals):
     """A learner's lifetime, of which the near past and future can be looked up."""
 
-    def __init__(self, scenario: Scenario, index: int, learner: Learner, uptime: Uptime) -> None:
+    def __init__(self, scenario: Scenario, index: int, learner: ClusterLearner, uptime: Uptime) -> None:
         super().__init__(scenario, index, learner, uptime)
         self.silences: list[tuple[Stretch, tuple[int, int]]] = []  # (from, until) each, added since they were taken away
         self.loads: list[tuple[int, bool]] = []  # likewise: when the log is loaded, and whether the process began again
         self.unsteady_until_us = 0  # its average of step times changes up to here
         self._starts: list[int] = []
         self._stretches: list[_Known] = []
-        self._average = Average()
+        self._average = MovingAverage()
         self._booked, self._booked_steps = 0, 0  # the stretch whose steps are being booked, and how many of them are
 
     def _add(self, stretch: Stretch) -> None:

@@ -41,7 +41,7 @@ class Hardware:
 
 
 @dataclass(frozen=True)
-class Island:
+class IslandPlan:
     """The mesh and fragments of an island, and the needs that follow.
 
     Attributes:
@@ -72,7 +72,7 @@ class Island:
     join_s: float
 
 
-def island(parameters: int, hardware: Hardware, optimizer: Optimizer = "adamw") -> Island:
+def island(parameters: int, hardware: Hardware, optimizer: Optimizer = "adamw") -> IslandPlan:
     """Return the island of a model: as few devices share a replica as have room for it, the others are further replicas.
 
     Raises:
@@ -95,7 +95,7 @@ def island(parameters: int, hardware: Hardware, optimizer: Optimizer = "adamw") 
     kept = VALUE_BYTES + MOMENT_BYTES[optimizer]
     checkpoint_bytes = (kept + ACCOUNT_BYTES) * parameters / hosts
     join_bytes = (KEYFRAME_BYTES + MOMENT_BYTES[optimizer]) * parameters / hosts
-    return Island(
+    return IslandPlan(
         parameters,
         optimizer,
         hardware,

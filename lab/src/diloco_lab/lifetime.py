@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from diloco_lab.cluster import MICROS, NEVER_US, Learner, micros
+from diloco_lab.cluster import MICROS, NEVER_US, ClusterLearner, micros
 
 SHORTEST = 0.1  # of its usual time, that a step may take where each one is drawn
 
@@ -88,7 +88,7 @@ class Lifetime:
     """The lifetime of ``learner``, from time 0 on. ``faults`` are a tape's, in order; ``note`` gets those that are drawn."""
 
     def __init__(
-        self, learner: Learner, seed: int, faults: Sequence[Fault] = (), note: Callable[[Fault], None] | None = None
+        self, learner: ClusterLearner, seed: int, faults: Sequence[Fault] = (), note: Callable[[Fault], None] | None = None
     ) -> None:
         self.learner, self._note = learner, note
         self.now_us = 0
@@ -341,7 +341,7 @@ class Lifetime:
 class _Paces:
     """How long a learner's steps take at a time."""
 
-    def __init__(self, learner: Learner, seed: int, faults: Sequence[Fault]) -> None:
+    def __init__(self, learner: ClusterLearner, seed: int, faults: Sequence[Fault]) -> None:
         self._step_us, self._spread = micros(learner.step_s), learner.step_spread
         self._drawn = random.Random(f"{seed}/{learner.name}/steps")
         self._slowdowns = learner.slowdowns

@@ -1,8 +1,8 @@
 """The settings that the links between sites have room for.
 
-A link is looked at in both directions, each a :class:`Way`. In a cycle of H steps it carries offers of the fragments that the
-other end's syncers own, and versions of those that its own do, as the product sends them between regions (docs/regions.md). Two
-things are asked of it: that versions come in time, for which :mod:`diloco_lab.bandwidth` gives the compute utilisation, and
+A link is looked at in both directions, each a :class:`LinkWay`. In a cycle of H steps it carries offers of the fragments that
+the other end's syncers own, and versions of those that its own do, as the product sends them between regions (docs/regions.md).
+Two things are asked of it: that versions come in time, for which :mod:`diloco_lab.bandwidth` gives the compute utilisation, and
 that it is not so full that the run would give way by itself (:mod:`diloco.core.bandwidth`).
 
 Not in the model: that fragments are not quite evenly owned, loss of packets, what zstd takes off, a second sending of combined
@@ -20,7 +20,7 @@ from diloco.core.quantise import body_bytes
 from diloco.settings.presets import run_settings
 from diloco.settings.run import Bits
 from diloco_lab import bandwidth
-from diloco_lab.bandwidth import MOST_STEPS, Job, Schedule, least_settings
+from diloco_lab.bandwidth import MOST_STEPS, ModelJob, Schedule, least_settings
 from diloco_lab.network import MEMBER_BYTES, OFFER_BYTES, RECORD_BYTES
 
 PRESET = run_settings()
@@ -33,7 +33,7 @@ OVERHEAD = 1.07
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChosenSettings:
     """The settings that follow from the links."""
 
     bits: Bits = PRESET.codec.offer_bits
@@ -44,7 +44,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Way:
+class LinkWay:
     """One direction of a link, and the learners at its ends. ``regions``: sites in all; ``step_s``: of the fastest learner."""
 
     bits_per_s: float
@@ -56,21 +56,21 @@ class Way:
     to_learners: int
     step_s: float
 
-    def _fragment_bytes(self, choice: Choice, learners: int) -> float:
+    def _fragment_bytes(self, choice: ChosenSettings, learners: int) -> float:
         """Return a fragment's bytes over the link one way: half of the fragments' offers, and half of their versions."""
         body = body_bytes(math.ceil(self.parameters / choice.fragments), choice.bits)
         offers = 1 if choice.merge else learners
         return OVERHEAD * (offers * (body + OFFER_BYTES) + body + RECORD_BYTES + MEMBER_BYTES * self.learners) / 2
 
-    def cycle_bytes(self, choice: Choice) -> float:
+    def cycle_bytes(self, choice: ChosenSettings) -> float:
         """Return the bytes of a cycle: offers of the other end's fragments, versions of this end's. All sites own as many."""
         return 2 * choice.fragments / self.regions * self._fragment_bytes(choice, self.from_learners)
 
-    def load(self, choice: Choice) -> float:
+    def load(self, choice: ChosenSettings) -> float:
         """Share of a cycle that its bytes keep the link busy."""
         return 8 * self.cycle_bytes(choice) / (self.bits_per_s * choice.steps * self.step_s)
 
-    def _job(self, choice: Choice) -> tuple[Job, Schedule]:
+    def _job(self, choice: ChosenSettings) -> tuple[ModelJob, Schedule]:
         """Return two datacenters between which as many bits pass each way.
 
         A fragment's version is in time if its offers and the version itself, which goes the other way, come over one after the
@@ -82,17 +82,17 @@ class Way:
         late_bits = fragments * max(0.0, -slack) * self.step_s * self.bits_per_s
         values = math.ceil((8 * self.cycle_bytes(choice) + late_bits) / choice.bits)
         overlap_steps = min(max(0.0, slack), choice.steps)
-        return Job(values, self.step_s, 2), Schedule(choice.bits, choice.steps, fragments, overlap_steps)
+        return ModelJob(values, self.step_s, 2), Schedule(choice.bits, choice.steps, fragments, overlap_steps)
 
-    def utilisation(self, choice: Choice) -> float:
+    def utilisation(self, choice: ChosenSettings) -> float:
         """Share of its time that a learner would compute if it waited for each version that is late."""
         return bandwidth.utilisation(*self._job(choice), self.bits_per_s)
 
-    def fits(self, choice: Choice, wanted: float) -> bool:
+    def fits(self, choice: ChosenSettings, wanted: float) -> bool:
         """Whether versions come in time, and the link is not so full that a run would give way."""
         return self.load(choice) <= FULL and self.utilisation(choice) >= wanted
 
-    def least_steps(self, choice: Choice, wanted: float) -> int | None:
+    def least_steps(self, choice: ChosenSettings, wanted: float) -> int | None:
         """Return the smallest H, at least ``choice.steps``, that fits."""
         steps = max(choice.steps, math.ceil(choice.steps * self.load(choice) / FULL))
         if steps > MOST_STEPS:
@@ -101,16 +101,16 @@ class Way:
         return found[0].steps if found else None
 
 
-def settle(ways: Collection[Way], wanted: float) -> Choice | None:
+def settle(ways: Collection[LinkWay], wanted: float) -> ChosenSettings | None:
     """Return the settings that every way has room for, and that give up least; None if there are none.
 
     The smallest H first, of an equal H the smallest overlap, then the fewest fragments, then no merging in regions, then the
     most bits: int4 was measured to be as good as bf16 (algorithm.md section 1), so bits are given up before anything else.
     """
     if not ways:
-        return Choice()
+        return ChosenSettings()
     ways = sorted(set(ways), key=lambda way: way.bits_per_s)  # what does not fit is found out soonest
-    best: Choice | None = None
+    best: ChosenSettings | None = None
     for choice in _choices(several=any(way.from_learners > 1 for way in ways)):
         if best is not None and not all(way.fits(replace(choice, steps=best.steps - 1), wanted) for way in ways):
             continue
@@ -124,15 +124,15 @@ def settle(ways: Collection[Way], wanted: float) -> Choice | None:
     return best
 
 
-def _choices(*, several: bool) -> Iterator[Choice]:
+def _choices(*, several: bool) -> Iterator[ChosenSettings]:
     for overlap_steps in OVERLAPS:
         for fragments in FRAGMENTS:
             for merge in (False, True) if several else (False,):
                 for bits in PRECISIONS:
-                    yield Choice(bits, PRESET.round.steps, overlap_steps, fragments, merge)
+                    yield ChosenSettings(bits, PRESET.round.steps, overlap_steps, fragments, merge)
 
 
-def needed_bits_per_s(way: Way, choice: Choice, wanted: float) -> float | None:
+def needed_bits_per_s(way: LinkWay, choice: ChosenSettings, wanted: float) -> float | None:
     """Return the least rate at which settings fit a way, to three digits; None if no rate is enough."""
     low, high = way.bits_per_s, way.bits_per_s
     while not replace(way, bits_per_s=high).fits(choice, wanted):

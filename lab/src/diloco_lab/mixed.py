@@ -29,7 +29,7 @@ HEAD = ("way", "K", "window", "goodput, %", "a fragment's version every", "by le
 
 
 @dataclass(frozen=True)
-class Way:
+class RoundMode:
     """A way to hold rounds: settings over those of the preset ``published``, and what is published of it.
 
     ``by_reports``: as Algorithm 2 counts (:mod:`diloco_lab.reports`); otherwise in the product's slots.
@@ -49,17 +49,17 @@ class Way:
 _NO_WINDOW = {"round.grace_factor": 0.0}
 _ALL = {"round.quorum": "all", **_NO_WINDOW}
 WAYS = (
-    Way("learners wait for all", _ALL | {"round.learners_wait": True}, published_goodput=0.84),
-    Way("rounds wait for all, learners do not", _ALL),
-    Way("one, in slots", _NO_WINDOW),
-    Way("one, in slots", {}),
-    Way("one, by reports", _NO_WINDOW, by_reports=True, published_goodput=1.0),
-    Way("one, by reports", {}, by_reports=True, published_goodput=1.0),
+    RoundMode("learners wait for all", _ALL | {"round.learners_wait": True}, published_goodput=0.84),
+    RoundMode("rounds wait for all, learners do not", _ALL),
+    RoundMode("one, in slots", _NO_WINDOW),
+    RoundMode("one, in slots", {}),
+    RoundMode("one, by reports", _NO_WINDOW, by_reports=True, published_goodput=1.0),
+    RoundMode("one, by reports", {}, by_reports=True, published_goodput=1.0),
 )
 
 
 @dataclass(frozen=True)
-class Played:
+class MixedOutcome:
     """One simulation: goodput, seconds between two versions of a fragment, learners a version, and what was merged.
 
     ``merged`` is a share of the tokens that were merged or lost. Learners hold the others when the simulation ends.
@@ -71,7 +71,7 @@ class Played:
     merged: float
 
 
-def play(way: Way, seed: int, duration_s: float = DURATION_S) -> Played:
+def play(way: RoundMode, seed: int, duration_s: float = DURATION_S) -> MixedOutcome:
     """Simulate one seed."""
     cluster = Cluster(
         chips=LEARNERS,
@@ -86,10 +86,10 @@ def play(way: Way, seed: int, duration_s: float = DURATION_S) -> Played:
     outcome = simulation.simulate(Scenario(cluster.split(seed), duration_s, seed, rounds))
     every_s = outcome.duration_us / MICROS * len(rounds.sizes) / outcome.versions
     merged, lost = outcome.merged_tokens, sum(learner.lost_tokens for learner in outcome.learners)
-    return Played(outcome.goodput, every_s, outcome.members / outcome.versions, merged / (merged + lost))
+    return MixedOutcome(outcome.goodput, every_s, outcome.members / outcome.versions, merged / (merged + lost))
 
 
-Found = tuple[Way, list[Played]]  # a way, and what was played of it, by seed
+Found = tuple[RoundMode, list[MixedOutcome]]  # a way, and what was played of it, by seed
 
 
 def sweep(seeds: Sequence[int], jobs: int) -> list[Found]:
@@ -104,7 +104,7 @@ def table(found: Sequence[Found]) -> tuple[list[str], list[list[str]]]:
     return list(HEAD), [_cells(way, played) for way, played in found]
 
 
-def _cells(way: Way, played: Sequence[Played]) -> list[str]:
+def _cells(way: RoundMode, played: Sequence[MixedOutcome]) -> list[str]:
     share, low, _ = goodput.interval([each.goodput for each in played])
     round_, known = way.rounds().settings.round, way.published_goodput
     width = f" ±{100 * (share - low):.1f}" if low < share else ""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from diloco.core.quantise import body_bytes
 from diloco.settings.run import Bits
-from diloco_lab.cluster import Link, Rounds, micros
+from diloco_lab.cluster import LearnerLink, Rounds, micros
 
 # measured in runs of some hours: numbers in messages take a few bytes less at the beginning, a few more later
 OFFER_BYTES = 205  # of an offer's frame beside its body
@@ -17,7 +17,7 @@ MEMBER_BYTES = 50
 class Direction:
     """One direction of a learner's link. ``cuts`` are stretches (from, until) in which nothing moves."""
 
-    def __init__(self, link: Link, cuts: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, link: LearnerLink, cuts: Sequence[tuple[int, int]]) -> None:
         self.link, self.cuts = link, cuts
         self.delay_us = micros(link.delay_s)
         self.bytes = 0

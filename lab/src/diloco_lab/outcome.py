@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from diloco_lab.cluster import MICROS, Learner, Rounds, micros
+from diloco_lab.cluster import MICROS, ClusterLearner, Rounds, micros
 from diloco_lab.lifetime import ChipTime, Fault, Lifetime, Stretch
 
 
 @dataclass(frozen=True)
-class Version:
+class MergedVersion:
     """A committed version, and whose offers are in it: (learner, steps, tokens)."""
 
     fragment: int
@@ -28,21 +28,21 @@ class Scenario:
     ``on_stretch``, ``on_version`` and ``on_failure`` are called with what happens; only the events of one learner are in order.
     """
 
-    learners: Sequence[Learner]
+    learners: Sequence[ClusterLearner]
     duration_s: float
     seed: int
     rounds: Rounds | None = None
     faults: Mapping[str, Sequence[Fault]] = field(default_factory=dict)
     cuts: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
-    on_stretch: Callable[[Learner, Stretch], Any] | None = None
-    on_version: Callable[[Version], Any] | None = None
-    on_failure: Callable[[Learner, Fault], Any] | None = None  # of those that are drawn, not a tape's
+    on_stretch: Callable[[ClusterLearner, Stretch], Any] | None = None
+    on_version: Callable[[MergedVersion], Any] | None = None
+    on_failure: Callable[[ClusterLearner, Fault], Any] | None = None  # of those that are drawn, not a tape's
 
     @property
     def duration_us(self) -> int:
         return micros(self.duration_s)
 
-    def lifetime(self, learner: Learner) -> Lifetime:
+    def lifetime(self, learner: ClusterLearner) -> Lifetime:
         """Return the lifetime of one of the learners, at its beginning."""
         notice = self.on_failure
         note = None if notice is None else lambda fault: notice(learner, fault)

@@ -8,10 +8,10 @@ from functools import cached_property
 from html import escape
 
 from diloco_lab import bandwidth, comparison, goodput, mixed, pictures, published, recovery
-from diloco_lab.bandwidth import Job
+from diloco_lab.bandwidth import ModelJob
 from diloco_lab.cluster import MICROS
 from diloco_lab.comparison import Errors
-from diloco_lab.goodput import Conditions, Row, mean_error, notes
+from diloco_lab.goodput import FleetConditions, GoodputRow, mean_error, notes
 from diloco_lab.published import Constants
 from diloco_lab.storm import DURATION_S, Storm
 from diloco_report import html
@@ -33,13 +33,13 @@ MEANINGS = {
 class Contents:
     """The contents of the page."""
 
-    rows: Sequence[Row]
-    conditions: Conditions
+    rows: Sequence[GoodputRow]
+    conditions: FleetConditions
     seeds: int
     days: float
     by_quorum: Sequence[mixed.Found]
     storm: Storm
-    job: Job
+    job: ModelJob
 
     @cached_property
     def pictures(self) -> dict[str, str]:
@@ -99,7 +99,7 @@ def _mixed(contents: Contents) -> str:
     return html.section("Mixed hardware", said, _table(*mixed.table(contents.by_quorum)))
 
 
-def _cells(rows: Sequence[Row], quantity: str) -> str:
+def _cells(rows: Sequence[GoodputRow], quantity: str) -> str:
     return _table(*goodput.table(rows, quantity))
 
 
@@ -156,5 +156,5 @@ def _recovery(contents: Contents) -> str:
     return html.section("Recovery", said, html.wide(contents.pictures["recovery"]) + cells)
 
 
-def _name(row: Row) -> str:
+def _name(row: GoodputRow) -> str:
     return row.strategy if row.learners == 1 else f"{row.strategy}, M = {row.learners}"

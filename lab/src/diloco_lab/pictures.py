@@ -13,11 +13,11 @@ from html import escape
 from typing import Literal
 
 from diloco_lab.bandwidth import Curve
-from diloco_lab.cluster import MICROS, Learner
-from diloco_lab.goodput import Row
+from diloco_lab.cluster import MICROS, ClusterLearner
+from diloco_lab.goodput import GoodputRow
 from diloco_lab.lifetime import Stretch
-from diloco_lab.outcome import Version
-from diloco_lab.recovery import Recovery
+from diloco_lab.outcome import MergedVersion
+from diloco_lab.recovery import RecoveryNeeds
 from diloco_report.charts import across, joined_spans, moment, nice_ticks, row_name, text_at, time_axis
 from diloco_report.html import style
 from diloco_report.units import count, share
@@ -47,7 +47,7 @@ Quantity = Literal["goodput", "uptime"]
 
 
 @dataclass(frozen=True)
-class Event:
+class PicturedFault:
     """A fault of a learner, written above its bar."""
 
     at_us: int
@@ -66,17 +66,17 @@ def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list
     return places
 
 
-def goodput(rows: Sequence[Row]) -> str:
+def goodput(rows: Sequence[GoodputRow]) -> str:
     """Draw goodput against chips, a line for each strategy and M."""
     return _by_chips(rows, "goodput")
 
 
-def uptime(rows: Sequence[Row]) -> str:
+def uptime(rows: Sequence[GoodputRow]) -> str:
     """Draw uptime against chips, a line for each strategy and M."""
     return _by_chips(rows, "uptime")
 
 
-def _by_chips(rows: Sequence[Row], quantity: Quantity) -> str:
+def _by_chips(rows: Sequence[GoodputRow], quantity: Quantity) -> str:
     """Draw means with their 95 % intervals as a band; hollow marks are published values."""
     if not rows:
         return '<p class="empty">Nothing was simulated.</p>'
@@ -156,12 +156,12 @@ class _Frame:
 
 
 def timeline(
-    learners: Sequence[Learner],
+    learners: Sequence[ClusterLearner],
     stretches: Mapping[str, Sequence[Stretch]],
-    versions: Sequence[Version],
+    versions: Sequence[MergedVersion],
     from_us: int,
     until_us: int,
-    events: Sequence[Event] = (),
+    events: Sequence[PicturedFault] = (),
 ) -> str:
     """Draw each learner's states; below, the number of slices that compute, and of learners merged into each version.
 
@@ -200,7 +200,7 @@ def timeline(
     return _svg(base + 50, f"What {len(learners)} learners did over time", [axis, *parts, *_state_key(seen, frame.left, base)])
 
 
-def _lane(frame: _Frame, learner: Learner, stretches: Iterable[Stretch], y: float, seen: set[str]) -> list[str]:
+def _lane(frame: _Frame, learner: ClusterLearner, stretches: Iterable[Stretch], y: float, seen: set[str]) -> list[str]:
     """Draw one learner's states as a bar at ``y``; the states drawn are added to ``seen``."""
     parts = [row_name(learner.name, frame.left, y + LANE / 2)]
     spans = [
@@ -230,7 +230,7 @@ def _state_key(seen: Collection[str], left: float, base: float) -> list[str]:
     return parts
 
 
-def _spans(learner: Learner, stretches: Iterable[Stretch]) -> list[tuple[int, int, str]]:
+def _spans(learner: ClusterLearner, stretches: Iterable[Stretch]) -> list[tuple[int, int, str]]:
     """Return (from, until, state) of a learner, in order."""
     spans = []
     for stretch in stretches:
@@ -254,7 +254,7 @@ def _spans(learner: Learner, stretches: Iterable[Stretch]) -> list[tuple[int, in
 
 
 def working(
-    learners: Iterable[Learner], stretches: Mapping[str, Sequence[Stretch]], from_us: int, until_us: int
+    learners: Iterable[ClusterLearner], stretches: Mapping[str, Sequence[Stretch]], from_us: int, until_us: int
 ) -> list[tuple[int, int]]:
     """Return (from when on, how many slices of all learners take part in a step), in order of time."""
     changes: dict[int, int] = {from_us: 0}
@@ -336,7 +336,7 @@ def utilisation(curves: Sequence[Curve]) -> str:
     return _svg(high, "Compute utilisation against bandwidth", [*parts, *marks])
 
 
-def recovery(named: Sequence[tuple[str, Recovery]]) -> str:
+def recovery(named: Sequence[tuple[str, RecoveryNeeds]]) -> str:
     """Draw the downtime of recovering learners against the link, a line each; hollow marks are where it becomes 0."""
     left, right, top, bottom, high = 52, 150, 14, 46, 360
     most = 2.0 * max((one.steps for _, one in named), default=0)

@@ -18,9 +18,9 @@ from diloco.core.fold import keyframe_bytes
 from diloco.core.quantise import body_bytes
 from diloco.core.retention import keyframes_kept
 from diloco.settings.presets import run_settings
-from diloco_lab.candidates import DAY_S, Candidate, Candidates, DataParallel, Estimate, estimate, simulated
+from diloco_lab.candidates import DAY_S, Candidates, DataParallel, PlanCandidate, SeedMean, estimate, simulated
 from diloco_lab.island import AT_ONCE_BYTES, IN_TURN_BYTES, STATE_SHARE, Hardware, fewest_shards, rows_bytes
-from diloco_lab.links import PRECISIONS, PRESET, Choice, Way, needed_bits_per_s
+from diloco_lab.links import PRECISIONS, PRESET, ChosenSettings, LinkWay, needed_bits_per_s
 from diloco_lab.sites import Default, Sites
 
 PUBLISHED_STEPS = 100  # the longest H of a published figure
@@ -60,7 +60,7 @@ class Region:
 
 
 @dataclass(frozen=True)
-class Island:
+class PlannedLearner:
     """A learner of a site, alike to the others there: its chips and hosts, its mesh, and the needs of a chip and of a host.
 
     Attributes:
@@ -106,15 +106,15 @@ class Bottleneck:
 class Plan:
     """The learners and settings to run, and the time, cost and needs that follow."""
 
-    chosen: Candidate
-    uptime: Estimate
+    chosen: PlanCandidate
+    uptime: SeedMean
     settings: Sequence[Setting]
     links: Sequence[LinkLoad]
     regions: Sequence[Region]
-    islands: Sequence[Island]
+    islands: Sequence[PlannedLearner]
     data_parallel: Sequence[DataParallel]
     bottleneck: Bottleneck
-    candidates: Sequence[Candidate]
+    candidates: Sequence[PlanCandidate]
     defaults: Sequence[Default]
     notes: Sequence[str]
 
@@ -127,7 +127,7 @@ def plan(sites: Sites, *, cheapest: bool = False) -> Plan:
     """
     found = Candidates(sites)
     measure: Callable[[Any], float] = (lambda one: one.cost.mean) if cheapest else (lambda one: one.days.mean)
-    candidates: list[Candidate] = []
+    candidates: list[PlanCandidate] = []
     tried: set[tuple[str, ...]] = set()
     # a candidate that is worse even without failures is not simulated, unless it is the best on its sites
     for one in sorted(found.without_failures(), key=measure):
@@ -155,7 +155,7 @@ def toml(settings: Sequence[Setting]) -> str:
 class _Planner:
     """Works out a plan from its chosen candidate."""
 
-    def __init__(self, found: Candidates, candidates: Sequence[Candidate], chosen: Candidate) -> None:
+    def __init__(self, found: Candidates, candidates: Sequence[PlanCandidate], chosen: PlanCandidate) -> None:
         self.found, self.sites, self.model = found, found.sites, found.model
         self.candidates, self.chosen = candidates, chosen
 
@@ -220,18 +220,18 @@ class _Planner:
             for name, learners in chosen.learners.items()
         ]
 
-    def islands(self) -> list[Island]:
+    def islands(self) -> list[PlannedLearner]:
         """Return the learners of each site. Where activations have less room than they should, one replica has all chips."""
         return [self._island(name, learners) for name, learners in self.chosen.learners.items()]
 
-    def _island(self, name: str, learners: int) -> Island:
+    def _island(self, name: str, learners: int) -> PlannedLearner:
         site, parameters = self.sites.sites[name], self.model.parameters
         chips = site.slices // learners * site.chips_per_slice
         hosts = math.ceil(chips / site.chips_per_host)
         hardware = Hardware(chips, site.memory_per_chip_bytes, hosts)
         needed_bytes = parameters * self.model.bytes_per_parameter
         fsdp = fewest_shards(needed_bytes, hardware) or chips
-        return Island(
+        return PlannedLearner(
             name,
             learners,
             chips,
@@ -288,7 +288,7 @@ class _Planner:
         run_settings(PRESET.preset, {one.name: one.value for one in found}, "plan")
         return found
 
-    def bottleneck(self, ways: Mapping[tuple[str, str], Way]) -> Bottleneck:
+    def bottleneck(self, ways: Mapping[tuple[str, str], LinkWay]) -> Bottleneck:
         """Return a link that made rounds rarer; else links or failures if they cost over a twentieth; else the chips."""
         chosen = self.chosen
         lost_links, lost_failures = 1 - chosen.utilisation, 1 - chosen.goodput.mean
@@ -302,9 +302,9 @@ class _Planner:
         why = f"the chips themselves: links cost {lost_links:.1%} of the time and failures {lost_failures:.1%}"
         return Bottleneck("chips", name, f"{why}; {name} has {paces[name] / sum(paces.values()):.0%} of the pace")
 
-    def _full(self, name: str, way: Way) -> Bottleneck:
+    def _full(self, name: str, way: LinkWay) -> Bottleneck:
         chosen = self.chosen
-        choice = Choice(merge=chosen.choice.merge)
+        choice = ChosenSettings(merge=chosen.choice.merge)
         needed = needed_bits_per_s(way, choice, self.sites.wanted.utilisation)
         why = (
             f"{way.bits_per_s / 1e9:.3g} Gbit/s are {way.load(chosen.choice):.0%} full at H = {chosen.choice.steps}; "
@@ -332,7 +332,7 @@ class _Planner:
             why += f"; plan.most_learners = {self.sites.wanted.most_learners} allows no smaller ones"
         return Bottleneck("failures", name, why)
 
-    def notes(self, islands: Sequence[Island]) -> list[str]:
+    def notes(self, islands: Sequence[PlannedLearner]) -> list[str]:
         """Return the limits and assumptions that no figure shows."""
         chosen, found = self.chosen, []
         if chosen.total > 1:
@@ -381,7 +381,7 @@ class _Planner:
             if idle:
                 yield f"{idle} of {site.chips} chips of {name} are in no learner: they make no whole slice for each; paid"
 
-    def _full_chips(self, islands: Sequence[Island]) -> Iterator[str]:
+    def _full_chips(self, islands: Sequence[PlannedLearner]) -> Iterator[str]:
         for one in islands:
             if one.state_share > STATE_SHARE:
                 yield (

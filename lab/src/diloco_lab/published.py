@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from diloco_lab.cluster import Cluster, Costs
-from diloco_lab.repair import Repair
+from diloco_lab.repair import RepairTime
 
 CHIPS = (150_000, 300_000, 600_000, 1_200_000, 2_400_000)
 LEARNERS = (1, 2, 4, 8, 16)
@@ -80,9 +80,9 @@ def link_gbit(step_s: float, datacenters: int, strategy: str, bits: int, utilisa
     return dict(zip(UTILISATIONS, row, strict=True)).get(utilisation) if row else None
 
 
-def repair_of(mean_s: float) -> Repair:
+def repair_of(mean_s: float) -> RepairTime:
     """Return the distribution of a slice's time away that has this mean."""
-    return Repair(REPAIR_EXPONENT, REPAIR_SHAPE, mean_s / Repair(REPAIR_EXPONENT, REPAIR_SHAPE, 1.0).mean_s)
+    return RepairTime(REPAIR_EXPONENT, REPAIR_SHAPE, mean_s / RepairTime(REPAIR_EXPONENT, REPAIR_SHAPE, 1.0).mean_s)
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,15 @@ from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 
-from diloco.core.tape import Back, Event, Gone, Start
+from diloco.core.tape import Back, Gone, Start, TapeEvent
 from diloco.errors import DataError
 from diloco.process import tape
 from diloco.service import rundir
 from diloco.wire import framing
-from diloco_ops.failures import Failure, Tape
+from diloco_ops.failures import Failure, FailureTape
 
 
-def of_run(directory: Path, duration_s: float) -> Tape:
+def of_run(directory: Path, duration_s: float) -> FailureTape:
     """Return the learners' absences in the first ``duration_s`` of a run, by the tapes in its directory.
 
     Raises:
@@ -35,7 +35,7 @@ def of_run(directory: Path, duration_s: float) -> Tape:
     return recorded(dated, duration_s, run.settings.liveness.dead_s)
 
 
-def recorded(events: Iterable[Event], duration_s: float, gone_s: float) -> Tape:
+def recorded(events: Iterable[TapeEvent], duration_s: float, gone_s: float) -> FailureTape:
     """Return the learners' absences in ``duration_s`` from a coordinator's first start on, as freezes, in order.
 
     ``gone_s`` is the silence after which the coordinator took a member for gone: the run's ``liveness.dead_s``. A learner that
@@ -60,7 +60,7 @@ def recorded(events: Iterable[Event], duration_s: float, gone_s: float) -> Tape:
         elif isinstance(event, Back) and event.member in gone:
             absences.append((gone.pop(event.member), event.member, at_s))
     absences += [(from_s, learner, duration_s) for learner, from_s in gone.items()]
-    return Tape(
+    return FailureTape(
         duration_s,
         [
             Failure(from_s, "freeze", learner, min(until_s, duration_s) - from_s)

@@ -32,7 +32,7 @@ VALUE_BITS = 32  # of what a member of this project sends: the log's keyframes a
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recovery:
+class RecoveryNeeds:
     """A recovery's needs, for each parameter of the model.
 
     Attributes:
@@ -75,21 +75,23 @@ class Recovery:
         return max(0.0, self.took_steps(rate) - self.steps)
 
 
-PUBLISHED = Recovery()
+PUBLISHED = RecoveryNeeds()
 
 
-def default_run(optimizer: Optimizer = "muon") -> Recovery:
+def default_run(optimizer: Optimizer = "muon") -> RecoveryNeeds:
     """Return a default run's recovery: value and outer momentum from the log, the optimizer's moments from a peer."""
     settings = run_settings()
     values = 8 * (KEYFRAME_BYTES + MOMENT_BYTES[optimizer]) // VALUE_BITS
-    return Recovery(values=values, value_bits=VALUE_BITS, version_bits=settings.codec.record_bits, steps=settings.round.steps)
+    return RecoveryNeeds(
+        values=values, value_bits=VALUE_BITS, version_bits=settings.codec.record_bits, steps=settings.round.steps
+    )
 
 
 NAMED = (("published", PUBLISHED), ("default run", default_run()))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class RecoveryRow:
     """A link, and what a recovery over it takes. ``took_steps`` and ``downtime_steps`` are None where it never ends."""
 
     name: str
@@ -101,8 +103,8 @@ class Row:
 
 
 def rows(
-    named: Iterable[tuple[str, Recovery]], parameters: float, step_s: float, copy_steps: Sequence[float] = COPY_STEPS
-) -> list[Row]:
+    named: Iterable[tuple[str, RecoveryNeeds]], parameters: float, step_s: float, copy_steps: Sequence[float] = COPY_STEPS
+) -> list[RecoveryRow]:
     """Return the rows of all recoveries over links that carry a copy of the parameters, 16 bits each, in so many steps.
 
     Raises:
@@ -118,7 +120,7 @@ def rows(
             took = recovery.took_steps(rate)
             ends = math.isfinite(took)
             found.append(
-                Row(
+                RecoveryRow(
                     name=name,
                     copy_steps=copy,
                     bits_per_s=rate / step_s,
@@ -130,7 +132,7 @@ def rows(
     return found
 
 
-def table(found: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+def table(found: Sequence[RecoveryRow]) -> tuple[list[str], list[list[str]]]:
     """Return headings and cells of a table: a row for each link, two columns for each recovery."""
     names = list(dict.fromkeys(row.name for row in found))
     head = ["steps a copy", "bit/s a parameter", "Gbit/s"]

@@ -18,7 +18,7 @@ _STEP = 0.03
 
 
 @dataclass(frozen=True)
-class Repair:
+class RepairTime:
     """An exponentiated Weibull distribution of seconds."""
 
     exponent: float

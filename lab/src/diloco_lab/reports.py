@@ -16,16 +16,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from diloco.core.chain import Chain
-from diloco.core.fragment_state import Version as Folded
-from diloco.core.pace import Average, grace_s
+from diloco.core.fragment_state import FragmentVersion as Folded
+from diloco.core.pace import MovingAverage, grace_s
 from diloco.core.round import Round
 from diloco.core.slots import offset
 from diloco.settings.presets import changed_settings
 from diloco.settings.run import RoundSettings
 from diloco_lab.cluster import MICROS, Rounds, micros
 from diloco_lab.events import MESSAGE, Events
-from diloco_lab.outcome import Version
-from diloco_lab.syncer import Listener, Syncer
+from diloco_lab.outcome import MergedVersion
+from diloco_lab.syncer import SimulatedSyncer, SyncedLearner
 
 
 @dataclass
@@ -35,8 +35,8 @@ class ReportClock:
     settings: RoundSettings
     step: int = 0
     reported: set[str] = field(default_factory=set)  # learners, since the step before
-    quorum_average: Average = field(default_factory=Average)  # from a step until the quorum of the next one
-    sync_average: Average = field(default_factory=Average)
+    quorum_average: MovingAverage = field(default_factory=MovingAverage)  # from a step until the quorum of the next one
+    sync_average: MovingAverage = field(default_factory=MovingAverage)
     _stepped_s: float = 0.0
     _is_near: bool = False  # whether the next step has its quorum
 
@@ -85,10 +85,10 @@ class ReportRound(Round):
         self.asked = frozenset()
 
 
-class ReportSyncer(Syncer):
+class ReportSyncer(SimulatedSyncer):
     """The syncer of a simulation that counts rounds by reports."""
 
-    def __init__(self, events: Events, rounds: Rounds, on_version: Callable[[Version], Any] | None) -> None:
+    def __init__(self, events: Events, rounds: Rounds, on_version: Callable[[MergedVersion], Any] | None) -> None:
         windowless = changed_settings(rounds.settings, {"round.grace_factor": 0.0}, "reports")  # its window is before a round
         super().__init__(events, replace(rounds, settings=windowless), on_version)
         self._clock, self._slots = ReportClock(rounds.settings.round), False
@@ -96,7 +96,7 @@ class ReportSyncer(Syncer):
     def _round(self, chain: Chain, fragments: int) -> ReportRound:
         return ReportRound(self.roster, chain, fragments)
 
-    def hear_report(self, now_us: int, member: Listener) -> None:
+    def hear_report(self, now_us: int, member: SyncedLearner) -> None:
         """Hear that a learner has ended a step."""
         now_s = now_us / MICROS
         self._note_paces(now_us)
@@ -117,11 +117,11 @@ class ReportSyncer(Syncer):
             else:  # those that it asked do not answer
                 self._announce(now_us, fragment)
 
-    def _asked(self, fragment: int) -> Sequence[Listener]:
+    def _asked(self, fragment: int) -> Sequence[SyncedLearner]:
         round_ = self.rounds[fragment]
         assert isinstance(round_, ReportRound)
         return [member for member in self.listeners if member.learner.name in round_.asked]
 
-    def _delivered(self, now_us: int, listeners: Sequence[Listener], folded: Folded) -> None:
+    def _delivered(self, now_us: int, listeners: Sequence[SyncedLearner], folded: Folded) -> None:
         super()._delivered(now_us, listeners, folded)
         self._clock.sync_average.add((now_us - self._opened_us[folded.chain.fragment]) / MICROS)

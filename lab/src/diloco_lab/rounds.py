@@ -21,12 +21,12 @@ from dataclasses import replace
 import numpy as np
 
 from diloco.core import boundary, claims
-from diloco.core.accounts import StepDone, Traffic
-from diloco.core.fragment_state import Answer, Phase
-from diloco.core.fragment_state import Version as Folded
+from diloco.core.accounts import MemberTraffic, StepDone
+from diloco.core.fragment_state import DueOffer, Phase
+from diloco.core.fragment_state import FragmentVersion as Folded
 from diloco.core.learner import Learner as Protocol
 from diloco.core.pace import first_due_steps
-from diloco.core.round import Held
+from diloco.core.round import RoundOffer
 from diloco.errors import SettingsError
 from diloco.settings.presets import changed_settings
 from diloco.wire.control import Announcement, Heartbeat
@@ -36,7 +36,7 @@ from diloco_lab.history import AHEAD_US, Steps
 from diloco_lab.network import Direction, Sizes
 from diloco_lab.outcome import LearnerOutcome, Outcome, Scenario, Uptime
 from diloco_lab.reports import ReportSyncer
-from diloco_lab.syncer import NO_BODY, Syncer
+from diloco_lab.syncer import NO_BODY, SimulatedSyncer
 
 NO_VALUES = np.zeros(0, np.uint8)
 FOR_EVER = 10**18  # tokens: the run does not end by itself
@@ -65,7 +65,7 @@ def simulate(scenario: Scenario, rounds: Rounds) -> Outcome:
                 f"{learner.slices * learner.tokens} a step, expected at most {most}"
             )
     events, uptime = Events(scenario.duration_us), Uptime(len(scenario.learners), scenario.duration_us)
-    syncer = (ReportSyncer if rounds.by_reports else Syncer)(events, rounds, scenario.on_version)
+    syncer = (ReportSyncer if rounds.by_reports else SimulatedSyncer)(events, rounds, scenario.on_version)
     members = [_Member(events, syncer, scenario, rounds, index, uptime) for index in range(len(scenario.learners))]
     syncer.listeners.extend(members)
     for member in members:
@@ -79,7 +79,9 @@ def simulate(scenario: Scenario, rounds: Rounds) -> Outcome:
 class _Member:
     """A learner: its lifetime, its link, and its protocol side."""
 
-    def __init__(self, events: Events, syncer: Syncer, scenario: Scenario, rounds: Rounds, index: int, uptime: Uptime) -> None:
+    def __init__(
+        self, events: Events, syncer: SimulatedSyncer, scenario: Scenario, rounds: Rounds, index: int, uptime: Uptime
+    ) -> None:
         self.events, self.syncer, self.rounds, self.settings = events, syncer, rounds, rounds.settings
         self.index, self.learner = index, scenario.learners[index]
         cuts = scenario.cuts.get(self.learner.name, ())
@@ -293,7 +295,7 @@ class _Member:
         self._tell_step(step + 1)
 
     def _heartbeat(self) -> Heartbeat:
-        return self.protocol.heartbeat([], 1, Traffic(self.up.bytes, self.down.bytes, 0))
+        return self.protocol.heartbeat([], 1, MemberTraffic(self.up.bytes, self.down.bytes, 0))
 
     # ---- rounds
 
@@ -344,11 +346,11 @@ class _Member:
         else:
             self._encoded(now_us, self.process, answer, arrives_us)
 
-    def _encoded(self, now_us: int, process: int, answer: Answer, arrives_us: int) -> None:
+    def _encoded(self, now_us: int, process: int, answer: DueOffer, arrives_us: int) -> None:
         if process != self.process:
             return
         offer = self.protocol.encoded(answer).message(answer.fragment, NO_BODY)
-        self.events.at(arrives_us, MESSAGE, self.syncer.hear_offer, Held(offer, NO_VALUES))
+        self.events.at(arrives_us, MESSAGE, self.syncer.hear_offer, RoundOffer(offer, NO_VALUES))
         if self.protocol.fragments[answer.fragment].pending:
             self._wake(now_us, answer.fragment)
 

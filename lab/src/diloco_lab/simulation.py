@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from diloco_lab import rounds
-from diloco_lab.history import AHEAD_US, History
+from diloco_lab.history import AHEAD_US, LifetimeTotals
 from diloco_lab.outcome import Outcome, Scenario, Uptime
 
 
@@ -12,7 +12,7 @@ def simulate(scenario: Scenario) -> Outcome:
     if scenario.rounds is not None:
         return rounds.simulate(scenario, scenario.rounds)
     uptime = Uptime(len(scenario.learners), scenario.duration_us)
-    histories = [History(scenario, index, learner, uptime) for index, learner in enumerate(scenario.learners)]
+    histories = [LifetimeTotals(scenario, index, learner, uptime) for index, learner in enumerate(scenario.learners)]
     # together, so that uptime can be settled and forgotten
     for until_us in range(0, scenario.duration_us + AHEAD_US, AHEAD_US):
         for history in histories:

@@ -36,7 +36,7 @@ class _Table(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class Model(_Table):
+class ModelSpec(_Table):
     """The model and its training."""
 
     parameters: Whole = Field(description="parameters of the model")
@@ -96,18 +96,18 @@ class Site(_Table):
         """Of all chips, those that make no whole slice too."""
         return self.chips * self.price_per_chip_hour
 
-    def chip_tokens_per_s(self, model: Model) -> float:
+    def chip_tokens_per_s(self, model: ModelSpec) -> float:
         """Tokens that a chip takes a second while it computes."""
         if self.tokens_per_s_per_chip is not None:
             return self.tokens_per_s_per_chip
         assert self.flops_per_chip is not None
         return self.flops_per_chip * self.flops_utilisation / (FLOPS_PER_PARAMETER * model.parameters)
 
-    def needed_slices(self, model: Model) -> int:
+    def needed_slices(self, model: ModelSpec) -> int:
         """Return the fewest slices that a learner fits on."""
         return math.ceil(model.parameters * model.bytes_per_parameter / (self.chips_per_slice * self.memory_per_chip_bytes))
 
-    def most_learners(self, model: Model) -> int:
+    def most_learners(self, model: ModelSpec) -> int:
         """Return the most learners that slices and memory allow."""
         return self.slices // self.needed_slices(model)
 
@@ -133,7 +133,7 @@ class Default:
 class Sites:
     """The contents of a file."""
 
-    model: Model
+    model: ModelSpec
     wanted: Wanted
     sites: Mapping[str, Site]
     links: Sequence[Between]
@@ -166,8 +166,10 @@ class _Reader:
                 raise self._error(name, "", f"is no table of such a file{nearest(name, TABLES)}; there are {', '.join(TABLES)}")
         for name in ("model", "sites"):
             if not self.values.get(name):
-                raise SettingsError(f"{self.path}: [{name}] is missing: {Model.__doc__ if name == 'model' else Site.__doc__}")
-        model = self._table(Model, "model", self.values["model"])
+                raise SettingsError(
+                    f"{self.path}: [{name}] is missing: {ModelSpec.__doc__ if name == 'model' else Site.__doc__}"
+                )
+        model = self._table(ModelSpec, "model", self.values["model"])
         wanted = self._table(Wanted, "plan", self.values.get("plan", {}))
         sites = {name: self._table(Site, f"sites.{name}", table) for name, table in self._mapping("sites").items()}
         for name, site in sites.items():
@@ -187,7 +189,7 @@ class _Reader:
             raise self._error(name, "", f"= {shown(found)}, expected tables [{name}.NAME]")
         return found
 
-    def _check_site(self, name: str, site: Site, model: Model, wanted: Wanted) -> None:
+    def _check_site(self, name: str, site: Site, model: ModelSpec, wanted: Wanted) -> None:
         table = f"sites.{name}"
         if (site.tokens_per_s_per_chip is None) == (site.flops_per_chip is None):
             which = "neither" if site.flops_per_chip is None else "both"

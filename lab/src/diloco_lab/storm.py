@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 from diloco.settings.presets import run_settings
 from diloco_lab import simulation, tapes
-from diloco_lab.cluster import MICROS, Learner, Rounds
-from diloco_lab.goodput import Conditions, strategy_of
+from diloco_lab.cluster import MICROS, ClusterLearner, Rounds
+from diloco_lab.goodput import FleetConditions, strategy_of
 from diloco_lab.lifetime import Stretch
-from diloco_lab.outcome import Outcome, Scenario, Version
-from diloco_lab.pictures import Event
-from diloco_ops.failures import Failure, Tape
+from diloco_lab.outcome import MergedVersion, Outcome, Scenario
+from diloco_lab.pictures import PicturedFault
+from diloco_ops.failures import Failure, FailureTape
 
 STRATEGY = "decoupled"
 LEARNERS = 8
@@ -27,7 +27,7 @@ RACK = 128  # slices that fail at once
 _RACK_S, _RACK_LASTS_S = 180.0, 480.0
 
 
-def tape() -> Tape:
+def tape() -> FailureTape:
     """Return the storm's failures."""
     racks = [
         Failure(_RACK_S, "chip_loss", f"{learner}/slice-{index}", _RACK_LASTS_S)
@@ -40,21 +40,21 @@ def tape() -> Tape:
         Failure(660.0, "freeze", "learner-6", 90.0),
         Failure(840.0, "cut", "learner-7", 120.0),
     ]
-    return Tape(DURATION_S, [*racks, *others])
+    return FailureTape(DURATION_S, [*racks, *others])
 
 
 @dataclass(frozen=True)
 class Storm:
     """A simulated storm, for a picture."""
 
-    learners: Sequence[Learner]
+    learners: Sequence[ClusterLearner]
     stretches: dict[str, list[Stretch]]
-    versions: list[Version]
-    events: list[Event]
+    versions: list[MergedVersion]
+    events: list[PicturedFault]
     outcome: Outcome
 
 
-def simulate(conditions: Conditions, seed: int) -> Storm:
+def simulate(conditions: FleetConditions, seed: int) -> Storm:
     """Play the storm.
 
     Raises:
@@ -64,7 +64,7 @@ def simulate(conditions: Conditions, seed: int) -> Storm:
     settings = run_settings(STRATEGY, {"learners": LEARNERS})
     played = tapes.played(tape(), learners)
     stretches: dict[str, list[Stretch]] = {learner.name: [] for learner in learners}
-    versions: list[Version] = []
+    versions: list[MergedVersion] = []
     scenario = Scenario(
         learners,
         DURATION_S,
@@ -79,7 +79,7 @@ def simulate(conditions: Conditions, seed: int) -> Storm:
     return Storm(learners, stretches, versions, _events(tape()), outcome)
 
 
-def _events(tape: Tape) -> list[Event]:
+def _events(tape: FailureTape) -> list[PicturedFault]:
     """Return the tape's failures in words: slices that fail together are one event."""
     together: dict[tuple[str, float, str], list[Failure]] = {}
     for failure in tape.failures:
@@ -92,7 +92,7 @@ def _events(tape: Tape) -> list[Event]:
         "cut": "cut off for {minutes:g} min, steps on",
     }
     return [
-        Event(
+        PicturedFault(
             round(at_s * MICROS),
             learner,
             words[kind].format(number=len(met), minutes=met[0].duration_s / 60, factor=met[0].number("factor", 1.0)),

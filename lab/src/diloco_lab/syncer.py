@@ -16,26 +16,26 @@ from msgspec import structs
 
 from diloco.core import merging
 from diloco.core.chain import Chain
-from diloco.core.fragment_state import Version as Folded
+from diloco.core.fragment_state import FragmentVersion as Folded
 from diloco.core.roster import Roster
-from diloco.core.round import Held, Merge, Round
+from diloco.core.round import Merge, Round, RoundOffer
 from diloco.core.slots import offset
 from diloco.wire.body import Body
 from diloco.wire.control import Announcement, Heartbeat
-from diloco_lab.cluster import MICROS, NEVER_US, Learner, Rounds, micros
+from diloco_lab.cluster import MICROS, NEVER_US, ClusterLearner, Rounds, micros
 from diloco_lab.events import LOOK, MESSAGE, Events
 from diloco_lab.history import Steps
 from diloco_lab.network import Direction, Sizes
-from diloco_lab.outcome import Version
+from diloco_lab.outcome import MergedVersion
 
 NO_HASH = bytes(32)
 NO_BODY = Body(0, NO_HASH, 0, bytes(8))
 
 
-class Listener(Protocol):
+class SyncedLearner(Protocol):
     """A learner as the syncer knows it."""
 
-    learner: Learner
+    learner: ClusterLearner
     process: int  # number of its process
     steps: Steps
     up: Direction
@@ -54,12 +54,12 @@ class Listener(Protocol):
         """Return when the syncer hears of a boundary of the learner's."""
 
 
-class Syncer:
+class SimulatedSyncer:
     """The rounds of all fragments."""
 
-    def __init__(self, events: Events, rounds: Rounds, on_version: Callable[[Version], Any] | None) -> None:
+    def __init__(self, events: Events, rounds: Rounds, on_version: Callable[[MergedVersion], Any] | None) -> None:
         self.events, self.settings, self._on_version = events, rounds.settings, on_version
-        self.listeners: list[Listener] = []  # all learners
+        self.listeners: list[SyncedLearner] = []  # all learners
         self.roster = Roster(rounds.settings)
         self._sizes, self._commit_s = Sizes(rounds), rounds.commit_s
         count = len(rounds.sizes)
@@ -70,7 +70,7 @@ class Syncer:
         self._looks: set[tuple[int, int]] = set()  # (time, fragment) of those that are to come
         self._due: set[int] = set()  # fragments of whose next round too few learners have said that it is due
         self._gone: dict[str, int] = defaultdict(int)  # by learner: reasons to take it for dead
-        self._unsteady: dict[str, Listener] = {}  # learners whose step times change
+        self._unsteady: dict[str, SyncedLearner] = {}  # learners whose step times change
         self._slots = not rounds.settings.round.learners_wait  # whether rounds are due in slots
         self._noted_us = -1  # when learners' steps were last noted
         self._unplanned: set[int] = set()  # fragments of which it is not known when their next slot comes
@@ -80,13 +80,15 @@ class Syncer:
 
     # ---- learners
 
-    def hear(self, now_us: int, member: Listener, heartbeat: Heartbeat) -> None:
+    def hear(self, now_us: int, member: SyncedLearner, heartbeat: Heartbeat) -> None:
         """Take in the first heartbeat of a process."""
         self.roster.hear(heartbeat, now_us / MICROS)
         self._note_live(member)
         self._look_around(now_us)
 
-    def hear_due(self, now_us: int, member: Listener, process: int, fragment: int, version: int, since: int, step: int) -> None:
+    def hear_due(
+        self, now_us: int, member: SyncedLearner, process: int, fragment: int, version: int, since: int, step: int
+    ) -> None:
         """Hear that a learner, which applied ``version`` after ``since`` steps, has taken enough since to answer a round."""
         round_, seen = self.rounds[fragment], self.roster.learners.get(member.learner.name)
         if process == member.process and round_.chain.version == version and seen is not None:
@@ -96,19 +98,19 @@ class Syncer:
                 self._due.add(fragment)
                 self._look_at(now_us, fragment)
 
-    def lose(self, now_us: int, member: Listener) -> None:
+    def lose(self, now_us: int, member: SyncedLearner) -> None:
         """Take a learner for dead: it has been silent for long."""
         self._gone[member.learner.name] += 1
         self._note_live(member)
         self._look_around(now_us)
 
-    def find(self, now_us: int, member: Listener) -> None:
+    def find(self, now_us: int, member: SyncedLearner) -> None:
         """Take a learner for alive again."""
         self._gone[member.learner.name] -= 1
         self._note_live(member)
         self._look_around(now_us)
 
-    def _note_live(self, member: Listener) -> None:
+    def _note_live(self, member: SyncedLearner) -> None:
         """Bring the roster up to date: it is told when a learner's heartbeats cease and begin, and not of each one."""
         seen = self.roster.learners.get(member.learner.name)
         if seen is not None:
@@ -116,7 +118,7 @@ class Syncer:
             seen.first_s = seen.stepped_s = math.inf  # its steps are not told one by one
             self.roster.change(self.settings, self.roster.excluded)
 
-    def watch_pace(self, member: Listener, now_us: int) -> None:
+    def watch_pace(self, member: SyncedLearner, now_us: int) -> None:
         """Follow a learner's step time for as long as it changes; its lifetime has been played on."""
         self._unsteady[member.learner.name] = member
         for fragment in self._unplanned:
@@ -203,22 +205,22 @@ class Syncer:
             steps=self.settings.round.steps,
             offer_bits=[],
         )
-        arrives: dict[int, list[Listener]] = defaultdict(list)
+        arrives: dict[int, list[SyncedLearner]] = defaultdict(list)
         for member in self._asked(fragment):
             down = member.down
             arrives[down.open_us(down.open_us(now_us) + down.delay_us)].append(member)  # it is repeated
         for at_us, listeners in arrives.items():
             self.events.at(at_us, MESSAGE, self._announced, listeners, announced)
 
-    def _asked(self, fragment: int) -> Sequence[Listener]:
+    def _asked(self, fragment: int) -> Sequence[SyncedLearner]:
         """Return the learners that a fragment's open round asks."""
         return self.listeners
 
-    def _announced(self, now_us: int, listeners: Sequence[Listener], announced: Announcement) -> None:
+    def _announced(self, now_us: int, listeners: Sequence[SyncedLearner], announced: Announcement) -> None:
         for listener in listeners:
             listener.hear_round(now_us, announced)
 
-    def hear_offer(self, now_us: int, held: Held) -> None:
+    def hear_offer(self, now_us: int, held: RoundOffer) -> None:
         """Hold an offer for the next version."""
         fragment = held.offer.fragment
         self.rounds[fragment].hold(held)
@@ -247,7 +249,7 @@ class Syncer:
         self.members += len(record.members)
         folded = Folded(record, replace(chain, cursors=dict(chain.cursors)))
         size_bytes = self._sizes.record(fragment, len(record.members))
-        arrives: dict[int, list[Listener]] = defaultdict(list)
+        arrives: dict[int, list[SyncedLearner]] = defaultdict(list)
         for member in self.listeners:
             if not member.is_silent(now_us, absent=True):
                 arrives[member.down.send(now_us, size_bytes)].append(member)
@@ -255,8 +257,8 @@ class Syncer:
             self.events.at(at_us, MESSAGE, self._delivered, listeners, folded)
         if self._on_version:
             names = tuple((m.learner, m.steps, m.tokens) for m in record.members)
-            self._on_version(Version(fragment, record.version, self._opened_us[fragment], now_us, names))
+            self._on_version(MergedVersion(fragment, record.version, self._opened_us[fragment], now_us, names))
 
-    def _delivered(self, now_us: int, listeners: Sequence[Listener], folded: Folded) -> None:
+    def _delivered(self, now_us: int, listeners: Sequence[SyncedLearner], folded: Folded) -> None:
         for listener in listeners:
             listener.receive(now_us, folded)

@@ -19,11 +19,11 @@ from fnmatch import fnmatchcase
 from typing import get_args
 
 from diloco.settings.validation import nearest
-from diloco_lab.cluster import MICROS, Learner, micros
+from diloco_lab.cluster import MICROS, ClusterLearner, micros
 from diloco_lab.lifetime import Fault, FaultKind
 from diloco_lab.outcome import Scenario
 from diloco_ops import failures
-from diloco_ops.failures import Failure, Tape
+from diloco_ops.failures import Failure, FailureTape
 
 CUT = "cut"
 KINDS = (*get_args(FaultKind), CUT)
@@ -31,7 +31,7 @@ OTHERS = ("syncer", "coordinator", "evaluator", "nats", "link", "heartbeats", "r
 
 
 @dataclass
-class Played:
+class PlayedTape:
     """A tape as learners feel it: faults and cuts (from, until) by learner, and what was left out, by kind."""
 
     duration_s: float
@@ -40,7 +40,7 @@ class Played:
     left_out: dict[str, int] = field(default_factory=dict)
 
 
-def read(lines: Iterable[str], source: str, learners: Sequence[Learner]) -> Played:
+def read(lines: Iterable[str], source: str, learners: Sequence[ClusterLearner]) -> PlayedTape:
     """Read a tape for these learners.
 
     Raises:
@@ -51,9 +51,9 @@ def read(lines: Iterable[str], source: str, learners: Sequence[Learner]) -> Play
     return played(tape, learners)
 
 
-def played(tape: Tape, learners: Sequence[Learner]) -> Played:
+def played(tape: FailureTape, learners: Sequence[ClusterLearner]) -> PlayedTape:
     """Return the faults and cuts of a tape for these learners."""
-    found = Played(tape.duration_s)
+    found = PlayedTape(tape.duration_s)
     for failure in tape.failures:
         met = [learner for learner in learners if fnmatchcase(learner.name, _learner(failure))]
         if failure.kind not in KINDS or not met:
@@ -70,27 +70,27 @@ def played(tape: Tape, learners: Sequence[Learner]) -> Played:
     return found
 
 
-def record(scenario: Scenario, drawn: Iterable[tuple[str, Fault]]) -> Tape:
+def record(scenario: Scenario, drawn: Iterable[tuple[str, Fault]]) -> FailureTape:
     """Return the failures that a simulation drew (:attr:`Scenario.on_failure`), for a live run or another simulation."""
     made = [
         Failure(fault.at_us / MICROS, fault.kind, f"{name}/slice-{fault.slice}", fault.duration_us / MICROS)
         for name, fault in drawn
         if fault.at_us <= scenario.duration_us
     ]
-    return Tape(scenario.duration_s, sorted(made, key=lambda f: (f.at_s, f.target)), {"seed": float(scenario.seed)})
+    return FailureTape(scenario.duration_s, sorted(made, key=lambda f: (f.at_s, f.target)), {"seed": float(scenario.seed)})
 
 
-def whole_learners(tape: Tape, downtime_s: float) -> Tape:
+def whole_learners(tape: FailureTape, downtime_s: float) -> FailureTape:
     """Return a tape for learners without slices: a lost slice freezes its learner while it would reconfigure."""
     made = [Failure(f.at_s, "freeze", _learner(f), downtime_s, f.values) if f.kind == "chip_loss" else f for f in tape.failures]
-    return Tape(tape.duration_s, made, tape.about)
+    return FailureTape(tape.duration_s, made, tape.about)
 
 
 def _learner(failure: Failure) -> str:
     return failure.target.partition("/")[0]
 
 
-def _slices(failure: Failure, learner: Learner) -> list[int]:
+def _slices(failure: Failure, learner: ClusterLearner) -> list[int]:
     pattern = failure.target.split("/")[1]
     if pattern.removeprefix("slice-").isdecimal():
         index = int(pattern.removeprefix("slice-"))
@@ -98,7 +98,7 @@ def _slices(failure: Failure, learner: Learner) -> list[int]:
     return [index for index in range(learner.slices) if fnmatchcase(f"slice-{index}", pattern)]
 
 
-def _complaint(failure: Failure, learners: Mapping[str, Learner]) -> str | None:
+def _complaint(failure: Failure, learners: Mapping[str, ClusterLearner]) -> str | None:
     name = _learner(failure)
     met = [learner for known, learner in learners.items() if fnmatchcase(known, name)]
     if not met:
@@ -118,6 +118,6 @@ def _complaint(failure: Failure, learners: Mapping[str, Learner]) -> str | None:
     return None
 
 
-def _listed(learners: Mapping[str, Learner]) -> str:
+def _listed(learners: Mapping[str, ClusterLearner]) -> str:
     names = list(learners)
     return ", ".join(names) if len(names) <= 8 else f"{names[0]} to {names[-1]}"

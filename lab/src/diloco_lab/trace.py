@@ -20,7 +20,7 @@ from itertools import product
 from diloco.errors import FormatError, SettingsError
 from diloco.settings.validation import nearest
 from diloco_ops import failures
-from diloco_ops.failures import MAX_FAILURES, MAX_SECONDS, Failure, Tape
+from diloco_ops.failures import MAX_FAILURES, MAX_SECONDS, Failure, FailureTape
 
 KIND = "chip_loss"
 MAX_ROWS = MAX_FAILURES
@@ -432,7 +432,7 @@ def own_names(trace: Trace) -> dict[str, str]:
     return {unit: unit for unit in trace.joined_s}
 
 
-def cut(trace: Trace, targets: Mapping[str, str], from_s: float = 0.0, for_s: float | None = None) -> Tape:
+def cut(trace: Trace, targets: Mapping[str, str], from_s: float = 0.0, for_s: float | None = None) -> FailureTape:
     """Return a stretch of a trace as a failure tape. A unit away at its beginning is lost at 0; one at its end, until then.
 
     Raises:
@@ -454,4 +454,4 @@ def cut(trace: Trace, targets: Mapping[str, str], from_s: float = 0.0, for_s: fl
     ]
     if len(lost) > MAX_FAILURES:
         raise SettingsError(f"{len(lost)} failures are more than a tape's {MAX_FAILURES}; cut it with --for")
-    return Tape(length_s, lost)
+    return FailureTape(length_s, lost)

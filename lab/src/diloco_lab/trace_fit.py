@@ -22,7 +22,7 @@ from scipy.optimize import brentq, minimize
 from scipy.stats import CensoredData, chi2, ecdf
 
 from diloco.errors import DataError, SettingsError
-from diloco_lab.repair import Repair, log_mean
+from diloco_lab.repair import RepairTime, log_mean
 from diloco_lab.trace import Outage, Trace
 
 Floats = NDArray[np.float64]
@@ -36,7 +36,7 @@ _LOG_BOUNDS = [(math.log(low), math.log(high)) for low, high in BOUNDS.values()]
 
 
 @dataclass(frozen=True)
-class Estimate:
+class FittedValue:
     """The most likely value, and its 95 % interval."""
 
     value: float
@@ -53,20 +53,20 @@ class Fitted:
     interruptions: int
     repairs: int
     open_repairs: int  # not ended when the observation did
-    mean_between_s: Estimate  # of one unit
-    mean_between_chip_s: Estimate | None  # of one chip; None: the chips of a unit are not given
-    between_shape: Estimate | None  # Weibull; 1: interruptions at a constant rate; None: too few units failed twice
-    repair_exponent: Estimate
-    repair_shape: Estimate
-    repair_scale_s: Estimate
-    mean_repair_s: Estimate
+    mean_between_s: FittedValue  # of one unit
+    mean_between_chip_s: FittedValue | None  # of one chip; None: the chips of a unit are not given
+    between_shape: FittedValue | None  # Weibull; 1: interruptions at a constant rate; None: too few units failed twice
+    repair_exponent: FittedValue
+    repair_shape: FittedValue
+    repair_scale_s: FittedValue
+    mean_repair_s: FittedValue
     repair_distance: float  # Kolmogorov-Smirnov, between the fit and Kaplan and Meier's estimate
     notes: list[str]
 
     @property
-    def repair(self) -> Repair:
+    def repair(self) -> RepairTime:
         """Return the most likely distribution of repairs."""
-        return Repair(self.repair_exponent.value, self.repair_shape.value, self.repair_scale_s.value)
+        return RepairTime(self.repair_exponent.value, self.repair_shape.value, self.repair_scale_s.value)
 
 
 def fit(trace: Trace, units: int | None = None, chips_per_unit: int | None = None) -> Fitted:
@@ -155,15 +155,15 @@ def _notes(fitted: Fitted, trace: Trace, *, given: bool) -> Iterator[str]:
             yield f"the repairs do not bound the {name}: its interval ends where the search does"
 
 
-def mean_between(events: int, up_s: float) -> Estimate:
+def mean_between(events: int, up_s: float) -> FittedValue:
     """Return the mean time between the events (above 0) of a Poisson process in ``up_s``, with Garwood's interval."""
     outside = (1 - LEVEL) / 2
     most, least = chi2.ppf(1 - outside, 2 * events + 2) / 2, chi2.ppf(outside, 2 * events) / 2
-    return Estimate(up_s / events, up_s / float(most), up_s / float(least))
+    return FittedValue(up_s / events, up_s / float(most), up_s / float(least))
 
 
-def _times(estimate: Estimate, factor: float) -> Estimate:
-    return Estimate(estimate.value * factor, estimate.low * factor, estimate.high * factor)
+def _times(estimate: FittedValue, factor: float) -> FittedValue:
+    return FittedValue(estimate.value * factor, estimate.low * factor, estimate.high * factor)
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ class _Likelihood:
         climbed = [self._climb(start, self._held, of_mean=False) for start in starts]
         self._best, self._most = max(climbed, key=lambda point: point[1])
 
-    def estimate(self, name: str) -> Estimate:
+    def estimate(self, name: str) -> FittedValue:
         """Return the estimate of the exponent, the shape, the scale or the mean."""
         of_mean = name == "mean"
         index = 2 if of_mean else NAMES.index(name)
@@ -208,7 +208,7 @@ class _Likelihood:
             best[2] += log_mean(best[0], best[1])
         edges = (self._edge(best, index, step, of_mean=of_mean) for step in (-0.1, 0.1))
         unit = self._unit_s if index == 2 else 1.0
-        return Estimate(*(unit * math.exp(log) for log in (float(best[index]), *edges)))
+        return FittedValue(*(unit * math.exp(log) for log in (float(best[index]), *edges)))
 
     def _edge(self, inner: Floats, index: int, step: float, *, of_mean: bool) -> float:
         """Return how far a coordinate can go in the direction of ``step`` before the best fit with it is too unlikely."""

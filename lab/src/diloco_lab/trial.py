@@ -34,8 +34,8 @@ from diloco_lab.paces.stalls import lengthened
 from diloco_lab.paces.times import Clock, Paces
 from diloco_lab.virtual.server import matches
 from diloco_lab.virtual.transport import CONTROL
-from diloco_lab.virtual.world import Process, World
-from diloco_learner.feed import Feed
+from diloco_lab.virtual.world import VirtualProcess, World
+from diloco_learner.feed import BatchFeed
 from diloco_learner.island import Island
 from diloco_learner.task import Task
 from diloco_learner.trainer import carry_out
@@ -118,10 +118,10 @@ class _Training(World):
         self.trained = 0  # tokens
         self.steps, self.offers = [Clock(pace.steps) for pace in paces], [Clock(pace.offers) for pace in paces]
         self.commits, self.subjects = Clock(trial.paces.commits), Subjects(RUN)
-        others = [Process(self, "creator", CONTROL, self._create)]
-        others += [Process(self, f"syncer-{i}", CONTROL, self._sync) for i in range(self.settings.shards)]
+        others = [VirtualProcess(self, "creator", CONTROL, self._create)]
+        others += [VirtualProcess(self, f"syncer-{i}", CONTROL, self._sync) for i in range(self.settings.shards)]
         if trial.changes:
-            others.append(Process(self, "operator", CONTROL, self._operate))
+            others.append(VirtualProcess(self, "operator", CONTROL, self._operate))
         self.learners = [_Learner(self, i) for i in range(len(paces))]
         self.processes = [*others, *self.learners]
         for process in others:
@@ -138,7 +138,7 @@ class _Training(World):
         else:
             action(*args)
 
-    def append_s(self, process: Process, subject: str) -> float:
+    def append_s(self, process: VirtualProcess, subject: str) -> float:
         """Return how much longer an offer or a record takes than any other message."""
         if isinstance(process, _Learner):
             return self.offers[process.index].next_s() if matches(self.subjects.offer("*"), subject) else 0.0
@@ -150,24 +150,24 @@ class _Training(World):
         if over and all(learner.ended or not learner.alive for learner in self.learners):
             self.scheduler.stopped = True
 
-    async def _create(self, process: Process) -> None:
+    async def _create(self, process: VirtualProcess) -> None:
         await creation.create(process.transport, RUN, self.settings)
 
-    async def _sync(self, process: Process) -> None:
+    async def _sync(self, process: VirtualProcess) -> None:
         run = await creation.find(process.transport, RUN, self.logger)
         shard = Shard(
             process.transport, run, await creation.find_map(run), SyncerSettings(name=process.name, run=RUN), self.logger
         )
         await shard.serve()
 
-    async def _operate(self, process: Process) -> None:
+    async def _operate(self, process: VirtualProcess) -> None:
         run = await creation.find(process.transport, RUN, self.logger)
         for after, settings in self.trial.changes:
             while self.trained < after * self.settings.tokens:
                 await asyncio.sleep(IDLE_S)
             await append_changes(process.transport, run, partial(_sets, settings), author=process.name)
 
-    async def learn(self, index: int, process: Process) -> None:
+    async def learn(self, index: int, process: VirtualProcess) -> None:
         """Train a learner to the end of the run, from the log and a peer's optimizer state on."""
         run = await creation.find(process.transport, RUN, self.logger)
         settings = LearnerSettings(name=process.name, run=RUN, share=index)
@@ -178,7 +178,7 @@ class _Training(World):
         wanted = island.wanted(optimizer_only=True)
         if await member.borrow(island.optimizer_layout(), wanted, island.put) is None:
             island.forget_optimizer()
-        feed = Feed(self.trial.task, run.created, member.leased, self.logger)
+        feed = BatchFeed(self.trial.task, run.created, member.leased, self.logger)
         batch, done = next(feed), None
         while True:
             boundary = member.boundary(done)
@@ -240,7 +240,7 @@ def _sets(values: Mapping[str, Any], effective: Effective) -> list[Action]:
     return [Set(key, value) for key, value in values.items()]
 
 
-class _Learner(Process):
+class _Learner(VirtualProcess):
     """A learner's process, which comes and goes."""
 
     def __init__(self, world: _Training, index: int) -> None:

@@ -21,10 +21,10 @@ from diloco.errors import DataError
 from diloco.nats.opening import RETRY_S
 from diloco.settings.run import RunSettings
 from diloco_lab import simulation, tapes
-from diloco_lab.cluster import Learner, Rounds
+from diloco_lab.cluster import ClusterLearner, Rounds
 from diloco_lab.outcome import Outcome, Scenario
 from diloco_ops.chaos.breaking import CUT_AGAIN_S
-from diloco_ops.failures import Failure, Tape
+from diloco_ops.failures import Failure, FailureTape
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class SeenVersion:
 
 
 @dataclass
-class Seen:
+class RunObservations:
     """Observations of a run, in the order of time. ``sizes``: parameters of each fragment.
 
     ``steps``: by learner, when which step was first said to be done. ``announced``: when a fragment's version was first.
@@ -69,7 +69,7 @@ class Seen:
 class Calibration:
     """The simulation's parameters of the machine. The first learner began ``lead_in_s`` before the tape."""
 
-    learners: Sequence[Learner]
+    learners: Sequence[ClusterLearner]
     rounds: Rounds
     lead_in_s: float
 
@@ -80,7 +80,7 @@ class Calibration:
 
 
 @dataclass(frozen=True)
-class Row:
+class ValidationRow:
     """A quantity of both; ``difference`` is the simulated one's from the live one, relative to that."""
 
     quantity: str
@@ -92,7 +92,7 @@ class Row:
         return self.simulated / self.live - 1 if self.live else float("inf")
 
 
-def calibrate(seen: Seen, begin_s: float, end_s: float) -> Calibration:
+def calibrate(seen: RunObservations, begin_s: float, end_s: float) -> Calibration:
     """Measure a machine between two times without failures; the later one is the tape's beginning.
 
     Raises:
@@ -101,7 +101,7 @@ def calibrate(seen: Seen, begin_s: float, end_s: float) -> Calibration:
     paces = {name: _pace(name, steps, begin_s, end_s) for name, steps in sorted(seen.steps.items())}
     origin_s = min(first_s for _, first_s in paces.values())
     learners = [
-        Learner(name, 1, 1, step_s, seen.tokens_per_step, present=((first_s - origin_s, math.inf),))
+        ClusterLearner(name, 1, 1, step_s, seen.tokens_per_step, present=((first_s - origin_s, math.inf),))
         for name, (step_s, first_s) in paces.items()
     ]
     # a round that all learners answer takes as long as the slowest answer
@@ -126,11 +126,11 @@ def calibrate(seen: Seen, begin_s: float, end_s: float) -> Calibration:
     return Calibration(learners, rounds, end_s - origin_s)
 
 
-def simulated(calibration: Calibration, tape: Tape) -> dict[str, float]:
+def simulated(calibration: Calibration, tape: FailureTape) -> dict[str, float]:
     """Simulate a tape after an undisturbed lead-in, and count while it is played."""
     lead_in_s = calibration.lead_in_s
     failures = [replace(f, at_s=f.at_s + lead_in_s) for failure in tape.failures for f in _as_chaos_does(failure)]
-    late = Tape(tape.duration_s + lead_in_s, failures)
+    late = FailureTape(tape.duration_s + lead_in_s, failures)
     played = tapes.played(late, calibration.learners)
     scenario = Scenario(calibration.learners, lead_in_s, 0, calibration.rounds, played.faults, played.cuts)
     before, after = simulation.simulate(scenario), simulation.simulate(replace(scenario, duration_s=late.duration_s))
@@ -143,7 +143,7 @@ def simulated(calibration: Calibration, tape: Tape) -> dict[str, float]:
     )
 
 
-def live(seen: Seen, calibration: Calibration, begin_s: float, end_s: float) -> dict[str, float]:
+def live(seen: RunObservations, calibration: Calibration, begin_s: float, end_s: float) -> dict[str, float]:
     """Count the observations between two times."""
     offers = [offer for offer in seen.offers if begin_s <= offer.at_s < end_s]
     versions = [version for version in seen.versions if begin_s <= version.at_s < end_s]
@@ -160,7 +160,7 @@ def live(seen: Seen, calibration: Calibration, begin_s: float, end_s: float) -> 
     return of_learners | _quantities(calibration, end_s - begin_s, counts)
 
 
-def drift(seen: Seen, begin_s: float, middle_s: float, end_s: float) -> dict[str, float]:
+def drift(seen: RunObservations, begin_s: float, middle_s: float, end_s: float) -> dict[str, float]:
     """Return by how much each learner's usual step is longer after a time than before it: the machine's own drift.
 
     The usual one is the median, on which failures that touch a smaller part of the steps have no influence.
@@ -176,9 +176,9 @@ def _usual_s(steps: Sequence[tuple[float, int]], begin_s: float, end_s: float) -
     return median(after_s - before_s for before_s, after_s in pairwise(times))
 
 
-def compared(live: Mapping[str, float], simulated: Mapping[str, float]) -> list[Row]:
+def compared(live: Mapping[str, float], simulated: Mapping[str, float]) -> list[ValidationRow]:
     """Both side by side."""
-    return [Row(name, value, simulated[name]) for name, value in live.items()]
+    return [ValidationRow(name, value, simulated[name]) for name, value in live.items()]
 
 
 def _pace(name: str, steps: Sequence[tuple[float, int]], begin_s: float, end_s: float) -> tuple[float, float]:

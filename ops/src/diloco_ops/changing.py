@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from diloco.control.changes import append_changes
-from diloco.control.creation import Run
+from diloco.control.creation import KnownRun
 from diloco.core.changes import MAX_AUTHOR, Action, Change, Effective, text_of
 from diloco.nats.transport import NatsTransport
 
@@ -19,7 +19,7 @@ Say = Callable[[str], object]  # takes a line for the person who changes the run
 
 
 async def make_changes(
-    transport: NatsTransport, run: Run, decide: Callable[[Effective], Sequence[Action]], reason: str, say: Say = print
+    transport: NatsTransport, run: KnownRun, decide: Callable[[Effective], Sequence[Action]], reason: str, say: Say = print
 ) -> list[Change]:
     """Append the changes that ``decide`` gives for those in force, say and return them.
 

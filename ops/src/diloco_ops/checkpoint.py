@@ -44,15 +44,15 @@ from diloco.process import files
 from diloco.wire.control import MarkerAnswer
 from diloco_ops import collecting, manifest, residuals, run_reader
 from diloco_ops.broker import snapshot
-from diloco_ops.broker.snapshot import Snapshot
+from diloco_ops.broker.snapshot import StreamSnapshot
 from diloco_ops.changing import Say
-from diloco_ops.manifest import Checkpoint, Cut, Manifest, SavedFile, SavedLearner, SavedStream, hash_of
+from diloco_ops.manifest import FragmentCut, Manifest, RunCheckpoint, SavedFile, SavedLearner, SavedStream, hash_of
 from diloco_ops.marker import Marking, States, heads
 from diloco_ops.run_reader import RunReader
 from diloco_report.units import duration, size
 
 
-async def take(path: Path, out: Path | None = None, *, of_finished: bool = False) -> tuple[Checkpoint, list[str]]:
+async def take(path: Path, out: Path | None = None, *, of_finished: bool = False) -> tuple[RunCheckpoint, list[str]]:
     """Take a checkpoint of the run in ``path``: live, or stopped. Also return notes on its defects.
 
     ``of_finished``: of one that is over, too, to begin again at an earlier version of its log.
@@ -159,7 +159,11 @@ class _Saver:
         return learners
 
     async def save(
-        self, learners: dict[str, SavedLearner], cuts: list[Cut], number: int | None = None, keep_own: Sequence[str] = ()
+        self,
+        learners: dict[str, SavedLearner],
+        cuts: list[FragmentCut],
+        number: int | None = None,
+        keep_own: Sequence[str] = (),
     ) -> None:
         """Copy the bucket and then the log, and write the manifest."""
         directory = self.run.directory
@@ -194,7 +198,7 @@ class _Saver:
             return manifest.OF_PARTS
         return manifest.OF_REGIONS if self.run.run.regions else manifest.VERSION
 
-    async def _residuals(self, cuts: Sequence[Cut]) -> SavedFile | None:
+    async def _residuals(self, cuts: Sequence[FragmentCut]) -> SavedFile | None:
         """Save what only the logs of other regions have of the cut."""
         run = self.run
         others = [log for log in run.regions.values() if log is not run.log]
@@ -214,7 +218,7 @@ class _Saver:
         link = self.run.transport
         if name == "bucket" and self.run.run.regions:
             link = NatsTransport(link.control, link.control, link.name, link.identity)
-        taken: Snapshot = await snapshot.save(link, stream, self.folder / file)
+        taken: StreamSnapshot = await snapshot.save(link, stream, self.folder / file)
         return SavedStream(SavedFile(file, taken.size_bytes, taken.blake3), dict(taken.config), dict(taken.state))
 
     def _copy(self, source: Path, name: Path) -> SavedFile:

@@ -17,7 +17,7 @@ from diloco.process import files
 from diloco.transport import Bucket
 from diloco_ops import manifest, run_reader
 from diloco_ops.changing import Say
-from diloco_ops.manifest import COPY_BYTES, Checkpoint, SavedFile, hash_of
+from diloco_ops.manifest import COPY_BYTES, RunCheckpoint, SavedFile, hash_of
 from diloco_report.units import size
 
 NOTED_WITHIN_S = 5.0  # a write that a server denies is never answered
@@ -70,7 +70,7 @@ async def noted_whole(registry: Bucket, number: int) -> list[str]:
     return []
 
 
-def tell_absent(taken: Checkpoint, say: Say) -> None:
+def tell_absent(taken: RunCheckpoint, say: Say) -> None:
     """Say which learners' states a checkpoint lacks, and how they come."""
     for name, missing in taken.absent().items():
         say(f"not here yet: {name}, {size(sum(file.size_bytes for file in missing))}")
@@ -90,7 +90,7 @@ def _states(folders: Sequence[Path]) -> Iterator[tuple[Path, int]]:
 class _Search:
     """Looks for files by their hashes, those of the right name first."""
 
-    taken: Checkpoint
+    taken: RunCheckpoint
     found: list[tuple[Path, int]]  # files that may be states, and their bytes
     faults: list[str] = field(default_factory=list)
 
@@ -125,7 +125,7 @@ class _Search:
         files.replace(self.taken.path / wanted.file, write)
 
 
-async def _tell_learners(taken: Checkpoint) -> list[str]:
+async def _tell_learners(taken: RunCheckpoint) -> list[str]:
     """Tell learners that a checkpoint is whole, through the run's directory that it lies in. Return notes."""
     directory, number = taken.path.resolve().parent.parent, taken.manifest.number
     if number is None:

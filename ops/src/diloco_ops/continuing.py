@@ -47,7 +47,7 @@ Check = Callable[[RunDirectory, FragmentMap], RunDirectory]
 
 
 @dataclass(frozen=True)
-class Source:
+class ContinuationSource:
     """The run to go on from; ``notes`` are for the user."""
 
     directory: RunDirectory
@@ -77,7 +77,7 @@ class Source:
         return wanted
 
 
-def find(path: Path, overrides: Mapping[str, Any]) -> Source:
+def find(path: Path, overrides: Mapping[str, Any]) -> ContinuationSource:
     """Find the run to go on from, with ``overrides`` of its settings. :func:`prepare` looks at its log.
 
     Raises:
@@ -88,10 +88,10 @@ def find(path: Path, overrides: Mapping[str, Any]) -> Source:
             f"{path}: is a checkpoint of a run that was not over, which goes on with its own token budget: diloco up --resume "
             f"{path}; --continue is for the directory of a run that is over"
         )
-    return Source(rundir.load(path.resolve()), overrides)
+    return ContinuationSource(rundir.load(path.resolve()), overrides)
 
 
-async def prepare(source: Source, directory: RunDirectory, check: Check) -> RunDirectory:
+async def prepare(source: ContinuationSource, directory: RunDirectory, check: Check) -> RunDirectory:
     """Make ``directory`` a run that continues the source; its ``run.json`` is written last. Return it as it is then.
 
     ``check``: finds out, before anything is written, that the new run can be trained, and returns the directory with its facts.
@@ -124,7 +124,7 @@ async def prepare(source: Source, directory: RunDirectory, check: Check) -> RunD
     return directory
 
 
-async def _closed(ended: RunReader, source: Source) -> list[Chain]:
+async def _closed(ended: RunReader, source: ContinuationSource) -> list[Chain]:
     """Return the heads of all fragments' logs.
 
     Raises:
@@ -143,7 +143,7 @@ async def _closed(ended: RunReader, source: Source) -> list[Chain]:
     return chains
 
 
-async def _settings(ended: RunReader, source: Source, chains: Sequence[Chain], *, same_data: bool) -> RunSettings:
+async def _settings(ended: RunReader, source: ContinuationSource, chains: Sequence[Chain], *, same_data: bool) -> RunSettings:
     """Return the settings of the run that continues this one."""
     ended.run.adopt((await read_changes(ended.run)).records)
     before = ended.run.created.continues
@@ -167,7 +167,7 @@ async def _settings(ended: RunReader, source: Source, chains: Sequence[Chain], *
     return settings.model_copy(update={"continues": continued})
 
 
-def _ends(ended: RunReader, source: Source, chains: Sequence[Chain]) -> list[int]:
+def _ends(ended: RunReader, source: ContinuationSource, chains: Sequence[Chain]) -> list[int]:
     """Return by share of the data the batch after all that was merged of it, or trained as far as is known here."""
     ends: dict[int, int] = {}
     for chain in chains:

@@ -56,7 +56,7 @@ def evaluate(
     json_: Json = False,
 ) -> None:
     """Evaluate a run's model, or one in a file, on the task's held-out data."""
-    found = result(Asked(weights or newest_run("diloco eval"), version, average, data, set_ or []), None)
+    found = result(EvaluationRequest(weights or newest_run("diloco eval"), version, average, data, set_ or []), None)
     if json_:
         print(json.dumps(found))
         return
@@ -81,12 +81,12 @@ def sample(
 ) -> None:
     """Draw text from a run's model, or from one in a file."""
     wanted = {"seed": seed, "count": count, "prompt": prompt}
-    found = result(Asked(weights or newest_run("diloco sample"), version, average, data, set_ or []), wanted)
+    found = result(EvaluationRequest(weights or newest_run("diloco sample"), version, average, data, set_ or []), wanted)
     print(json.dumps(found) if json_ else printable(trimmed(found["prompt"] + found["sample"])))
 
 
 @dataclass(frozen=True)
-class Asked:
+class EvaluationRequest:
     """Which weights are asked for, and with which task and data."""
 
     path: Path
@@ -96,7 +96,7 @@ class Asked:
     assignments: list[str]
 
 
-def result(asked: Asked, drawn: dict[str, Any] | None) -> dict[str, Any]:
+def result(asked: EvaluationRequest, drawn: dict[str, Any] | None) -> dict[str, Any]:
     """Return what ``python -m diloco_learner.evaluate`` says.
 
     Raises:
@@ -120,7 +120,7 @@ def result(asked: Asked, drawn: dict[str, Any] | None) -> dict[str, Any]:
         return _evaluated(settings, own_data if asked.data is None else asked.data, file, drawn, other=asked.data is not None)
 
 
-async def _write(asked: Asked, version: int | None, file: Path) -> tuple[RunSettings, str | None]:
+async def _write(asked: EvaluationRequest, version: int | None, file: Path) -> tuple[RunSettings, str | None]:
     """Write a run's weights to a file; return its settings and data."""
     async with run_reader.opened(asked.path) as seen:
         try:

@@ -48,7 +48,7 @@ Format = Literal["safetensors", "hf", "orbax"]
 
 
 @dataclass(frozen=True)
-class Asked:
+class ExportRequest:
     """The weights that are asked for, and the form in which they are to be written."""
 
     out: Path
@@ -93,7 +93,7 @@ def export(
             raise SettingsError(f"{option} {given}: is for --format hf")
     if format_ == "orbax":
         orbax_weights.load()
-    asked = Asked(out, format_, parsed_version(version), average, precision, names, config, shard_bytes)
+    asked = ExportRequest(out, format_, parsed_version(version), average, precision, names, config, shard_bytes)
     _give_buffers_back()
     write_draft = _new_folder if format_ != "safetensors" else _new_file
     directory = directories[0] if directories else newest_run("diloco export")
@@ -150,7 +150,7 @@ def parsed_version(version: str) -> int | None:
     return int(version)
 
 
-async def _export(path: Path, draft: Path, asked: Asked) -> None:
+async def _export(path: Path, draft: Path, asked: ExportRequest) -> None:
     async with run_reader.opened(path) as seen:
         with await asyncio.to_thread(_opened, seen, draft, asked) as weights:
             versions = await write(seen, weights, asked.version, asked.average, scratch.in_folder(draft.parent))
@@ -163,7 +163,7 @@ async def _export(path: Path, draft: Path, asked: Asked) -> None:
         )
 
 
-def _opened(seen: RunReader, draft: Path, asked: Asked) -> AbstractContextManager[Weights]:
+def _opened(seen: RunReader, draft: Path, asked: ExportRequest) -> AbstractContextManager[Weights]:
     """Return the weights to be written.
 
     Raises:

@@ -61,7 +61,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Tape:
+class FailureTape:
     """Failures in the order of time. ``about`` is whatever else the header says (seed, rate), for people."""
 
     duration_s: float
@@ -69,7 +69,7 @@ class Tape:
     about: Mapping[str, Value] = field(default_factory=dict)
 
 
-def encode(tape: Tape) -> str:
+def encode(tape: FailureTape) -> str:
     """Return a tape as text."""
     header = {"format": FORMAT, "version": VERSION, "duration_s": tape.duration_s, **tape.about}
     return "".join(json.dumps(line) + "\n" for line in (header, *map(_plain, tape.failures)))
@@ -84,7 +84,7 @@ def decode(
     source: str,
     known: Collection[str] | None = None,
     complaint: Callable[[Failure], str | None] | None = None,
-) -> Tape:
+) -> FailureTape:
     """Read a tape.
 
     Args:
@@ -118,16 +118,16 @@ def decode(
         if len(failures) == MAX_FAILURES:
             raise FormatError(f"{where}: more than {MAX_FAILURES} failures")
         failures.append(failure)
-    return Tape(duration_s, failures, _values(about, f"{source}, line 1"))
+    return FailureTape(duration_s, failures, _values(about, f"{source}, line 1"))
 
 
-def only(tape: Tape, known: Collection[str]) -> tuple[Tape, dict[str, int]]:
+def only(tape: FailureTape, known: Collection[str]) -> tuple[FailureTape, dict[str, int]]:
     """Return the failures of known kinds, and how many of each other kind were left out."""
     left_out: dict[str, int] = {}
     for failure in tape.failures:
         if failure.kind not in known:
             left_out[failure.kind] = left_out.get(failure.kind, 0) + 1
-    return Tape(tape.duration_s, [f for f in tape.failures if f.kind in known], tape.about), left_out
+    return FailureTape(tape.duration_s, [f for f in tape.failures if f.kind in known], tape.about), left_out
 
 
 def _lines(lines: Iterable[str], source: str) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -195,7 +195,7 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Source:
+class FailureKind:
     """A kind of failure as a tape is drawn from it."""
 
     kind: str
@@ -205,7 +205,9 @@ class Source:
     values: Mapping[str, Spread] = field(default_factory=dict)
 
 
-def draw(seed: int, sources: Sequence[Source], duration_s: float, rate_per_s: float, *, regular: bool = False) -> Tape:
+def draw(
+    seed: int, sources: Sequence[FailureKind], duration_s: float, rate_per_s: float, *, regular: bool = False
+) -> FailureTape:
     """Draw a tape: failures at random times (a Poisson process) or one every ``1 / rate_per_s``, equal for equal arguments.
 
     Raises:
@@ -221,10 +223,10 @@ def draw(seed: int, sources: Sequence[Source], duration_s: float, rate_per_s: fl
     while able and at_s < duration_s:
         failures.append(_draw_one(chance, able, at_s))
         at_s += gap_s.draw(chance)
-    return Tape(duration_s, failures, {"seed": float(seed), "rate_per_s": rate_per_s})
+    return FailureTape(duration_s, failures, {"seed": float(seed), "rate_per_s": rate_per_s})
 
 
-def _draw_one(chance: random.Random, sources: Sequence[Source], at_s: float) -> Failure:
+def _draw_one(chance: random.Random, sources: Sequence[FailureKind], at_s: float) -> Failure:
     point = chance.random() * sum(source.weight for source in sources)
     for source in sources:
         point -= source.weight

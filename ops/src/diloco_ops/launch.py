@@ -17,7 +17,7 @@ from rich.console import Console
 
 from diloco.control import creation
 from diloco.control.changes import read_changes
-from diloco.control.creation import Run
+from diloco.control.creation import KnownRun
 from diloco.errors import BrokerError, FormatError, RunError, WanError
 from diloco.log.log import Log
 from diloco.member import state
@@ -38,7 +38,7 @@ from diloco_ops.environment import learner_environment, mesh_of, per_process, se
 from diloco_ops.live import screen
 from diloco_ops.live.watched import Watched
 from diloco_ops.report import build, reference
-from diloco_ops.report.reference import Reference
+from diloco_ops.report.reference import ReferenceLosses
 from diloco_ops.run_reader import read_chains
 from diloco_ops.supervise import Supervisor
 from diloco_ops.track import trackers
@@ -56,7 +56,7 @@ STATUS_TIMEOUT_S = 1.0  # a coordinator on this machine answers in milliseconds
 
 
 @dataclass(frozen=True)
-class Asked:
+class LaunchRequest:
     """How a run is started and shown."""
 
     standbys: int  # syncers beyond the shards
@@ -88,7 +88,7 @@ class Launcher:
     ``slow``: by learner, how many times as long its steps take.
     """
 
-    def __init__(self, directory: RunDirectory, slow: Mapping[str, float], asked: Asked) -> None:
+    def __init__(self, directory: RunDirectory, slow: Mapping[str, float], asked: LaunchRequest) -> None:
         self.directory, self.slow, self.asked = directory, slow, asked
         self.embedded = Embedded(directory.path, directory.settings.regions.names) if asked.embedded else None
         self.url = self.embedded.url if self.embedded else directory.nats_url
@@ -370,7 +370,7 @@ class Launcher:
         links: dict[str, Any] = answer["links"]
         return links
 
-    def _references(self) -> list[Reference]:
+    def _references(self) -> list[ReferenceLosses]:
         """Return the references that come with this version, and those that the lab left beside the run's directory."""
         found = []
         for path in reference.files([reference.shipped(), self.directory.path.parent / reference.LAB]):
@@ -393,7 +393,7 @@ class Launcher:
     async def _report(self, link: NatsTransport) -> dict[str, Any]:
         directory = self.directory
         registry = await link.bucket(Subjects(directory.name).bucket, create=False)
-        run = Run(directory.name, directory.settings, registry)
+        run = KnownRun(directory.name, directory.settings, registry)
         fragment_map = await creation.find_map(run)
         chains = await read_chains(Log(link, run.name, run.identity, fragment_map, run.created))
         status = self._with_failures(build.load_json(directory.path / "status.json"))

@@ -27,7 +27,7 @@ MAX_MANIFEST_BYTES = 64 << 20
 COPY_BYTES = 1 << 20
 
 
-class Cut(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class FragmentCut(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where one fragment's log stands: its last entry's version, place in the stream and hash (0 and zeros: there is none)."""
 
     version: int
@@ -76,7 +76,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     data: str | None
     map_digest: str
     created_at_s: float
-    fragments: list[Cut]
+    fragments: list[FragmentCut]
     log: SavedStream
     bucket: SavedStream
     learners: dict[MemberName, SavedLearner]
@@ -102,7 +102,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class RunCheckpoint:
     """A checkpoint whose manifest is whole; :meth:`check` looks at the files."""
 
     path: Path
@@ -147,7 +147,7 @@ class Checkpoint:
                 raise RunError(f"{path}: is damaged: its content does not have the hash that the checkpoint's manifest states")
 
 
-def load(path: Path) -> Checkpoint:
+def load(path: Path) -> RunCheckpoint:
     """Read a checkpoint's manifest.
 
     Raises:
@@ -180,7 +180,7 @@ def load(path: Path) -> Checkpoint:
         if stream.config.get("name") != name or not isinstance(stream.state.get("last_seq"), int):
             raise RunError(f"{file}: damaged: its {stream.saved.file} is of stream {stream.config.get('name')!r}, not {name!r}")
     try:
-        return Checkpoint(path, manifest, parse(RunSettings, manifest.settings, str(file)))
+        return RunCheckpoint(path, manifest, parse(RunSettings, manifest.settings, str(file)))
     except SettingsError as error:
         raise RunError(f"{file}: the settings of its run are not those of this version of diloco: {error}") from None
 

@@ -19,7 +19,7 @@ from diloco.process.tasks import end
 from diloco.transport import Heard
 from diloco.wire import framing
 from diloco.wire.control import Heartbeat, MarkerAnswer, MarkerDeclined, SnapshotMarker
-from diloco_ops.manifest import Cut
+from diloco_ops.manifest import FragmentCut
 from diloco_ops.run_reader import RunReader
 
 MAX_AHEAD = 1_000_000  # of the numbers of checkpoints whose folders were deleted
@@ -32,19 +32,23 @@ States: TypeAlias = dict[str, tuple[list[Path], MarkerAnswer | None]]
 # by learner: the parts of its state, one of each of its processes; no answer: saved on leaving
 
 
-async def heads(run: RunReader) -> list[Cut]:
+async def heads(run: RunReader) -> list[FragmentCut]:
     """Return where the log of each fragment ends now: in a run with regions, the last entry that is known to be committed."""
     return list(await asyncio.gather(*(_head(run, fragment.index) for fragment in run.map.fragments)))
 
 
-async def _head(run: RunReader, index: int) -> Cut:
+async def _head(run: RunReader, index: int) -> FragmentCut:
     if run.run.regions:
         notice = await run.log.region.last_notice(index)
         if notice is None:
-            return Cut(0, 0, NO_ENTRY.hex())
-        return Cut(notice.version, notice.sequence, notice.entry_hash.hex())
+            return FragmentCut(0, 0, NO_ENTRY.hex())
+        return FragmentCut(notice.version, notice.sequence, notice.entry_hash.hex())
     head = await run.log.reader.newest(index)
-    return Cut(0, 0, NO_ENTRY.hex()) if head is None else Cut(head.record.version, head.sequence, head.entry_hash.hex())
+    return (
+        FragmentCut(0, 0, NO_ENTRY.hex())
+        if head is None
+        else FragmentCut(head.record.version, head.sequence, head.entry_hash.hex())
+    )
 
 
 @dataclass
@@ -54,7 +58,7 @@ class Marking:
     run: RunReader
     number: int  # of the checkpoint; a later one if an attempt fails
     problems: list[str]  # gets what a reader of the checkpoint must know
-    cuts: list[Cut] = field(default_factory=list)
+    cuts: list[FragmentCut] = field(default_factory=list)
     _newest: int = 0  # of the markers that some learner has answered
     keeps_own: list[str] = field(default_factory=list)  # learners whose training loops keep checkpoints of their own
     _heartbeats: dict[str, tuple[Heartbeat, float]] = field(default_factory=dict)

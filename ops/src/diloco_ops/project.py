@@ -16,14 +16,14 @@ COUNTS = {"LEARNERS": "learners", "TOKENS": "tokens"}  # names in the file, and 
 
 
 @dataclass(frozen=True)
-class Project:
+class ProjectSettings:
     """Settings by dotted name, and the file that they are from."""
 
     file: Path
     given: Mapping[str, Any]
 
 
-def project_in(folder: Path) -> Project | None:
+def project_in(folder: Path) -> ProjectSettings | None:
     """Return the settings of the project in a folder; None: it has no file of them.
 
     A ``settings.py`` that does not assign ``SETTINGS`` is another program's, and is not run.
@@ -41,7 +41,7 @@ def project_in(folder: Path) -> Project | None:
     if not isinstance(found[SETTINGS], Mapping):
         raise SettingsError(f"{file}: {SETTINGS} is a {type(found[SETTINGS]).__name__}, expected a dict of settings by name")
     given = {str(key): value for key, value in found[SETTINGS].items()}
-    return Project(file, given | {setting: found[name] for name, setting in COUNTS.items() if name in found})
+    return ProjectSettings(file, given | {setting: found[name] for name, setting in COUNTS.items() if name in found})
 
 
 def parsed(file: Path) -> ast.Module:

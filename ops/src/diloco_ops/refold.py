@@ -9,10 +9,10 @@ from diloco.core.chain import Chain, WrongEntries
 from diloco.core.fold import Replica
 from diloco.errors import ChainError, HashError, MessageError, RunError, WrongEntryError
 from diloco.log.entries import judged
-from diloco.log.reader import Loaded
-from diloco.log.stream import Entry, Refusal
+from diloco.log.reader import LoadedFragment
+from diloco.log.stream import LogEntry, RefusedEntry
 from diloco.wire.entries import Record
-from diloco.wire.offers import Member
+from diloco.wire.offers import MergeMember
 from diloco_ops.remake import RemadeMerges
 from diloco_ops.run_reader import RunReader
 
@@ -27,7 +27,7 @@ class FragmentLog:
     versions: int = 0
     keyframes: int = 0
     repairs: list[Record] = field(default_factory=list)
-    members: list[tuple[int, Member]] = field(default_factory=list)  # version, member
+    members: list[tuple[int, MergeMember]] = field(default_factory=list)  # version, member
     passed_over: list[str] = field(default_factory=list)  # no entries of this log, for every reader alike
     wrong: list[str] = field(default_factory=list)
     wrong_keyframes: list[str] = field(default_factory=list)
@@ -36,7 +36,7 @@ class FragmentLog:
 async def refold(
     seen: RunReader,
     index: int,
-    folded: Callable[[Entry], None] = lambda entry: None,
+    folded: Callable[[LogEntry], None] = lambda entry: None,
     merges: RemadeMerges | None = None,
 ) -> FragmentLog:
     """Fold a fragment's log from the oldest state there is; ``folded`` is called with every entry, ``merges`` before it."""
@@ -57,12 +57,12 @@ class _Refold:
     """One fragment's log, folded again beside its keyframes."""
 
     def __init__(
-        self, seen: RunReader, found: FragmentLog, folded: Callable[[Entry], None], merges: RemadeMerges | None
+        self, seen: RunReader, found: FragmentLog, folded: Callable[[LogEntry], None], merges: RemadeMerges | None
     ) -> None:
         self.seen, self.found, self.folded, self.merges = seen, found, folded, merges
         self.replica: Replica | None = None
         self._wrong = WrongEntries()
-        self._keyframe: Loaded | None = None  # the next one to compare with
+        self._keyframe: LoadedFragment | None = None  # the next one to compare with
         self._keyframes = seen.log.reader.keyframes(found.index, self._refuse_keyframe)
 
     async def run(self) -> None:
@@ -99,7 +99,7 @@ class _Refold:
     async def _next_keyframe(self) -> None:
         self._keyframe = await anext(self._keyframes, None)
 
-    async def _beginning(self, first: Entry) -> Replica:
+    async def _beginning(self, first: LogEntry) -> Replica:
         """Return the state before the first entry that is stored, or the oldest one after it."""
         while self._keyframe is not None and not _reaches(self._keyframe, first):
             await self._next_keyframe()
@@ -114,7 +114,7 @@ class _Refold:
             self.merges.begin(self._keyframe)
         return replica
 
-    def _fold(self, replica: Replica, entry: Entry) -> None:
+    def _fold(self, replica: Replica, entry: LogEntry) -> None:
         follows_wrong = self._wrong.note(entry.record, entry.entry_hash)
         try:
             judged(replica, entry)
@@ -149,14 +149,14 @@ class _Refold:
     def _note_stray(self, version: int) -> None:
         self.found.wrong_keyframes.append(f"one of version {version} stands after no entry of the log")
 
-    def _refuse(self, refusal: Refusal) -> None:
+    def _refuse(self, refusal: RefusedEntry) -> None:
         self.found.passed_over.append(str(refusal.error))
 
-    def _refuse_keyframe(self, refusal: Refusal) -> None:
+    def _refuse_keyframe(self, refusal: RefusedEntry) -> None:
         self.found.wrong_keyframes.append(f"message {refusal.sequence}: {refusal.error}")
 
 
-def _reaches(keyframe: Loaded, first: Entry) -> bool:
+def _reaches(keyframe: LoadedFragment, first: LogEntry) -> bool:
     """Whether the entries that are stored go on where a keyframe stands."""
     chain = keyframe.replica.chain
     return chain.sequence >= first.sequence or chain.head == first.record.previous

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diloco.control import creation
-from diloco.control.creation import Run
+from diloco.control.creation import KnownRun
 from diloco.control.genesis import decided_genesis
 from diloco.core.quorum import NOTICE_EVERY, LogHead, best, majority
 from diloco.errors import BrokerError, MessageError, RunError
@@ -173,6 +173,6 @@ async def give_back(directory: RunDirectory, url: str, region_urls: Mapping[str,
                 log.warning("region_given_log", other_region=region, source=home, reason=fault)
 
 
-async def log_of(transport: NatsTransport, run: Run) -> Log:
+async def log_of(transport: NatsTransport, run: KnownRun) -> Log:
     """Return the log that a transport reaches, of a run that has a fragment map."""
     return Log(transport, run.name, run.identity, await creation.find_map(run), run.created)

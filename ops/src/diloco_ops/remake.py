@@ -9,12 +9,12 @@ from numpy.typing import NDArray
 
 from diloco.core import merging
 from diloco.core.fold import Replica
-from diloco.core.round import Held
+from diloco.core.round import RoundOffer
 from diloco.errors import MessageError
-from diloco.log.reader import Loaded
-from diloco.log.stream import Entry
+from diloco.log.reader import LoadedFragment
+from diloco.log.stream import LogEntry
 from diloco.wire.entries import Record
-from diloco.wire.offers import Answer, Member, Offer, RegionalOffer
+from diloco.wire.offers import Answer, MergeMember, Offer, RegionalOffer
 from diloco_ops.run_reader import RunReader
 
 Vector = NDArray[np.float32]
@@ -32,10 +32,10 @@ class RemadeMerges:
         self.redone = self.unknown = 0
         self.wrong: list[str] = []
         self._residuals = [np.zeros(self.fragment.size, np.float32)]  # that the owner may have
-        self._keyframe: Loaded | None = None
+        self._keyframe: LoadedFragment | None = None
         self._bases: Mapping[int, Vector] = {}  # the fragment by version, since the last rollback
 
-    async def redo(self, replica: Replica, entry: Entry) -> None:
+    async def redo(self, replica: Replica, entry: LogEntry) -> None:
         """Compare an entry that is about to be folded into ``replica`` with the merge that its owner must have made."""
         record, chain = entry.record, replica.chain
         if record.rolled_back is not None:  # no residual is left of the versions undone, and no offer on them is taken
@@ -62,11 +62,11 @@ class RemadeMerges:
         self._residuals = []
         self.wrong.append(f"version {record.version}: its offers give another merge than it has")
 
-    def begin(self, keyframe: Loaded) -> None:
+    def begin(self, keyframe: LoadedFragment) -> None:
         """Begin with the residual of a keyframe: nothing is known of earlier ones."""
         self._residuals = [keyframe.residual]
 
-    def follow(self, keyframe: Loaded) -> None:
+    def follow(self, keyframe: LoadedFragment) -> None:
         """Go on with the residual that a keyframe has."""
         self._keyframe = keyframe
         if len(self._residuals) == 1 and not np.array_equal(self._residuals[0], keyframe.residual):
@@ -75,7 +75,7 @@ class RemadeMerges:
             )
         self._residuals = [keyframe.residual]
 
-    async def _held(self, record: Record) -> list[Held]:
+    async def _held(self, record: Record) -> list[RoundOffer]:
         """Return the offers that a version merges, in the order of merging; none if one is not in the archive."""
         held, left = [], dict(enumerate(record.members))
         try:
@@ -84,26 +84,26 @@ class RemadeMerges:
                 if stored is None:
                     return []
                 self._compare(record, [left.pop(place) for place in group.members], stored[0])
-                held.append(Held(*stored))
+                held.append(RoundOffer(*stored))
             for member in left.values():
                 found = await self.log.archive.offer(record.fragment, member.learner, member.incarnation, member.number)
                 if found is None:
                     return []
                 self._compare(record, [member], found[0])
-                held.append(Held(*found))
+                held.append(RoundOffer(*found))
         except MessageError as error:
             self.wrong.append(f"version {record.version}: {error}")
             return []
         return sorted(held, key=lambda item: item.offer.members[0].learner)
 
-    def _compare(self, record: Record, members: Sequence[Member], offer: Offer | RegionalOffer) -> None:
+    def _compare(self, record: Record, members: Sequence[MergeMember], offer: Offer | RegionalOffer) -> None:
         """Compare the members of a version with their statements in the offer."""
         if [member.learner for member in members] != [stated.learner for stated in offer.members]:
             self.wrong.append(f"version {record.version}: a regional offer has other members than it says")
             return
         contributions: Sequence[Offer | Answer] = offer.members
         for member, contribution in zip(members, contributions, strict=True):
-            stated = Member.of(contribution, member.weight)
-            for name in Member.__struct_fields__:
+            stated = MergeMember.of(contribution, member.weight)
+            for name in MergeMember.__struct_fields__:
                 if getattr(stated, name) != getattr(member, name):
                     self.wrong.append(f"version {record.version}: {name} of {member.learner} is not that of its offer")

@@ -20,23 +20,23 @@ from rich.console import Console
 from rich.table import Table
 
 from diloco.control.changes import read_changes
-from diloco.control.creation import Run
+from diloco.control.creation import KnownRun
 from diloco.core import codec
 from diloco.core import tape as events
 from diloco.core.accounts import StepDone
 from diloco.core.boundary import apply_version
 from diloco.core.changes import Changes, in_force
 from diloco.core.fold import Replica
-from diloco.core.fragment_state import Application, How, Phase, Version
+from diloco.core.fragment_state import Application, FragmentVersion, How, Phase
 from diloco.core.learner import Dump, Learner
 from diloco.core.lives import Life
 from diloco.errors import ChainError, RunError, SettingsError
-from diloco.log.stream import Entry
+from diloco.log.stream import LogEntry
 from diloco.member import state
 from diloco.process import observe, tape
 from diloco.settings.run import Bits
 from diloco_ops.refold import FragmentLog, refold
-from diloco_ops.retraining import MakeModel, Model, Retraining, State
+from diloco_ops.retraining import MakeModel, Retraining, State, TrainableModel
 from diloco_ops.run_reader import opened
 
 
@@ -60,11 +60,11 @@ class ReplayResult:
 
 
 @dataclass
-class History:
+class FragmentHistory:
     """One fragment's log in memory: its first state, and the entries that follow it."""
 
     first: Replica
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[LogEntry] = field(default_factory=list)
 
     def cursor(self) -> LogCursor:
         """Return a fold of it from the beginning."""
@@ -75,11 +75,11 @@ class History:
 class LogCursor:
     """A fold of a history, as far as it went."""
 
-    history: History
+    history: FragmentHistory
     replica: Replica
     done: int = 0  # entries
 
-    def to(self, version: int) -> Entry | None:
+    def to(self, version: int) -> LogEntry | None:
         """Go on to a version; return the entry that made it, None for the history's first.
 
         Raises:
@@ -98,7 +98,9 @@ class LogCursor:
 class ReplayedLearner:
     """A learner's state machine and model, driven by a tape."""
 
-    def __init__(self, run: Run, model: Model, name: str, life: Life, histories: Sequence[History]) -> None:
+    def __init__(
+        self, run: KnownRun, model: TrainableModel, name: str, life: Life, histories: Sequence[FragmentHistory]
+    ) -> None:
         """Begin with the versions that the tape begins with.
 
         Raises:
@@ -114,7 +116,7 @@ class ReplayedLearner:
             raise RunError(f"its tape begins with {len(life.start.versions)} fragments, the run has {len(self._cursors)}")
         for cursor, version, fragment in zip(self._cursors, life.start.versions, model.map.fragments, strict=True):
             cursor.to(version)
-            self.learner.seat(Version.of(cursor.replica), state=fragment.state)
+            self.learner.seat(FragmentVersion.of(cursor.replica), state=fragment.state)
         self.learner.take_up_accounts()
 
     def begin(self, life: Life, kept: _Kept) -> None:
@@ -152,7 +154,7 @@ class ReplayedLearner:
             made, how = None, "reset" if event.invalid else "reload"
         elif made is None:
             raise RunError(f"fragment {index}: the tape applies version {event.version} twice")
-        self.learner.queue(index, Version.of(cursor.replica, made.record if made else None))
+        self.learner.queue(index, FragmentVersion.of(cursor.replica, made.record if made else None))
         applied = apply_version(self.learner, Application(index, event.version, how))
         assert applied.write is not None
         self.model.write(index, applied.write)
@@ -173,7 +175,7 @@ class ReplayedLearner:
         in_force_now = in_force(self.learner.settings, changes.records[: event.changes])
         self.learner.budget = in_force_now.settings.tokens
 
-    def offer(self, event: events.Offer) -> bool:
+    def offer(self, event: events.TapeOffer) -> bool:
         """Make an offer again; return whether it is the one on the tape.
 
         Raises:
@@ -221,14 +223,14 @@ def replay(
 
 
 @dataclass(frozen=True)
-class Folded:
+class ReplayedLog:
     """A run's log, folded again; ``histories`` are empty unless they were to be kept."""
 
-    run: Run
+    run: KnownRun
     changes: Changes
     data: str | None
     logs: list[FragmentLog]
-    histories: list[History]
+    histories: list[FragmentHistory]
     wall_s: float
 
     @property
@@ -240,7 +242,7 @@ class Folded:
         return [f"fragment {log.index}: {reason}" for log in self.logs for reason in log.wrong]
 
 
-async def fold(directory: Path, fragment: int | None, *, keep: bool) -> Folded:
+async def fold(directory: Path, fragment: int | None, *, keep: bool) -> ReplayedLog:
     """Fold a run's log, or one fragment's; ``keep`` it all in memory, for training to be done again.
 
     Raises:
@@ -254,7 +256,7 @@ async def fold(directory: Path, fragment: int | None, *, keep: bool) -> Folded:
         logs, histories = [], []
         began_s = time.perf_counter()
         for index in indices if fragment is None or keep else [fragment]:
-            entries: list[Entry] = []
+            entries: list[LogEntry] = []
             logs.append(await refold(outside, index, entries.append if keep else lambda entry: None))
             if keep and logs[-1].first_version:
                 raise RunError(
@@ -263,9 +265,9 @@ async def fold(directory: Path, fragment: int | None, *, keep: bool) -> Folded:
                 )
             if keep:
                 first = await outside.log.reader.load_first(index, outside.genesis, outside.genesis_check)
-                histories.append(History(first.replica, entries))
+                histories.append(FragmentHistory(first.replica, entries))
         changes = await read_changes(outside.run)
-        return Folded(outside.run, changes, outside.directory.data, logs, histories, time.perf_counter() - began_s)
+        return ReplayedLog(outside.run, changes, outside.directory.data, logs, histories, time.perf_counter() - began_s)
 
 
 @dataclass(frozen=True)
@@ -286,7 +288,7 @@ class _Kept(dict[bytes, tuple[Dump, State]]):
     """Accounts and states that lives made again are asked for by others, by digest."""
 
 
-def redo(directory: Path, folded: Folded, make: MakeModel) -> list[ReplayResult]:
+def redo(directory: Path, folded: ReplayedLog, make: MakeModel) -> list[ReplayResult]:
     """Redo the training of every learner that has a tape, life by life; ``make`` gives each the model that it begins with."""
     tapes, problems = tape.load_all(directory, folded.run.identity)
     for problem in problems:
@@ -307,7 +309,7 @@ def redo(directory: Path, folded: Folded, make: MakeModel) -> list[ReplayResult]
     return [results[i] for i in range(len(tasks))]
 
 
-def _load_before(directory: Path, run: Run, wanted: Set[bytes], kept: _Kept) -> None:
+def _load_before(directory: Path, run: KnownRun, wanted: Set[bytes], kept: _Kept) -> None:
     """Load the optimizer states of a run before that lives began with."""
     if run.created.continues is None:
         return
@@ -322,7 +324,7 @@ def _load_before(directory: Path, run: Run, wanted: Set[bytes], kept: _Kept) -> 
             kept[saved.digest] = ({}, {}), saved.arrays("optimizer/")
 
 
-def _redo(folded: Folded, task: _Task, make: MakeModel, kept: _Kept, wanted: Set[bytes]) -> ReplayResult:
+def _redo(folded: ReplayedLog, task: _Task, make: MakeModel, kept: _Kept, wanted: Set[bytes]) -> ReplayResult:
     result, began_s = ReplayResult(task.learner, task.life.start.incarnation), time.perf_counter()
     try:
         _relive(folded, task.life, make, kept, wanted, result)
@@ -336,7 +338,7 @@ def _redo(folded: Folded, task: _Task, make: MakeModel, kept: _Kept, wanted: Set
     return result
 
 
-def _relive(folded: Folded, life: Life, make: MakeModel, kept: _Kept, wanted: Set[bytes], result: ReplayResult) -> None:
+def _relive(folded: ReplayedLog, life: Life, make: MakeModel, kept: _Kept, wanted: Set[bytes], result: ReplayResult) -> None:
     if not life.at:
         return
     learner = ReplayedLearner(folded.run, make(folded.run.created, folded.data, life), result.learner, life, folded.histories)
@@ -348,7 +350,7 @@ def _relive(folded: Folded, life: Life, make: MakeModel, kept: _Kept, wanted: Se
                 learner.apply(event)
             elif isinstance(event, events.Changed):
                 learner.change(folded.changes, event)
-            elif isinstance(event, events.Offer):
+            elif isinstance(event, events.TapeOffer):
                 if not learner.offer(event):
                     result.wrong = f"step {step}: offer {event.number} of fragment {event.fragment} is not the one on the tape"
                     return
@@ -372,7 +374,7 @@ def _batches(life: Life) -> Iterator[tuple[int, int]]:
             yield share, batch
 
 
-def _show(folded: Folded, redone: Sequence[ReplayResult]) -> None:
+def _show(folded: ReplayedLog, redone: Sequence[ReplayResult]) -> None:
     console = Console()
     speed = folded.versions / folded.wall_s
     console.print(

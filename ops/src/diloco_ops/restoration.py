@@ -39,9 +39,9 @@ from diloco_ops import manifest, resume
 from diloco_ops import restore as prepared
 from diloco_ops.broker import snapshot
 from diloco_ops.broker.server import CONNECT_TIMEOUT_S, Server
-from diloco_ops.broker.snapshot import Snapshot
+from diloco_ops.broker.snapshot import StreamSnapshot
 from diloco_ops.changing import Say
-from diloco_ops.manifest import Checkpoint
+from diloco_ops.manifest import RunCheckpoint
 from diloco_report.units import duration, size
 
 COMMAND = "diloco restore"
@@ -154,7 +154,7 @@ async def _connected(
         yield control, homes or {f"server {shown(checked(nats_url))}": control}
 
 
-async def _prepare(source: Checkpoint, settings: RunSettings, folder: Path) -> tuple[_Packed, _Packed]:
+async def _prepare(source: RunCheckpoint, settings: RunSettings, folder: Path) -> tuple[_Packed, _Packed]:
     """Make the run at a scratch server; return its log and its bucket."""
     names = Subjects(source.manifest.run)
     server = Server(folder / "nats")
@@ -178,7 +178,7 @@ async def _prepare(source: Checkpoint, settings: RunSettings, folder: Path) -> t
 class _Packed:
     """A stream in a file."""
 
-    snapshot: Snapshot
+    snapshot: StreamSnapshot
     file: Path
 
     @classmethod

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from diloco.control import creation
 from diloco.control.changes import append_changes
-from diloco.control.creation import Run
+from diloco.control.creation import KnownRun
 from diloco.control.shares import key_of
 from diloco.control.whole import KEY
 from diloco.core import changes
@@ -36,8 +36,8 @@ from diloco.wire.subjects import Subjects
 from diloco_ops import residuals, shorten
 from diloco_ops.broker import snapshot
 from diloco_ops.broker.server import CONNECT_TIMEOUT_S, Server
-from diloco_ops.broker.snapshot import Snapshot
-from diloco_ops.manifest import Checkpoint, SavedStream
+from diloco_ops.broker.snapshot import StreamSnapshot
+from diloco_ops.manifest import RunCheckpoint, SavedStream
 
 KEY_OF_CHANGES = "changes"
 STORED_WITHIN_S = 10.0  # on this machine it takes milliseconds
@@ -46,7 +46,7 @@ Residual: TypeAlias = NDArray[np.float32]  # [size]
 
 
 async def restore(
-    source: Checkpoint,
+    source: RunCheckpoint,
     directory: RunDirectory,
     control: NatsTransport,
     homes: Sequence[NatsTransport],
@@ -69,7 +69,7 @@ async def restore(
         await _unpack(source, manifest.bucket, control, settings)
         made.append((control, f"KV_{names.bucket}"))
         registry = await control.bucket(names.bucket, create=False)
-        origin = Run(directory.name, source.settings, registry)
+        origin = KnownRun(directory.name, source.settings, registry)
         if origin.regions == bool(settings.regions.names):
             for home in homes:
                 await _unpack(source, manifest.log, home, settings)
@@ -88,7 +88,9 @@ async def restore(
         await streams.purge(control, f"KV_{names.bucket}", f"$KV.{names.bucket}.{KEY}", revision)  # numbers begin again
         if at is not None:  # claims to data shares go on from where they were: at an earlier version that is too far
             await streams.purge(control, f"KV_{names.bucket}", f"$KV.{names.bucket}.{key_of('*')}", revision)
-        run = Run(directory.name, created, registry) if scratch else await creation.create(homes[0], directory.name, created)
+        run = (
+            KnownRun(directory.name, created, registry) if scratch else await creation.create(homes[0], directory.name, created)
+        )
         overridden = partial(_overridden, source.settings, created)
         await append_changes(control, run, overridden, author="resume", reason="resumed with it")
     except BaseException:
@@ -101,12 +103,12 @@ def _kept_once(settings: RunSettings) -> RunSettings:
     return settings.model_copy(update={"log": settings.log.model_copy(update={"replicas": 1})})
 
 
-async def _unpack(source: Checkpoint, stream: SavedStream, link: NatsTransport, settings: RunSettings) -> None:
-    taken = Snapshot(stream.config, stream.state, stream.saved.size_bytes, stream.saved.blake3)
+async def _unpack(source: RunCheckpoint, stream: SavedStream, link: NatsTransport, settings: RunSettings) -> None:
+    taken = StreamSnapshot(stream.config, stream.state, stream.saved.size_bytes, stream.saved.blake3)
     await snapshot.restore(link, taken, source.path / stream.saved.file, replicas=settings.log.replicas)
 
 
-async def _shorten(link: NatsTransport, source: Checkpoint, names: Subjects, at: int | None) -> list[int]:
+async def _shorten(link: NatsTransport, source: RunCheckpoint, names: Subjects, at: int | None) -> list[int]:
     """Drop the messages of a restored log beyond a cut: the checkpoint's, or every fragment's version ``at``.
 
     Return by fragment the change of the run by which the rest was rolled back last; 0 for none.
@@ -126,7 +128,7 @@ async def _shorten(link: NatsTransport, source: Checkpoint, names: Subjects, at:
     return carried_out
 
 
-async def _bring_residuals(source: Checkpoint, run: Run, homes: Sequence[NatsTransport], at: int | None) -> None:
+async def _bring_residuals(source: RunCheckpoint, run: KnownRun, homes: Sequence[NatsTransport], at: int | None) -> None:
     """Give each region's log the residuals of the cut that were known in other regions alone."""
     saved = source.manifest.residuals
     if saved is None or at is not None:
@@ -139,7 +141,7 @@ async def _bring_residuals(source: Checkpoint, run: Run, homes: Sequence[NatsTra
 
 
 async def _begin_other_kind(
-    source: Checkpoint, run: Run, homes: Sequence[NatsTransport], settings: RunSettings, at: int | None
+    source: RunCheckpoint, run: KnownRun, homes: Sequence[NatsTransport], settings: RunSettings, at: int | None
 ) -> list[int]:
     """Begin logs of another kind, in regions or in one place, with a keyframe of each fragment as of the cut.
 
@@ -162,7 +164,12 @@ async def _begin_other_kind(
 
 
 async def _copy_states(
-    source: Checkpoint, run: Run, scratch: NatsTransport, homes: Sequence[NatsTransport], settings: RunSettings, at: int | None
+    source: RunCheckpoint,
+    run: KnownRun,
+    scratch: NatsTransport,
+    homes: Sequence[NatsTransport],
+    settings: RunSettings,
+    at: int | None,
 ) -> list[int]:
     fragment_map = await creation.find_map(run)
     old = Log(scratch, run.name, run.identity, fragment_map, run.created)
@@ -193,7 +200,7 @@ async def _copy_states(
     return carried_out
 
 
-async def _genesis(source: Checkpoint, log: Log) -> tuple[Genesis, bytes]:
+async def _genesis(source: RunCheckpoint, log: Log) -> tuple[Genesis, bytes]:
     genesis = await log.reader.genesis()
     if genesis is None:
         raise RunError(f"{source.path}: its log has no genesis record; go on from another checkpoint")

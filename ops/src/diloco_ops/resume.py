@@ -30,18 +30,18 @@ from diloco.settings.run import DEPLOYMENT, RunSettings
 from diloco_ops import checkpoint, manifest, restore, run_reader
 from diloco_ops.broker.server import CONNECT_TIMEOUT_S
 from diloco_ops.embedded import Embedded
-from diloco_ops.manifest import Checkpoint
+from diloco_ops.manifest import RunCheckpoint
 
 
 @dataclass(frozen=True)
-class Source:
+class ResumeSource:
     """The checkpoint to go on from, and notes on the choice."""
 
-    checkpoint: Checkpoint
+    checkpoint: RunCheckpoint
     notes: list[str]
 
 
-def find(path: Path, at: int | None = None) -> Source:
+def find(path: Path, at: int | None = None) -> ResumeSource:
     """Find the checkpoint to go on from: ``path`` itself, or the newest whole one of the run whose directory it is.
 
     If there is none yet, take a checkpoint of the stopped run; of one that is over, too, where it is to begin again ``at`` an
@@ -68,11 +68,11 @@ def find(path: Path, at: int | None = None) -> Source:
             continue
         if notes:
             notes.append(f"going on from the older checkpoint {folder}")
-        return Source(found, notes)
+        return ResumeSource(found, notes)
     raise RunError("; ".join(note.removesuffix("; passed over") for note in notes))
 
 
-def _of_stopped(path: Path, at: int | None) -> Source:
+def _of_stopped(path: Path, at: int | None) -> ResumeSource:
     directory = rundir.load(path)
     if directory.finished and at is None:
         raise RunError(
@@ -80,18 +80,18 @@ def _of_stopped(path: Path, at: int | None) -> Source:
             f"tokens: diloco up --continue {path} --tokens N; to begin again at an earlier version: --resume-at VERSION"
         )
 
-    async def take() -> Source:
+    async def take() -> ResumeSource:
         async with run_reader.opened(path) as run:
             live = run.live
         if live and not directory.finished:
             raise RunError(f"{path}: this run is going on and has no checkpoint; take one: diloco checkpoint {path}")
         taken, notes = await checkpoint.take(path, of_finished=True)
-        return Source(taken, [f"took a checkpoint of the stopped run: {taken.path}", *notes])
+        return ResumeSource(taken, [f"took a checkpoint of the stopped run: {taken.path}", *notes])
 
     return asyncio.run(take())
 
 
-def changed(source: Checkpoint, overrides: Mapping[str, Any], command: str = "diloco up --resume") -> RunSettings:
+def changed(source: RunCheckpoint, overrides: Mapping[str, Any], command: str = "diloco up --resume") -> RunSettings:
     """Return the settings to go on with; ``command`` is named in errors.
 
     Raises:
@@ -110,7 +110,7 @@ def changed(source: Checkpoint, overrides: Mapping[str, Any], command: str = "di
     return wanted
 
 
-async def prepare(source: Checkpoint, directory: RunDirectory, *, at: int | None = None) -> None:
+async def prepare(source: RunCheckpoint, directory: RunDirectory, *, at: int | None = None) -> None:
     """Make ``directory`` a run that goes on from ``source``; its ``run.json`` is written last.
 
     Raises:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diloco.core import tape
-from diloco.core.delta import Apply
+from diloco.core.delta import VersionWrite
 from diloco.core.fragments import FragmentMap
 from diloco.core.lives import Life
 from diloco.core.schedule import Moment
@@ -33,10 +33,10 @@ State = Mapping[str, NDArray[Any]]
 MODELS, LEARNER = "diloco.models", "learner"  # entry points of what can be trained again, and the one that there is
 END_S = 10.0  # in which a process that has closed its end of the pipe is gone
 
-MakeModel = Callable[[RunSettings, str | None, Life], "Model"]
+MakeModel = Callable[[RunSettings, str | None, Life], "TrainableModel"]
 
 
-class Model(Protocol):
+class TrainableModel(Protocol):
     """A model that can be trained again.
 
     An entry point of the group ``diloco.models`` makes it, from the run's settings and data, the mesh of its devices, whether
@@ -58,7 +58,7 @@ class Model(Protocol):
     def step(self, share: int, batch: int, at: Moment) -> None:
         """Take an inner step on a batch, at the learning rate of that moment."""
 
-    def write(self, fragment: int, applied: Apply) -> None:
+    def write(self, fragment: int, applied: VersionWrite) -> None:
         """Write a version into the model."""
 
     def snapshot(self, fragment: int) -> Vector:
@@ -92,7 +92,7 @@ class Retraining:
     def __exit__(self, *_: object) -> None:
         self._end()
 
-    def __call__(self, settings: RunSettings, data: str | None, life: Life) -> Model:
+    def __call__(self, settings: RunSettings, data: str | None, life: Life) -> TrainableModel:
         """Return the model that a learner of ``diloco up`` trained in a life.
 
         Raises:
@@ -171,7 +171,7 @@ class _Distant:
     def step(self, share: int, batch: int, at: Moment) -> None:
         self._ask("step", share, batch, at)
 
-    def write(self, fragment: int, applied: Apply) -> None:
+    def write(self, fragment: int, applied: VersionWrite) -> None:
         self._ask("write", fragment, applied)
 
     def snapshot(self, fragment: int) -> Vector:
@@ -208,7 +208,7 @@ def _serve(pipe: Connection, environment: Mapping[str, str]) -> None:
         os.environ.pop(CPU_DEVICES, None)  # it would count more than the tape's
     os.environ.update(environment)
     [found] = [point for point in entry_points(group=MODELS) if point.name == LEARNER]
-    model: Model | None = None
+    model: TrainableModel | None = None
     with contextlib.suppress(EOFError, OSError):  # the other process has ended
         while True:
             method, arguments = pipe.recv()

@@ -13,13 +13,13 @@ from urllib.parse import urlsplit
 
 from diloco.control import creation
 from diloco.control.changes import read_changes
-from diloco.control.creation import Run
+from diloco.control.creation import KnownRun
 from diloco.core.chain import Chain
 from diloco.core.fragments import FragmentMap
 from diloco.errors import BrokerError, DilocoError, RunError
 from diloco.log.log import Log
-from diloco.log.reader import Loaded
-from diloco.log.stream import Head, pass_over
+from diloco.log.reader import LoadedFragment
+from diloco.log.stream import EntryHead, pass_over
 from diloco.nats.identity import of_command
 from diloco.nats.transport import NatsTransport
 from diloco.process import observe
@@ -44,7 +44,7 @@ class RunReader:
 
     directory: RunDirectory
     transport: NatsTransport
-    run: Run
+    run: KnownRun
     map: FragmentMap
     log: Log
     genesis: Genesis
@@ -62,7 +62,7 @@ class RunReader:
             return "over"
         return "going on" if self.live else "stopped"
 
-    async def load_first(self, fragment: int) -> Loaded:
+    async def load_first(self, fragment: int) -> LoadedFragment:
         """Load version 0, as :meth:`diloco.log.reader.Reader.load_first` does and raises."""
         return await self.log.reader.load_first(fragment, self.genesis, self.genesis_check)
 
@@ -95,7 +95,7 @@ class LiveRun:
 
     directory: RunDirectory
     transport: NatsTransport
-    run: Run
+    run: KnownRun
 
 
 @asynccontextmanager
@@ -164,7 +164,7 @@ async def opened(path: Path) -> AsyncIterator[RunReader]:
 
 
 async def _in_regions(
-    path: Path, run: Run, logs: dict[str, Log], *, live: bool
+    path: Path, run: KnownRun, logs: dict[str, Log], *, live: bool
 ) -> tuple[str, dict[str, Log], tuple[Genesis, bytes] | None]:
     """Return the region whose log is to be read, the logs of all that hold the run, and its genesis; None: it has none yet.
 
@@ -223,7 +223,7 @@ async def _read_chain(log: Log, fragment: int, genesis: Genesis, genesis_check: 
         if first is not None and chain.sequence >= (before or 0):
             return first  # there is no older keyframe
         begins, stop = chain.sequence, await log.reader.end_sequence(fragment)
-        heads = list[Head]()
+        heads = list[EntryHead]()
         if stop > begins:
             heads = [head async for head in log.entries.heads(pass_over, begins + 1, stop, fragment=fragment)]
         chain, _ = newest_line(chain, heads)

@@ -24,7 +24,7 @@ from rich.table import Column, Table
 
 from diloco.control import creation
 from diloco.control.changes import read_changes
-from diloco.control.creation import Run
+from diloco.control.creation import KnownRun
 from diloco.core.fragments import unpack_map
 from diloco.errors import BrokerError, MessageError, RunError, SettingsError
 from diloco.log.log import Log
@@ -58,7 +58,7 @@ LOCAL = "nats://127.0.0.1:4222"
 
 
 @dataclass(frozen=True)
-class Part:
+class RunStream:
     """A stream of a run, its bucket's included."""
 
     server: str
@@ -82,11 +82,11 @@ class Consumer:
 
 
 @dataclass
-class Found:
+class RunOnServers:
     """The streams of a run on servers, and the members that are heard."""
 
     name: str
-    parts: list[Part] = field(default_factory=list)
+    parts: list[RunStream] = field(default_factory=list)
     state: str = "unknown"
     members: list[str] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
@@ -212,7 +212,7 @@ def remove(
     asyncio.run(_remove(run, nats_url, bulk or [], None if identity is None else of_command(identity, run), force=force))
 
 
-async def _found(url: str, bulk: Sequence[str], identity: Identity | None, name: str | None) -> list[Found]:
+async def _found(url: str, bulk: Sequence[str], identity: Identity | None, name: str | None) -> list[RunOnServers]:
     async with _links(url, bulk, identity) as links:
         return await _look(links, name)
 
@@ -288,7 +288,7 @@ async def _links(url: str, bulk: Sequence[str], identity: Identity | None) -> As
         yield links
 
 
-async def _look(links: dict[str, NatsTransport], name: str | None) -> list[Found]:
+async def _look(links: dict[str, NatsTransport], name: str | None) -> list[RunOnServers]:
     """Return the runs that servers hold, or the one of that name.
 
     Raises:
@@ -307,12 +307,12 @@ async def _look(links: dict[str, NatsTransport], name: str | None) -> list[Found
         subject = f"diloco.{name or '*'}.{sign}"
         await control.subscribe(subject if sign == "coordinator" else f"{subject}.*", hear)
     began_s = time.monotonic()
-    found: dict[str, Found] = {}
+    found: dict[str, RunOnServers] = {}
     for server, link in links.items():
         for stream in await streams.listed(link):
             part = _part(server, stream)
             if part is not None and name in (None, part.run):
-                found.setdefault(part.run, Found(part.run)).parts.append(part)
+                found.setdefault(part.run, RunOnServers(part.run)).parts.append(part)
     if name is not None and name not in found:
         raise RunError(f"run {name!r}: nothing of it is at {', '.join(links)}; diloco runs list shows what is")
     for run in found.values():
@@ -327,7 +327,7 @@ async def _look(links: dict[str, NatsTransport], name: str | None) -> list[Found
     return sorted(found.values(), key=lambda run: run.name)
 
 
-async def _describe(control: NatsTransport, links: dict[str, NatsTransport], found: Found) -> None:
+async def _describe(control: NatsTransport, links: dict[str, NatsTransport], found: RunOnServers) -> None:
     """Add the facts that bucket and log state, as far as they can be read."""
     if not found.bucket:
         found.state = "partial: it has no bucket"
@@ -338,7 +338,7 @@ async def _describe(control: NatsTransport, links: dict[str, NatsTransport], fou
         if settings is None:
             found.state = "partial: its bucket has no settings"
             return
-        run = Run(found.name, settings, registry)
+        run = KnownRun(found.name, settings, registry)
         run.adopt((await read_changes(run)).records)
         found.heartbeat_s = run.in_force.liveness.heartbeat_s
         found.facts = {"preset": settings.preset, "tokens": run.in_force.tokens, "changes": run.now.number}
@@ -353,7 +353,7 @@ async def _describe(control: NatsTransport, links: dict[str, NatsTransport], fou
         found.state = f"unreadable: {error}"
 
 
-async def _state(link: NatsTransport, run: Run) -> str:
+async def _state(link: NatsTransport, run: KnownRun) -> str:
     stored = await run.registry.get("map")
     if stored is None:
         return "not begun"
@@ -366,7 +366,7 @@ async def _state(link: NatsTransport, run: Run) -> str:
     return "finished" if closed else f"stopped after {versions} versions"
 
 
-def _part(server: str, stream: dict[str, Any]) -> Part | None:
+def _part(server: str, stream: dict[str, Any]) -> RunStream | None:
     """Return a run's stream; None if it is no run's.
 
     Raises:
@@ -379,7 +379,7 @@ def _part(server: str, stream: dict[str, Any]) -> Part | None:
             return None
         created_s = _unix_s(stream["created"])
         last_s = _unix_s(state["last_ts"]) if state["messages"] else created_s
-        return Part(server, match[1] or match[3], name, int(state["messages"]), int(state["bytes"]), created_s, last_s)
+        return RunStream(server, match[1] or match[3], name, int(state["messages"]), int(state["bytes"]), created_s, last_s)
     except (LookupError, TypeError, ValueError) as error:
         raise BrokerError(f"{server}: what it says of a stream cannot be read: {error!r}") from None
 
@@ -398,7 +398,7 @@ def _place(url: str) -> str:
     return ",".join(places)
 
 
-def _plain(run: Found) -> dict[str, Any]:
+def _plain(run: RunOnServers) -> dict[str, Any]:
     parts = [vars(part) for part in run.parts]
     sums = {"bytes": run.bytes, "created_s": run.created_s, "last_s": run.last_s}
     return {"run": run.name, "state": run.state, "members": run.members} | run.facts | sums | {"streams": parts}

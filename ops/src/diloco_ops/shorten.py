@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from diloco.core.quorum import UncommittedEntries
 from diloco.errors import MessageError, RunError
-from diloco.log.stream import Head, decode_head, decode_keyframe
+from diloco.log.stream import EntryHead, decode_head, decode_keyframe
 from diloco.nats import streams
-from diloco.nats.connection import Link
-from diloco.nats.pull import Message, Puller
+from diloco.nats.connection import NatsLink
+from diloco.nats.pull import PulledMessage, Puller
 from diloco.wire import framing, subjects
 from diloco.wire.entries import Claim, CommitNotice, Keyframe
 from diloco.wire.subjects import Subjects
@@ -29,9 +29,9 @@ class FragmentMessages:
     keyframes: list[tuple[int, str, Keyframe]] = field(default_factory=list)  # sequence and attempt of its parts
     parts: list[tuple[int, str]] = field(default_factory=list)  # of keyframes: sequence and attempt
     entries: dict[int, CommitNotice] = field(default_factory=dict)  # committed ones, by sequence, with a notice of each
-    _uncommitted: UncommittedEntries[Head] = field(default_factory=lambda: UncommittedEntries(None))
+    _uncommitted: UncommittedEntries[EntryHead] = field(default_factory=lambda: UncommittedEntries(None))
 
-    def note(self, message: Message, run: bytes) -> None:
+    def note(self, message: PulledMessage, run: bytes) -> None:
         """Take in the next message of the log; one that cannot be read stays where it is, since all readers pass over it."""
         head, tokens = subjects.is_head(message.subject), message.subject.split(".")
         try:
@@ -51,19 +51,19 @@ class FragmentMessages:
         except MessageError:
             return
 
-    def _note_head(self, head: Head) -> None:
+    def _note_head(self, head: EntryHead) -> None:
         if self.regions:
             self._uncommitted.add(head)
         else:
             self._committed(head)
 
-    def _note_notice(self, message: Message, run: bytes) -> None:
+    def _note_notice(self, message: PulledMessage, run: bytes) -> None:
         notice = framing.unpack(message.data, CommitNotice, run)[0]
         self.notices.append((message.sequence, notice.sequence))
         for head in self._uncommitted.commit(notice.entry_hash):
             self._committed(head)
 
-    def _committed(self, head: Head) -> None:
+    def _committed(self, head: EntryHead) -> None:
         record = head.record
         notice = CommitNotice(self.index, record.version, record.epoch, head.entry_hash, head.sequence)
         self.entries[head.sequence] = notice
@@ -112,7 +112,7 @@ class FragmentMessages:
         return max((change for sequence, change in self.rollbacks if sequence <= end), default=0)
 
 
-async def read(link: Link, names: Subjects, run: bytes, fragments: int, *, regions: bool) -> list[FragmentMessages]:
+async def read(link: NatsLink, names: Subjects, run: bytes, fragments: int, *, regions: bool) -> list[FragmentMessages]:
     """Read what a log holds of each fragment; bodies are passed over."""
     held = [FragmentMessages(index, regions) for index in range(fragments)]
     async for message in Puller(link, names.log_stream, [names.fragment_trees], 1):
@@ -124,7 +124,7 @@ async def read(link: Link, names: Subjects, run: bytes, fragments: int, *, regio
     return held
 
 
-async def shorten(link: Link, names: Subjects, held: Sequence[FragmentMessages], ends: Sequence[int]) -> list[int]:
+async def shorten(link: NatsLink, names: Subjects, held: Sequence[FragmentMessages], ends: Sequence[int]) -> list[int]:
     """Drop the messages of a log beyond the sequences in ``ends``, one of each fragment.
 
     Return by fragment the change of the run by which the rest went back last; 0 for none.

@@ -28,7 +28,7 @@ class Template(enum.StrEnum):
 
 
 @dataclass(frozen=True)
-class Project:
+class TemplateInfo:
     """A template as people see it."""
 
     about: str
@@ -42,15 +42,17 @@ class Project:
 
 
 PROJECTS = {
-    Template.GPT: Project("a small GPT on text, in plain JAX"),
-    Template.FLAX: Project("a small network in Flax NNX that tells shapes in images", (IMAGES,), "flax", "pip install flax"),
-    Template.EQUINOX: Project(
+    Template.GPT: TemplateInfo("a small GPT on text, in plain JAX"),
+    Template.FLAX: TemplateInfo(
+        "a small network in Flax NNX that tells shapes in images", (IMAGES,), "flax", "pip install flax"
+    ),
+    Template.EQUINOX: TemplateInfo(
         "a small network in Equinox that tells shapes in images", (IMAGES,), "equinox", "pip install equinox"
     ),
-    Template.TORCH: Project(
+    Template.TORCH: TemplateInfo(
         "a small network in PyTorch that tells shapes in images", (IMAGES,), "torch", "pip install 'diloco[torch]'"
     ),
-    Template.VISION: Project("a small network in plain JAX that tells shapes in images", (IMAGES,)),
+    Template.VISION: TemplateInfo("a small network in plain JAX that tells shapes in images", (IMAGES,)),
 }
 README = """# {name}
 
@@ -85,7 +87,7 @@ def init(
     print(f"{folder}: {project.about}; next: {first}cd {folder} && python train.py")
 
 
-def _readme(name: str, project: Project) -> str:
+def _readme(name: str, project: TemplateInfo) -> str:
     install = f"; {project.install}" if project.install else ""
     parts = "the model and its loss, `images.py` the data" if IMAGES in project.folders else "the model, its loss and its data"
     return README.format(name=name, about=project.about[0].upper() + project.about[1:], install=install, parts=parts)

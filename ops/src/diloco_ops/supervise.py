@@ -26,7 +26,7 @@ OURS = re.compile(r"diloco[a-z -]*: ")  # begins a line of one of our programs
 GROUP_S = 15.0  # a learner's other processes notice within `processes.silent_s` that one is gone; a frozen one is killed then
 
 
-class Guard:
+class OrphanGuard:
     """A shell that waits for lines of process ids, and kills those of the last line when its owner is gone."""
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class Service:
 
 
 @dataclass
-class Group:
+class ServiceGroup:
     """Services that begin and end together: the processes of one learner, or a single one."""
 
     services: list[Service] = field(default_factory=list)
@@ -111,8 +111,8 @@ class Supervisor:
     def __init__(self, log: Logger, tell: Callable[[str, str], None] = lambda name, text: None) -> None:
         """``tell``: is called with the name of a service, and what happened to it."""
         self.log, self._tell = log, tell
-        self.groups: dict[str, Group] = {}
-        self._guard = Guard()
+        self.groups: dict[str, ServiceGroup] = {}
+        self._guard = OrphanGuard()
 
     @property
     def services(self) -> list[Service]:
@@ -137,7 +137,7 @@ class Supervisor:
         """
         process = _begin(module, config, environment, cores)
         service = Service(name, module, config, environment, cores, process, time.monotonic(), endless)
-        self.groups.setdefault(group or name, Group(dispensable=dispensable)).services.append(service)
+        self.groups.setdefault(group or name, ServiceGroup(dispensable=dispensable)).services.append(service)
         self._watch()
 
     def tend(self) -> bool:
@@ -163,7 +163,7 @@ class Supervisor:
         """The errors of services without which the run goes on, by name."""
         return {name: group.failure for name, group in self.groups.items() if group.failure is not None}
 
-    def _tend_group(self, group: Group, now_s: float) -> None:
+    def _tend_group(self, group: ServiceGroup, now_s: float) -> None:
         failed = [(service, code) for service in group.services if (code := service.process.poll())]
         for service, code in failed:
             if code > 0 and code not in (EjectedError.exit_code, IslandError.exit_code):
@@ -187,7 +187,7 @@ class Supervisor:
             for service in group.services:
                 self._begin_again(service, now_s)
 
-    def _note_death(self, group: Group, killed: Service, code: int, now_s: float) -> None:
+    def _note_death(self, group: ServiceGroup, killed: Service, code: int, now_s: float) -> None:
         signal_name = _signal_name(-code) if code < 0 else None
         group.quick_deaths = group.quick_deaths + 1 if now_s - killed.began_s < STEADY_S else 0
         if group.quick_deaths >= QUICK_DEATHS:

@@ -33,8 +33,8 @@ from diloco.wire.subjects import Subjects
 from diloco_ops import compiling, continuing, local_runs, pages, resume, task_check
 from diloco_ops.broker.server import CONNECT_TIMEOUT_S
 from diloco_ops.environment import check_least, metrics_addresses, per_process
-from diloco_ops.launch import Asked, Launcher, service_count
-from diloco_ops.manifest import Checkpoint
+from diloco_ops.launch import Launcher, LaunchRequest, service_count
+from diloco_ops.manifest import RunCheckpoint
 from diloco_ops.progress_lines import progress_line
 from diloco_ops.run_summary import summarise
 from diloco_ops.supervise import ServiceFailed
@@ -120,7 +120,7 @@ def up(
         if not resumed:
             directory.save()
         served = pages.addresses(page or (pages.NOWHERE if json_ else pages.ANYWHERE), coordinators)
-        asked = Asked(standbys, coordinators, nats_url is None, json_, plain, track or [], served, open_, metrics)
+        asked = LaunchRequest(standbys, coordinators, nats_url is None, json_, plain, track or [], served, open_, metrics)
         report = asyncio.run((launcher := Launcher(directory, slowed, asked)).run(resumed))
     return _tell(report, directory, json_, launcher.services.failures.values())
 
@@ -151,7 +151,7 @@ def _source(
     overrides: dict[str, Any],
     data: str | None,
     nats_url: str | None,
-) -> tuple[Checkpoint | continuing.Source | None, RunDirectory]:
+) -> tuple[RunCheckpoint | continuing.ContinuationSource | None, RunDirectory]:
     """Return the checkpoint or the run to go on from, if there is one, and the run's directory."""
     if nats_url is not None:
         checked(nats_url)
@@ -171,7 +171,7 @@ def _source(
 
 def _begin(
     directory: RunDirectory,
-    source: Checkpoint | continuing.Source | None,
+    source: RunCheckpoint | continuing.ContinuationSource | None,
     at: int | None,
     nats_url: str | None,
     *,
@@ -186,7 +186,7 @@ def _begin(
 
 
 def _checked(
-    directory: RunDirectory, source: Checkpoint | continuing.Source | None, at: int | None, nats_url: str | None
+    directory: RunDirectory, source: RunCheckpoint | continuing.ContinuationSource | None, at: int | None, nats_url: str | None
 ) -> tuple[RunDirectory, bool]:
     """Check a run that begins in this directory, and write what it goes on from there.
 
@@ -196,7 +196,7 @@ def _checked(
     if (directory.path / "run.json").exists():
         return directory, True
     check_time_limits(directory.settings, "diloco up")
-    if not isinstance(source, continuing.Source):
+    if not isinstance(source, continuing.ContinuationSource):
         directory = task_check.check_task(directory)
     if source is not None:
         return _prepare(source, directory, at), True
@@ -206,7 +206,7 @@ def _checked(
 
 
 def _beginning_with(
-    directory: RunDirectory, init: Path | None, names: Path | None, source: Checkpoint | continuing.Source | None
+    directory: RunDirectory, init: Path | None, names: Path | None, source: RunCheckpoint | continuing.ContinuationSource | None
 ) -> RunDirectory:
     """Return a run's directory that begins with the weights in a file or folder, if one is given.
 
@@ -219,7 +219,7 @@ def _beginning_with(
             raise SettingsError(f"--names {names}: needs --init PATH, the weights whose tensors have these names")
         return directory
     if source is not None:
-        option = "--resume" if isinstance(source, Checkpoint) else "--continue"
+        option = "--resume" if isinstance(source, RunCheckpoint) else "--continue"
         raise SettingsError(f"--init {init}: a run that goes on from {option} has its weights; leave one of them out")
     file, named = str(init.resolve()), None if names is None else str(names.resolve())
     if (directory.path / "run.json").exists() and (directory.init, directory.init_names) != (file, named):
@@ -373,7 +373,7 @@ async def _check_name(name: str, url: str) -> None:
 
 def _resumed(
     source: Path, at: int | None, path: Path, preset: str, overrides: dict[str, Any], data: str | None, nats_url: str | None
-) -> tuple[Checkpoint, RunDirectory]:
+) -> tuple[RunCheckpoint, RunDirectory]:
     """Return the checkpoint to go on from, and the new run's directory, which is not written yet."""
     _check_new(path, "a checkpoint")
     found = resume.find(source, at)
@@ -393,7 +393,7 @@ def _resumed(
 
 def _continued(
     path: Path, new: Path, preset: str, overrides: dict[str, Any], data: str | None, nats_url: str | None
-) -> tuple[continuing.Source, RunDirectory]:
+) -> tuple[continuing.ContinuationSource, RunDirectory]:
     """Return the run to go on from, and the new run's directory, which is not written yet."""
     if "tokens" not in overrides:
         raise SettingsError(f"--continue {path}: needs --tokens N, the tokens that the run is to go on with")
@@ -431,10 +431,10 @@ def _learners(overrides: dict[str, Any]) -> int | None:
     return learners
 
 
-def _prepare(source: Checkpoint | continuing.Source, directory: RunDirectory, at: int | None) -> RunDirectory:
+def _prepare(source: RunCheckpoint | continuing.ContinuationSource, directory: RunDirectory, at: int | None) -> RunDirectory:
     existed = directory.path.exists()
     try:
-        if isinstance(source, Checkpoint):
+        if isinstance(source, RunCheckpoint):
             asyncio.run(resume.prepare(source, directory, at=at))
         else:
             directory = asyncio.run(continuing.prepare(source, directory, task_check.check_task))

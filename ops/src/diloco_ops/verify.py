@@ -31,7 +31,7 @@ from diloco.core.changes import in_force
 from diloco.core.ledger import Ledger
 from diloco.core.lives import Life
 from diloco.errors import MessageError, RunError, SettingsError
-from diloco.log.stream import Entry
+from diloco.log.stream import LogEntry
 from diloco.process import tape
 from diloco.wire.entries import Record
 from diloco_ops.refold import FragmentLog, refold
@@ -45,7 +45,7 @@ COLOURS = {"holds": "green", "fails": "bold red", "unchecked": "yellow"}
 
 
 @dataclass(frozen=True)
-class Check:
+class PropertyCheck:
     """One property of the run: whether it holds, and the facts found or the faults."""
 
     name: str
@@ -54,13 +54,13 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Verification:
     """All checks of a run. ``versions``: how many were folded again, over all fragments."""
 
     run: str
     live: bool
     versions: int
-    checks: list[Check]
+    checks: list[PropertyCheck]
 
     @property
     def holds(self) -> bool:
@@ -81,7 +81,7 @@ def verify(
     return 0 if verdict.holds else 1
 
 
-async def check(path: Path) -> Verdict:
+async def check(path: Path) -> Verification:
     """Verify the run of a directory.
 
     Raises:
@@ -90,7 +90,7 @@ async def check(path: Path) -> Verdict:
     async with opened(path) as seen:
         # the log first: a merged offer is on its learner's tape before
         ledger = Ledger(len(seen.map.fragments))
-        enter: Callable[[Entry], None] = lambda entry: ledger.merge(entry.record)  # noqa: E731
+        enter: Callable[[LogEntry], None] = lambda entry: ledger.merge(entry.record)  # noqa: E731
         archived = seen.run.created.log.archive
         merges = [RemadeMerges(seen, fragment.index) if archived else None for fragment in seen.map.fragments]
         logs = [await refold(seen, index, enter, again) for index, again in enumerate(merges)]
@@ -107,7 +107,7 @@ async def check(path: Path) -> Verdict:
         _data(logs, lives, ledger, [fragment.size for fragment in seen.map.fragments]),
         _report(seen, logs),
     ]
-    return Verdict(seen.run.name, seen.live, sum(log.versions for log in logs), checks)
+    return Verification(seen.run.name, seen.live, sum(log.versions for log in logs), checks)
 
 
 def _lives(tapes: Iterable[tape.Tape]) -> tuple[dict[tuple[str, int], Life], list[str]]:
@@ -126,10 +126,10 @@ def _lives(tapes: Iterable[tape.Tape]) -> tuple[dict[tuple[str, int], Life], lis
     return lives, wrong
 
 
-def _log(logs: Sequence[FragmentLog], live: bool) -> Check:
+def _log(logs: Sequence[FragmentLog], live: bool) -> PropertyCheck:
     wrong = [f"fragment {log.index}: {reason}" for log in logs for reason in log.wrong]
     if wrong:
-        return Check("log", "fails", _named(wrong))
+        return PropertyCheck("log", "fails", _named(wrong))
     versions, passed_over = sum(log.versions for log in logs), [reason for log in logs for reason in log.passed_over]
     found = f"{versions} versions of {len(logs)} fragments follow one another, and fold to the states that they state"
     first = max(log.first_version for log in logs)
@@ -143,7 +143,7 @@ def _log(logs: Sequence[FragmentLog], live: bool) -> Check:
     open_ = sum(log.chain is not None and not log.chain.closed for log in logs)
     if open_:
         found += f"; {open_} of the logs are not closed" + (" yet" if live else "")
-    return Check("log", "holds", found)
+    return PropertyCheck("log", "holds", found)
 
 
 def _repair(record: Record) -> str:
@@ -156,55 +156,57 @@ def _repair(record: Record) -> str:
     return f"fragment {record.fragment}, {made}, by change {back.change}{because}"
 
 
-async def _changes(seen: RunReader) -> Check:
+async def _changes(seen: RunReader) -> PropertyCheck:
     """Check the list of changes made since the run was created: its chain, and the settings that follow from it."""
     try:
         listed = await read_changes(seen.run)
         in_force(seen.run.created, listed.records)
     except (MessageError, SettingsError) as error:
-        return Check("changes", "fails", str(error))
+        return PropertyCheck("changes", "fails", str(error))
     count = len(listed.records)
-    return Check("changes", "holds", f"{count} changes follow one another" if count else "nothing was changed")
+    return PropertyCheck("changes", "holds", f"{count} changes follow one another" if count else "nothing was changed")
 
 
-def _keyframes(logs: Sequence[FragmentLog]) -> Check:
+def _keyframes(logs: Sequence[FragmentLog]) -> PropertyCheck:
     wrong = [f"fragment {log.index}: {reason}" for log in logs for reason in log.wrong_keyframes]
     if wrong:
-        return Check("keyframes", "fails", _named(wrong))
+        return PropertyCheck("keyframes", "fails", _named(wrong))
     keyframes = sum(log.keyframes for log in logs)
-    return Check("keyframes", "holds", f"{keyframes} have the state, cursors and sums of the fold" if keyframes else "none yet")
+    return PropertyCheck(
+        "keyframes", "holds", f"{keyframes} have the state, cursors and sums of the fold" if keyframes else "none yet"
+    )
 
 
-def _merges(merges: Sequence[RemadeMerges | None]) -> Check:
+def _merges(merges: Sequence[RemadeMerges | None]) -> PropertyCheck:
     """Check that every version is the merge of its offers, as far as these are in the archive."""
     known = [again for again in merges if again is not None]
     if not known:
-        return Check("merges", "unchecked", "the run keeps no archive of its offers (log.archive)")
+        return PropertyCheck("merges", "unchecked", "the run keeps no archive of its offers (log.archive)")
     wrong = [f"fragment {again.fragment.index}, {reason}" for again in known for reason in again.wrong]
     if wrong:
-        return Check("merges", "fails", _named(wrong))
+        return PropertyCheck("merges", "fails", _named(wrong))
     redone, unknown = sum(again.redone for again in known), sum(again.unknown for again in known)
     text = f"{redone} versions are, to the bit, the merges of their offers"
     if unknown:
-        return Check(
+        return PropertyCheck(
             "merges", "unchecked", f"{text}; of {unknown} more the offers, or what was left over before, are not known"
         )
-    return Check("merges", "holds", text)
+    return PropertyCheck("merges", "holds", text)
 
 
-def _tapes(tapes: Sequence[tape.Tape], problems: Sequence[str]) -> Check:
+def _tapes(tapes: Sequence[tape.Tape], problems: Sequence[str]) -> PropertyCheck:
     if problems:
-        return Check("tapes", "unchecked", _named(problems))
+        return PropertyCheck("tapes", "unchecked", _named(problems))
     if not tapes:
-        return Check("tapes", "unchecked", "there are none")
+        return PropertyCheck("tapes", "unchecked", "there are none")
     size_bytes, torn = sum(len(read.data) for read in tapes), sum(read.scan.torn_bytes > 0 for read in tapes)
     ends = f"; {torn} end in the middle of a block, as their process died" if torn else ""
-    return Check("tapes", "holds", f"{len(tapes)} tapes of {size_bytes} bytes are whole{ends}")
+    return PropertyCheck("tapes", "holds", f"{len(tapes)} tapes of {size_bytes} bytes are whole{ends}")
 
 
-def _offers(logs: Sequence[FragmentLog], lives: dict[tuple[str, int], Life]) -> Check:
+def _offers(logs: Sequence[FragmentLog], lives: dict[tuple[str, int], Life]) -> PropertyCheck:
     """Check that every merged offer is on the tape of the learner that made it, as an answer to the same round."""
-    offers: dict[tuple[str, int], dict[tuple[int, int], events.Offer]] = {
+    offers: dict[tuple[str, int], dict[tuple[int, int], events.TapeOffer]] = {
         key: {(offer.fragment, offer.number): offer for offer in life.offers()} for key, life in lives.items()
     }
     wrong, unknown, found = [], 0, 0
@@ -222,14 +224,16 @@ def _offers(logs: Sequence[FragmentLog], lives: dict[tuple[str, int], Life]) -> 
                     f"{member.incarnation}) to round {member.round} is not on its tape"
                 )
     if wrong:
-        return Check("offers", "fails", _named(wrong))
+        return PropertyCheck("offers", "fails", _named(wrong))
     text = f"{found} merged offers are on the tapes of their learners, each merged once"
     if unknown:
-        return Check("offers", "unchecked", f"{text}; of {unknown} more there is no tape")
-    return Check("offers", "holds", text)
+        return PropertyCheck("offers", "unchecked", f"{text}; of {unknown} more there is no tape")
+    return PropertyCheck("offers", "holds", text)
 
 
-def _data(logs: Sequence[FragmentLog], lives: dict[tuple[str, int], Life], ledger: Ledger, sizes: Sequence[int]) -> Check:
+def _data(
+    logs: Sequence[FragmentLog], lives: dict[tuple[str, int], Life], ledger: Ledger, sizes: Sequence[int]
+) -> PropertyCheck:
     """Check that all merged data had been trained, and that no process's work is in two versions of a fragment."""
     for process, life in lives.items():
         ledger.train(process, life.ranges(), 0)
@@ -241,7 +245,7 @@ def _data(logs: Sequence[FragmentLog], lives: dict[tuple[str, int], Life], ledge
     complete = known <= lives.keys() and not earlier and not any(life.gap for life in lives.values())
     wrong = ledger.errors + (ledger.untrained() if complete else [])
     if wrong:
-        return Check("data", "fails", _named(wrong))
+        return PropertyCheck("data", "fails", _named(wrong))
     shares = ledger.shares()
     trained, merged, lost, repeated = (
         sum(getattr(share, name) for share in shares) for name in ("trained", "merged", "lost", "repeated")
@@ -256,21 +260,21 @@ def _data(logs: Sequence[FragmentLog], lives: dict[tuple[str, int], Life], ledge
         text += (
             f"; not accounted for, since on data of their own: {', '.join(f'{n} tokens of {name}' for name, n in own.items())}"
         )
-    return Check(
+    return PropertyCheck(
         "data", "holds" if complete else "unchecked", text + ("" if complete else "; not all that was trained is on tapes")
     )
 
 
-def _report(seen: RunReader, logs: Sequence[FragmentLog]) -> Check:
+def _report(seen: RunReader, logs: Sequence[FragmentLog]) -> PropertyCheck:
     """Compare the sums that the report states with the log's."""
     path = seen.directory.report
     chains = [log.chain for log in logs if log.chain is not None]
     if not path.exists():
         over = len(chains) == len(logs) and all(chain.closed for chain in chains)
         reason = "the run is over, and its report is in its coordinator's state_dir" if over else "the run is not finished"
-        return Check("report", "unchecked", f"there is none here: {reason}")
+        return PropertyCheck("report", "unchecked", f"there is none here: {reason}")
     if len(chains) < len(logs):
-        return Check("report", "unchecked", "not every fragment's log can be read")
+        return PropertyCheck("report", "unchecked", "not every fragment's log can be read")
     try:
         report = json.loads(path.read_text())
         wrong = []
@@ -287,10 +291,10 @@ def _report(seen: RunReader, logs: Sequence[FragmentLog]) -> Check:
                 if stated[name] != value
             ]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        return Check("report", "fails", f"{path}: damaged: {error}")
+        return PropertyCheck("report", "fails", f"{path}: damaged: {error}")
     if wrong:
-        return Check("report", "fails", _named(wrong))
-    return Check("report", "holds", f"its versions, tokens and states of {len(logs)} fragments are the log's")
+        return PropertyCheck("report", "fails", _named(wrong))
+    return PropertyCheck("report", "holds", f"its versions, tokens and states of {len(logs)} fragments are the log's")
 
 
 def _named(reasons: Sequence[str]) -> str:
@@ -298,7 +302,7 @@ def _named(reasons: Sequence[str]) -> str:
     return "; ".join(reasons[:MAX_NAMED]) + (f"; and {more} more" if more > 0 else "")
 
 
-def _show(verdict: Verdict) -> None:
+def _show(verdict: Verification) -> None:
     table = Table(box=None, pad_edge=False, show_header=False)
     for item in verdict.checks:
         table.add_row(item.name, f"[{COLOURS[item.state]}]{item.state}[/]", item.found)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from diloco.core.float_mode import exact
 from diloco.core.fragments import Fragment
 from diloco.errors import RunError
-from diloco.member.naming import Naming, Part
+from diloco.member.naming import Naming, RowRange
 from diloco.member.statefile import header_of
 
 Precision = Literal["float32", "bfloat16", "float16"]
@@ -76,7 +76,7 @@ class WeightsFile:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._file.close()
 
-    def put(self, part: Part, values: Vector) -> None:
+    def put(self, part: RowRange, values: Vector) -> None:
         """Write a part of one of our tensors where it lies here, float32 [its size].
 
         Raises:

@@ -15,7 +15,7 @@ from html import escape
 from typing import Any, Literal
 
 from diloco_report.colours import cut_middle, short_names
-from diloco_report.curves import Line, Point, thinned
+from diloco_report.curves import CurveLine, Point, thinned
 from diloco_report.units import count, decimal, duration, share, size
 
 Axis = Literal["tokens", "time", "bytes"]
@@ -52,7 +52,7 @@ def time_ticks(end_s: float, wanted: int) -> list[float]:
     return [float(step * index) for index in range(math.floor(end_s / step + 1e-9) + 1)]
 
 
-def loss_range(lines: Sequence[Line], references: Mapping[str, float]) -> Point:
+def loss_range(lines: Sequence[CurveLine], references: Mapping[str, float]) -> Point:
     """Return the lower and upper end of the loss axis.
 
     It reaches from just below the lowest value to the 90th percentile, and includes the reference lines.
@@ -91,7 +91,7 @@ class _Frame:
 
 
 def line_chart(
-    lines: Sequence[Line],
+    lines: Sequence[CurveLine],
     references: Mapping[str, float],
     *,
     axis: Axis,
@@ -141,7 +141,7 @@ def _axes(frame: _Frame, axis: Axis, label: str) -> list[str]:
     return [*parts, text_at("axis", frame.middle, frame.tall - 4, "middle", label)]
 
 
-def _curve(line: Line, frame: _Frame, clip: str) -> str:
+def _curve(line: CurveLine, frame: _Frame, clip: str) -> str:
     places = [(frame.x(x), frame.y(y)) for x, y in line.points]
     begins = {0, *line.breaks}
     path = "".join(f"{'M' if n in begins else 'L'}{x:.1f} {y:.1f}" for n, (x, y) in enumerate(places))
@@ -299,7 +299,7 @@ def _between(points: Sequence[Point], x: float) -> float:
 
 
 @dataclass(frozen=True)
-class Group:
+class ChartRegion:
     """A region of a run, as it is drawn: its learners, each with times (s) and its step then, and when it was away."""
 
     name: str
@@ -312,7 +312,7 @@ class Group:
 class _Lanes:
     """The picture of :func:`regions`: a lane a learner below its region's title, in it a row a fragment."""
 
-    groups: Sequence[Group]
+    groups: Sequence[ChartRegion]
     fragments: Sequence[int]
     end_s: float
     wide: int = 1120
@@ -351,7 +351,7 @@ class _Lanes:
         return f"M{x:.1f} {y:.1f}h{length:.1f}v{max(0.8, self.row - 0.5):.1f}h-{length:.1f}z"
 
 
-def regions(rounds: Sequence[Mapping[str, Any]], groups: Sequence[Group], homes: Mapping[str, str], end_s: float) -> str:
+def regions(rounds: Sequence[Mapping[str, Any]], groups: Sequence[ChartRegion], homes: Mapping[str, str], end_s: float) -> str:
     """Draw who was merged when: a lane a learner, in it a row a fragment, and a mark for each of its offers that was merged.
 
     A mark has the colour of the region that owned the fragment then; ``homes`` gives each syncer's. From a mark whose offer
@@ -377,7 +377,7 @@ def regions(rounds: Sequence[Mapping[str, Any]], groups: Sequence[Group], homes:
     return f'<svg class="rows" {size} role="img" aria-label="{escape(label)}">{"".join(parts)}</svg>'
 
 
-def _group(group: Group, lanes: _Lanes, top: float, bottom: float) -> list[str]:
+def _group(group: ChartRegion, lanes: _Lanes, top: float, bottom: float) -> list[str]:
     """Draw a region's title, its absences and its learners' names."""
     left = lanes.left
     parts = [across("grid", left, lanes.right, top)]

@@ -13,7 +13,7 @@ GAP_S, GAP_TIMES = 5.0, 5.0  # of a curve: at least so long, and so many times a
 
 
 @dataclass(frozen=True)
-class Line:
+class CurveLine:
     """A named line of a chart; ``css`` is its colour, ``dash`` its pattern (``stroke-dasharray``), empty for a solid one."""
 
     name: str
@@ -45,13 +45,13 @@ def gaps(times: Sequence[float]) -> list[int]:
     return [index for index, length in enumerate(apart, 1) if length > least]
 
 
-def pieces(line: Line) -> list[Sequence[Point]]:
+def pieces(line: CurveLine) -> list[Sequence[Point]]:
     """Return the points of a line in pieces, each of which is joined."""
     bounds = [0, *line.breaks, len(line.points)]
     return [line.points[start:stop] for start, stop in itertools.pairwise(bounds) if stop > start]
 
 
-def thinned(line: Line, limit: int = MAX_POINTS) -> Line:
+def thinned(line: CurveLine, limit: int = MAX_POINTS) -> CurveLine:
     """Return a line with about ``limit`` points at most, each piece of it thinned by itself as :func:`thin` does."""
     points: list[Point] = []
     breaks = []

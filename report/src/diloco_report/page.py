@@ -153,7 +153,7 @@ def _losses(report: Report) -> str:
 
     def chart(place: int, key: str, axis: charts.Axis, label: str) -> str:
         lines = [
-            curves.Line(
+            curves.CurveLine(
                 name,
                 css,
                 [(point[place], point[2]) for point in points],
@@ -269,7 +269,7 @@ def _regions(report: Report) -> str:
         return ""
     points, end_s = (report.get("series") or {}).get("learners") or {}, until_s(report)
     groups = [
-        charts.Group(
+        charts.ChartRegion(
             str(name),
             f"var(--s{place % HUES})",
             {

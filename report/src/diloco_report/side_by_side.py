@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from diloco_report import charts, html
 from diloco_report.charts import Axis
-from diloco_report.curves import Line, Point
+from diloco_report.curves import CurveLine, Point
 from diloco_report.units import MISSING, count, decimal, duration, finite, share, size
 
 MAX_RUNS = 24
@@ -26,7 +26,7 @@ _COLOURS = 8  # --s0 to --s7 of the style sheet
 _DASHES = ("", "7 4", "2 3")  # of as many runs each, in their order
 
 
-class Sample(NamedTuple):
+class LossSample(NamedTuple):
     """A loss, and how far the run had come: seconds, tokens of all learners, and their bytes both ways; None: not known."""
 
     loss: float
@@ -36,7 +36,7 @@ class Sample(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Entry:
+class ComparedRun:
     """A run, or an arm of an experiment.
 
     ``state``: in a word or two. ``units``: of its losses; None: not known. ``text``: that they are of, in words; entries
@@ -51,8 +51,8 @@ class Entry:
     units: str | None = None
     text: str = ""
     parameters: int | None = None
-    validation: Sequence[Sample] = ()
-    training: Sequence[Sample] = ()
+    validation: Sequence[LossSample] = ()
+    training: Sequence[LossSample] = ()
     ends: Mapping[str, Any] = field(default_factory=dict)
     values: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -83,10 +83,10 @@ ENDS: tuple[tuple[str, str, Any], ...] = (
 )
 
 
-_Shown = tuple[int, Entry, Sequence[Sample]]  # an entry's place, for its colour, and one of its curves
+_Shown = tuple[int, ComparedRun, Sequence[LossSample]]  # an entry's place, for its colour, and one of its curves
 
 
-def render(entries: Sequence[Entry]) -> str:
+def render(entries: Sequence[ComparedRun]) -> str:
     """Return the page as text; names of entries differ, and there are at most ``MAX_RUNS``."""
     parts = (_headline, _unlike, _losses, _together, _ends, _values, _settings, _changes)
     header = f"""<span class="preset">{len(entries)} runs and arms</span>
@@ -97,15 +97,15 @@ def render(entries: Sequence[Entry]) -> str:
     )
 
 
-def groups(entries: Sequence[Entry]) -> dict[tuple[str, str], list[Entry]]:
+def groups(entries: Sequence[ComparedRun]) -> dict[tuple[str, str], list[ComparedRun]]:
     """Return the entries by the kind of their losses."""
-    found: dict[tuple[str, str], list[Entry]] = {}
+    found: dict[tuple[str, str], list[ComparedRun]] = {}
     for entry in entries:
         found.setdefault(entry.kind, []).append(entry)
     return found
 
 
-def notes(entries: Sequence[Entry]) -> list[str]:
+def notes(entries: Sequence[ComparedRun]) -> list[str]:
     """Return the notes of all entries, each once, with the names of those that have it."""
     names: dict[str, list[str]] = {}
     for entry in entries:
@@ -114,7 +114,7 @@ def notes(entries: Sequence[Entry]) -> list[str]:
     return [f"{', '.join(those)}: {note}." for note, those in names.items()]
 
 
-def differing(entries: Sequence[Entry]) -> dict[str, list[Any]]:
+def differing(entries: Sequence[ComparedRun]) -> dict[str, list[Any]]:
     """Return the settings whose values are not the same in all entries, with the value of each; None: it has none."""
     names = dict.fromkeys(name for entry in entries for name in entry.settings)
     rows = {name: [entry.settings.get(name) for entry in entries] for name in names}
@@ -132,7 +132,7 @@ def loss_at(points: Sequence[Point], x: float) -> float | None:
     return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
 
 
-def curve(samples: Sequence[Sample], axis: Axis) -> list[Point]:
+def curve(samples: Sequence[LossSample], axis: Axis) -> list[Point]:
     """Return the points of a curve, in the order of the axis; samples of which that is not known are left out."""
     points = [(float(x), sample.loss) for sample in samples if (x := getattr(sample, axis)) is not None]
     return sorted(points, key=lambda point: point[0])
@@ -141,7 +141,7 @@ def curve(samples: Sequence[Sample], axis: Axis) -> list[Point]:
 # --- parts of the page ----------------------------------------------------------------------------------------------
 
 
-def _headline(entries: Sequence[Entry]) -> str:
+def _headline(entries: Sequence[ComparedRun]) -> str:
     figures = []
     for entry in entries:
         ends = entry.ends
@@ -151,7 +151,7 @@ def _headline(entries: Sequence[Entry]) -> str:
     return f'<div class="figures">{"".join(figures)}</div>'
 
 
-def _unlike(entries: Sequence[Entry]) -> str:
+def _unlike(entries: Sequence[ComparedRun]) -> str:
     """Say how far these runs can be compared at all."""
     said = []
     kinds = groups(entries)
@@ -174,7 +174,7 @@ def _unlike(entries: Sequence[Entry]) -> str:
     return html.section("The runs", "", "".join(html.note(sentence) for sentence in said) + table)
 
 
-def _losses(entries: Sequence[Entry]) -> str:
+def _losses(entries: Sequence[ComparedRun]) -> str:
     kinds = groups(entries)
     sections = []
     for number, (kind, members) in enumerate(kinds.items()):
@@ -196,11 +196,11 @@ def _losses(entries: Sequence[Entry]) -> str:
     return "\n".join(sections) or html.section("Loss", "", '<p class="empty">No loss was recorded yet.</p>')
 
 
-def _means(samples: Sequence[Sample]) -> list[Sample]:
+def _means(samples: Sequence[LossSample]) -> list[LossSample]:
     """Return the means of as many parts of a curve at most as a picture can show of a loss as noisy as one step's."""
     size_ = -(-len(samples) // MAX_MEANS) or 1
     parts = [samples[begin : begin + size_] for begin in range(0, len(samples), size_)]
-    return [Sample(*(_mean(values) for values in zip(*part, strict=True))) for part in parts]  # type: ignore[arg-type]
+    return [LossSample(*(_mean(values) for values in zip(*part, strict=True))) for part in parts]  # type: ignore[arg-type]
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
@@ -214,7 +214,8 @@ def _curves(shown: Sequence[_Shown], name: str, *, strong: bool) -> str:
 
 def _chart(shown: Sequence[_Shown], axis: Axis, label: str, name: str, *, strong: bool) -> str:
     lines = [
-        Line(entry.name, _css(place), curve(samples, axis), strong=strong, dash=_dash(place)) for place, entry, samples in shown
+        CurveLine(entry.name, _css(place), curve(samples, axis), strong=strong, dash=_dash(place))
+        for place, entry, samples in shown
     ]
     left_out = [entry.name for (_, entry, samples), line in zip(shown, lines, strict=True) if samples and not line.points]
     short = [entry.name for (_, entry, samples), line in zip(shown, lines, strict=True) if 1 == len(line.points) < len(samples)]
@@ -223,7 +224,7 @@ def _chart(shown: Sequence[_Shown], axis: Axis, label: str, name: str, *, strong
     return html.note(said.strip()) + charts.line_chart(lines, {}, axis=axis, label=label, name=name)
 
 
-def _together(entries: Sequence[Entry]) -> str:
+def _together(entries: Sequence[ComparedRun]) -> str:
     """Compare losses where all curves of a kind have come: at the same tokens, time and bytes."""
     tables = []
     for kind, members in groups(entries).items():
@@ -245,7 +246,7 @@ def _together(entries: Sequence[Entry]) -> str:
     return html.section("As far as all have come", said, "".join(tables)) if tables else ""
 
 
-def _ends(entries: Sequence[Entry]) -> str:
+def _ends(entries: Sequence[ComparedRun]) -> str:
     known = [end for end in ENDS if any(finite(entry.ends.get(end[0])) for entry in entries)]
     rows = [
         [_named(entry, place), *(form(entry.ends.get(key)) for key, _, form in known), escape(entry.kind[0])]
@@ -256,14 +257,14 @@ def _ends(entries: Sequence[Entry]) -> str:
     return html.section("End values", said, html.wide(html.table(head, rows)))
 
 
-def _values(entries: Sequence[Entry]) -> str:
+def _values(entries: Sequence[ComparedRun]) -> str:
     names = dict.fromkeys(name for entry in entries for name in entry.values)
     rows = [[escape(name), *(decimal(entry.values.get(name), 4) for entry in entries)] for name in names]
     head = ("value", *(entry.name for entry in entries))
     return html.section("Values", "Of the global model at the end.", html.wide(html.table(head, rows))) if rows else ""
 
 
-def _settings(entries: Sequence[Entry]) -> str:
+def _settings(entries: Sequence[ComparedRun]) -> str:
     rows = differing(entries)
     alike = len({name for entry in entries for name in entry.settings}) - len(rows)
     if not rows:
@@ -273,7 +274,7 @@ def _settings(entries: Sequence[Entry]) -> str:
     return html.section("Settings that differ", f"As runs were created with them. {alike} others are the same.", table)
 
 
-def _changes(entries: Sequence[Entry]) -> str:
+def _changes(entries: Sequence[ComparedRun]) -> str:
     rows = [[escape(entry.name), escape(change)] for entry in entries for change in entry.changes]
     said = "Made while the runs went on."
     return html.section("Changes", said, html.wide(html.table(("run", "change"), rows))) if rows else ""
@@ -286,7 +287,7 @@ def _kind(kind: tuple[str, str]) -> str:
     return f"{kind[0]}, {kind[1]}"
 
 
-def _named(entry: Entry, place: int) -> str:
+def _named(entry: ComparedRun, place: int) -> str:
     return f'<i style="background:{_css(place)}"></i>{escape(entry.name)}'
 
 

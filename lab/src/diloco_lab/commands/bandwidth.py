@@ -20,7 +20,7 @@ from diloco_lab.bandwidth import (
     HEAD,
     PRECISIONS,
     STRATEGIES,
-    Job,
+    ModelJob,
     Named,
     cells,
     curves,
@@ -47,9 +47,9 @@ _NOTE = (
 
 
 def bandwidth(
-    parameters: Annotated[float, typer.Option(parser=parse_count, metavar=COUNT, help="Of the model.")] = Job.parameters,
-    step_s: Annotated[float, typer.Option(help="Seconds that a step takes by itself.")] = Job.step_s,
-    datacenters: Annotated[int, typer.Option(help="Each with one learner.")] = Job.datacenters,
+    parameters: Annotated[float, typer.Option(parser=parse_count, metavar=COUNT, help="Of the model.")] = ModelJob.parameters,
+    step_s: Annotated[float, typer.Option(help="Seconds that a step takes by itself.")] = ModelJob.step_s,
+    datacenters: Annotated[int, typer.Option(help="Each with one learner.")] = ModelJob.datacenters,
     strategy: Annotated[list[str] | None, typer.Option(help=f"{', '.join(STRATEGIES)}; may be repeated; default: all.")] = None,
     bits: Annotated[int | None, typer.Option(help="Bits a value, both ways.")] = None,
     steps: Annotated[int | None, typer.Option(help="H of the training schedule (diloco, streaming, decoupled).")] = None,
@@ -73,9 +73,9 @@ def bandwidth(
     json_: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
     """Show the rate that a datacenter's link needs for a compute utilisation, or the utilisation that a rate allows."""
-    job = Job(parameters, step_s, datacenters)
+    job = ModelJob(parameters, step_s, datacenters)
     if published:
-        if job != Job() or any((strategy, bits, steps, fragments, overlap_steps, utilisations, link_gbit, wanted, svg)):
+        if job != ModelJob() or any((strategy, bits, steps, fragments, overlap_steps, utilisations, link_gbit, wanted, svg)):
             raise SettingsError("--published shows the paper's cells as they are: leave out all other options but --json")
         _published(json_)
         return
@@ -101,7 +101,7 @@ def bandwidth(
         _reached(job, named, link_gbit, WANTED if wanted is None else wanted, PRECISIONS if bits is None else (bits,), json_)
 
 
-def _needed(job: Job, named: Sequence[Named], utilisations: Sequence[float], json_: bool) -> None:
+def _needed(job: ModelJob, named: Sequence[Named], utilisations: Sequence[float], json_: bool) -> None:
     found = needed(job, named, utilisations)
     if json_:
         print(json.dumps([asdict(each) for rows in found for each in rows]))
@@ -122,7 +122,7 @@ def _published(json_: bool) -> None:
     _show(_NOTE, *(each.sentence() for each in comparison.of_links(rows)))
 
 
-def _reached(job: Job, named: Sequence[Named], gbit: float, wanted: float, bits: Sequence[int], json_: bool) -> None:
+def _reached(job: ModelJob, named: Sequence[Named], gbit: float, wanted: float, bits: Sequence[int], json_: bool) -> None:
     rate_bits_per_s = gbit * BITS_PER_GBIT
     found = [row(job, *one, utilisation(job, one[2], rate_bits_per_s), rate_bits_per_s) for one in named]
     training = [schedule for strategy, name, schedule in named if (strategy, name) == ("decoupled", "training")]

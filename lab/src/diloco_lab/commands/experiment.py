@@ -23,9 +23,9 @@ from diloco_lab.experiment import answer, curves, runner, spec, tuning
 from diloco_lab.experiment import page as pages
 from diloco_lab.experiment import record as record_files
 from diloco_lab.experiment.methods import Measured
-from diloco_lab.experiment.record import Record
-from diloco_lab.experiment.runner import Job, Results
-from diloco_lab.experiment.store import Store
+from diloco_lab.experiment.record import ExperimentRecord
+from diloco_lab.experiment.runner import Results, TrialJob
+from diloco_lab.experiment.store import TrialStore
 from diloco_ops.report import reference as reference_files
 
 lab = typer.Typer(no_args_is_help=True, help="Experiments on model quality: training runs in virtual time, over paired seeds.")
@@ -69,7 +69,7 @@ def run(
         raise SettingsError("lab run: name an experiment, or say --all; diloco lab list shows them")
     said: dict[str, object] = {}
     with runner.pool(jobs) as pool:
-        playing = _Playing(Store(out), data, jobs, pool, max_hours, memory_gib)
+        playing = _Playing(TrialStore(out), data, jobs, pool, max_hours, memory_gib)
         for name in dict.fromkeys(chosen):
             experiment = _narrowed(spec.load(name), arms, seeds, parse_assignments(set_ or []))
             said[Path(name).stem] = _run(Path(name).stem, experiment, playing)
@@ -120,7 +120,7 @@ def page(
 class _Playing:
     """How trials are played: where their results are kept, on which text, so many at once, and how long it may take."""
 
-    store: Store
+    store: TrialStore
     data: str | None
     jobs: int
     pool: ProcessPoolExecutor
@@ -140,7 +140,7 @@ class _Playing:
             self._allow(name, experiment, missing, follows)
         began_s, left = time.monotonic(), len(missing)
 
-        def done(job: Job, result: Measured | str) -> None:
+        def done(job: TrialJob, result: Measured | str) -> None:
             nonlocal left
             left -= 1
             each_s = (time.monotonic() - began_s) / (len(missing) - left)
@@ -149,7 +149,7 @@ class _Playing:
 
         return runner.play_all(experiment, self.store, self.data, self.pool, done)
 
-    def _allow(self, name: str, experiment: spec.Experiment, missing: list[Job], follows: int) -> None:
+    def _allow(self, name: str, experiment: spec.Experiment, missing: list[TrialJob], follows: int) -> None:
         costs = runner.costs(experiment, self.data, self.pool)
         total_s = sum(costs[job.arm].trial_s for job in missing) / self.jobs
         total_s *= 1 + follows / len(missing)
@@ -178,7 +178,7 @@ def _run(name: str, experiment: spec.Experiment, playing: _Playing) -> list[dict
         experiment = tuning.settled(experiment, choices)
     experiment = curves.spread(experiment)
     results = playing.play(name, experiment)
-    record = Record(name, asked, found, results, record_files.where(), record_files.text_of(experiment, playing.data))
+    record = ExperimentRecord(name, asked, found, results, record_files.where(), record_files.text_of(experiment, playing.data))
     write(playing.store.folder / f"{name}{record_files.SUFFIX}", record.encode())
     reference = record.reference()
     if reference is not None:

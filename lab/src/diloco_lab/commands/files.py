@@ -12,13 +12,13 @@ import typer
 from diloco.errors import SettingsError
 from diloco.process import files
 from diloco_lab import pictures, tapes
-from diloco_lab.cluster import Learner
-from diloco_lab.tapes import Played
+from diloco_lab.cluster import ClusterLearner
+from diloco_lab.tapes import PlayedTape
 
 Svg = Annotated[Path | None, typer.Option(metavar="FILE", help="Its picture, as a file of its own.")]
 
 
-def open_tape(path: Path, learners: Sequence[Learner]) -> Played:
+def open_tape(path: Path, learners: Sequence[ClusterLearner]) -> PlayedTape:
     """Read a tape for these learners; name the failures that are left out.
 
     Raises:

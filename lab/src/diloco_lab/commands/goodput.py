@@ -24,9 +24,9 @@ from diloco_lab.goodput import (
     PUBLISHED,
     QUANTITIES,
     STRATEGIES,
-    Conditions,
-    Point,
-    Row,
+    FleetConditions,
+    GoodputCell,
+    GoodputRow,
     conditions,
     constants_text,
     notes,
@@ -112,7 +112,7 @@ def _numbers(text: str, option: str) -> list[int]:
     return found
 
 
-def _taped(path: Path, wanted: Sequence[Point], chosen: Conditions) -> tuple[list[Point], float]:
+def _taped(path: Path, wanted: Sequence[GoodputCell], chosen: FleetConditions) -> tuple[list[GoodputCell], float]:
     """Return the points with a tape's failures, and how long the tape is."""
     found, duration_s = [], 0.0
     for point in wanted:
@@ -122,7 +122,7 @@ def _taped(path: Path, wanted: Sequence[Point], chosen: Conditions) -> tuple[lis
     return found, duration_s
 
 
-def _fit(chosen: Conditions, quiet: bool) -> published.Constants:
+def _fit(chosen: FleetConditions, quiet: bool) -> published.Constants:
     if chosen.cluster:
         raise SettingsError(f"--set {next(iter(chosen.cluster))}: not with --fit, which fits to the published cluster")
     with progress("fitting", quiet) as bar:
@@ -140,7 +140,7 @@ def progress(what: str, quiet: bool) -> Iterator:  # type: ignore[type-arg]
         yield lambda done, all_: bars.update(task, completed=done, total=all_)
 
 
-def _show(rows: Sequence[Row], chosen: Conditions, seeds: int, days: float) -> None:
+def _show(rows: Sequence[GoodputRow], chosen: FleetConditions, seeds: int, days: float) -> None:
     out = show.console()
     for quantity in QUANTITIES:
         out.print(show.table(*table(rows, quantity), words=1, title=f"{quantity}, %"), highlight=False)
@@ -155,7 +155,9 @@ def _show_mixed(found: Sequence[mixed.Found]) -> None:
     out.print(show.table(*mixed.table(found), words=1, title=mixed.TITLE), highlight=False)
 
 
-def _show_sensitivity(wanted: Sequence[Point], chosen: Conditions, seeds: Sequence[int], duration_s: float, jobs: int) -> None:
+def _show_sensitivity(
+    wanted: Sequence[GoodputCell], chosen: FleetConditions, seeds: Sequence[int], duration_s: float, jobs: int
+) -> None:
     names = [field.name for field in fields(published.Constants)]
     changed = {
         (name, sign): replace(chosen, constants=fit.changed(chosen.constants, name, sign)) for name in names for sign in (1, -1)

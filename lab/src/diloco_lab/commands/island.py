@@ -11,7 +11,7 @@ import typer
 
 from diloco.errors import SettingsError
 from diloco.settings.counts import COUNT, parse_count
-from diloco_lab.island import DISK_BYTES_PER_S, EXAMPLES, JOIN_BYTES_PER_S, Hardware, Island, Optimizer
+from diloco_lab.island import DISK_BYTES_PER_S, EXAMPLES, JOIN_BYTES_PER_S, Hardware, IslandPlan, Optimizer
 from diloco_lab.island import island as found
 from diloco_report.units import count, size
 
@@ -42,7 +42,7 @@ def island(
     print(json.dumps([asdict(one) for one in islands]) if json_ else table(islands))
 
 
-def table(islands: Sequence[Island]) -> str:
+def table(islands: Sequence[IslandPlan]) -> str:
     """Return islands as a table of Markdown, one a column."""
     rows = [
         ("", *(f"{count(one.parameters)} parameters" for one in islands)),

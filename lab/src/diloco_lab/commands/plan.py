@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from diloco_lab import plan as planning
-from diloco_lab.candidates import Candidate, Estimate
+from diloco_lab.candidates import PlanCandidate, SeedMean
 from diloco_lab.commands import show
 from diloco_lab.plan import Plan
 from diloco_lab.sites import Default, Sites, read
@@ -95,7 +95,7 @@ def _settings(found: Plan) -> Table:
     return table
 
 
-def _candidates(candidates: Sequence[Candidate], chosen: Candidate) -> Table:
+def _candidates(candidates: Sequence[PlanCandidate], chosen: PlanCandidate) -> Table:
     table = _table(("learners",), ("M", "H", "tau", "P", "bits", "merged", "goodput", "days", "cost"))
     for one in [each for i, each in enumerate(candidates) if i < SHOWN or each == chosen]:
         choice = one.choice
@@ -114,7 +114,7 @@ def _candidates(candidates: Sequence[Candidate], chosen: Candidate) -> Table:
     return table
 
 
-def _learners(one: Candidate) -> str:
+def _learners(one: PlanCandidate) -> str:
     return ", ".join(f"{name} {learners}" for name, learners in one.learners.items())
 
 
@@ -202,6 +202,6 @@ def _number(value: float) -> str:
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
-def _between(estimate: Estimate, times: float = 1.0) -> str:
+def _between(estimate: SeedMean, times: float = 1.0) -> str:
     mean, low, high = (times * value for value in (estimate.mean, estimate.low, estimate.high))
     return f"{mean:,.2f} ({low:,.2f} to {high:,.2f})"

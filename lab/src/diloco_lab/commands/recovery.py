@@ -10,7 +10,7 @@ import typer
 
 from diloco.settings.counts import COUNT, parse_count
 from diloco_lab import pictures, recovery
-from diloco_lab.bandwidth import Job
+from diloco_lab.bandwidth import ModelJob
 from diloco_lab.commands import show
 from diloco_lab.commands.files import Svg, ready, write_picture
 
@@ -23,8 +23,8 @@ _NOTE = (
 
 
 def recover(
-    parameters: Annotated[float, typer.Option(parser=parse_count, metavar=COUNT, help="Of the model.")] = Job.parameters,
-    step_s: Annotated[float, typer.Option(help="Seconds that a step takes.")] = Job.step_s,
+    parameters: Annotated[float, typer.Option(parser=parse_count, metavar=COUNT, help="Of the model.")] = ModelJob.parameters,
+    step_s: Annotated[float, typer.Option(help="Seconds that a step takes.")] = ModelJob.step_s,
     copy_steps: Annotated[
         list[float] | None, typer.Option(help="A link: the steps in which it carries the parameters once; may be repeated.")
     ] = None,

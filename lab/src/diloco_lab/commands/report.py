@@ -10,7 +10,7 @@ import typer
 
 from diloco.settings.loading import parse_assignments
 from diloco_lab import docs_page, mixed, page, pictures, published, storm
-from diloco_lab.bandwidth import Job
+from diloco_lab.bandwidth import ModelJob
 from diloco_lab.commands.files import read, ready, write
 from diloco_lab.commands.goodput import DAY_S, Jobs, Set, progress
 from diloco_lab.goodput import PUBLISHED, conditions, points, sweep
@@ -41,7 +41,7 @@ def report(
     with progress("simulating", False) as bar:
         rows = sweep(wanted, chosen, range(1, seeds + 1), days * DAY_S, processes, bar)
     of_mixed = mixed.sweep(range(1, seeds + 1), processes)
-    contents = page.Contents(rows, chosen, seeds, days, of_mixed, storm.simulate(chosen, seed=1), Job())
+    contents = page.Contents(rows, chosen, seeds, days, of_mixed, storm.simulate(chosen, seed=1), ModelJob())
     write(file, page.render(contents))
     if page_ is not None:
         write(page_, docs_page.fill(text, docs_page.blocks(rows, of_mixed)))

@@ -18,7 +18,7 @@ from diloco.settings.loading import parse_assignments
 from diloco.settings.presets import changed_settings, run_settings
 from diloco.settings.validation import nearest
 from diloco_lab import recorded, simulation, tapes
-from diloco_lab.cluster import Learner, Link, Rounds
+from diloco_lab.cluster import ClusterLearner, LearnerLink, Rounds
 from diloco_lab.commands import show
 from diloco_lab.commands.files import open_tape, write
 from diloco_lab.commands.goodput import MAX_DAYS, Set
@@ -67,7 +67,7 @@ def run(
     if not parameters >= 1 or parameters > 1e15:
         raise SettingsError(f"--parameters {parameters:g}: expected 1 to 1e15")
     chosen, plan = conditions(parse_assignments(set_ or []), "--set"), strategy_of(strategy)
-    link = Link(link_gbit * BITS_PER_GBIT, delay_s)
+    link = LearnerLink(link_gbit * BITS_PER_GBIT, delay_s)
     cluster = replace(chosen.of(plan, chips, 1 if plan.preset is None else learners), link=link, speeds=_speeds(speeds))
     members, rounds = _scheduled(cluster.split(seed), present or []), _rounds(plan, learners, run_set or [], parameters)
     scenario = _with_failures(Scenario(members, hours * HOUR_S, seed, rounds), tape, recorded_)
@@ -117,7 +117,7 @@ def _speeds(text: str) -> tuple[float, ...]:
         raise SettingsError(f"--speeds {text}: expected numbers, one for each learner, such as 1,1,0.5") from None
 
 
-def _scheduled(learners: Sequence[Learner], present: Sequence[str]) -> list[Learner]:
+def _scheduled(learners: Sequence[ClusterLearner], present: Sequence[str]) -> list[ClusterLearner]:
     """Return the learners, each in the hours that ``present`` gives it, or always."""
     hours: dict[str, list[tuple[float, float]]] = {}
     for item in present:

@@ -11,9 +11,9 @@ import numpy as np
 
 from diloco.errors import SettingsError
 from diloco_lab.experiment import curve_picture, curves
-from diloco_lab.experiment.record import Record
+from diloco_lab.experiment.record import ExperimentRecord
 from diloco_lab.experiment.runner import Results
-from diloco_lab.experiment.spec import Claim, Experiment
+from diloco_lab.experiment.spec import Experiment, LossClaim
 from diloco_lab.experiment.statistics import Paired, paired, seeds_for
 from diloco_lab.experiment.tuning import wording
 
@@ -22,10 +22,10 @@ _WIDTH, _ROW, _LEFT, _RIGHT = 720, 30, 190, 24
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ClaimVerdict:
     """A claim and what came of it; ``holds`` is None where there are fewer than two pairs."""
 
-    claim: Claim
+    claim: LossClaim
     paired: Paired
     holds: bool | None
 
@@ -50,13 +50,13 @@ class Verdict:
         return f"{_signed(found.mean)}, {bound} with 95 % ({pairs}); claimed: at most {_signed(self.claim.below)}"
 
 
-def verdicts(experiment: Experiment, results: Results) -> list[Verdict]:
+def verdicts(experiment: Experiment, results: Results) -> list[ClaimVerdict]:
     """Judge the claims by the seeds that both arms have ended; what diverged is in no average."""
-    judged: list[Verdict] = []
+    judged: list[ClaimVerdict] = []
     for claim in experiment.claims:
         found = compared(results, claim.arm, claim.against)
         if found is not None:
-            judged.append(Verdict(claim, found, None if found.bound is None else found.bound <= claim.below))
+            judged.append(ClaimVerdict(claim, found, None if found.bound is None else found.bound <= claim.below))
     return judged
 
 
@@ -103,7 +103,7 @@ def head(experiment: Experiment) -> list[str]:
     return ["arm", "seeds", "loss", "spread", *above, "learners a version", "merged", "bytes sent a token", "diverged"]
 
 
-def markdown(record: Record) -> str:
+def markdown(record: ExperimentRecord) -> str:
     """Return the page: question, table, sentences, what was tried to tune the arms, and where and when it was measured."""
     experiment, results = record.played, record.results
     lines = [experiment.question, "", *table(head(experiment), rows(experiment, results)), ""]
@@ -119,9 +119,9 @@ def markdown(record: Record) -> str:
     return "\n".join(lines)
 
 
-def _curves(record: Record) -> list[str]:
+def _curves(record: ExperimentRecord) -> list[str]:
     try:
-        fit = curves.Fit(curves.points(record.asked, record.results))
+        fit = curves.ScalingFit(curves.points(record.asked, record.results))
     except SettingsError as error:
         return [f"* {error}"]
     law = "`loss = E + A parameters^-alpha + B tokens^-beta`, with one E for all"
@@ -149,7 +149,7 @@ def picture(asked: Experiment, played: Experiment, results: Results) -> str:
     """
     if asked.curves is not None:
         with contextlib.suppress(SettingsError):  # too few points yet
-            return curve_picture.picture(curves.Fit(curves.points(asked, results)))
+            return curve_picture.picture(curves.ScalingFit(curves.points(asked, results)))
     return _by_seed(played, results)
 
 

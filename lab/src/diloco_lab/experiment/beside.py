@@ -10,13 +10,13 @@ import numpy as np
 from diloco_lab.experiment import record
 from diloco_lab.experiment.curves import parameters_of
 from diloco_lab.experiment.methods import Measured
-from diloco_lab.experiment.record import Record
+from diloco_lab.experiment.record import ExperimentRecord
 from diloco_learner.text import UNITS
 from diloco_ops.compare.reading import STANDARD_LIBRARY, flat
-from diloco_report.side_by_side import Entry, Sample
+from diloco_report.side_by_side import ComparedRun, LossSample
 
 
-def read(path: Path) -> list[tuple[Entry, str | None]]:
+def read(path: Path) -> list[tuple[ComparedRun, str | None]]:
     """Return the arms of an experiment that have ended, each with the hash of its text.
 
     Raises:
@@ -27,7 +27,7 @@ def read(path: Path) -> list[tuple[Entry, str | None]]:
     return [(_arm(found, name, path), found.text) for name in found.played.arms if found.results.losses(name)]
 
 
-def _arm(found: Record, name: str, path: Path) -> Entry:
+def _arm(found: ExperimentRecord, name: str, path: Path) -> ComparedRun:
     played = found.played
     arm, settings = played.arms[name], played.settings_of(name, played.first_seed)
     measured = [one for (arm_name, _), one in found.results.measured.items() if arm_name == name and one.loss is not None]
@@ -39,14 +39,14 @@ def _arm(found: Record, name: str, path: Path) -> Entry:
     all_sent = None if sent is None else sent * settings.learners
     values = dict(flat(settings.model_dump()))
     values |= {"lab.method": arm.method, "lab.pace": arm.pace.said()}
-    return Entry(
+    return ComparedRun(
         name=f"{found.name}: {name}",
         source=str(path),
         state=f"experiment, {len(losses)} seed{'s' if len(losses) > 1 else ''}",
         units=UNITS if built_in else None,
         text=STANDARD_LIBRARY if built_in else f"the data of task {settings.task.name}",
         parameters=parameters_of(settings) if built_in else None,
-        validation=[Sample(loss, reached, time_s, None)],
+        validation=[LossSample(loss, reached, time_s, None)],
         ends={
             "loss": loss,
             "spread": float(np.std(losses, ddof=1)) if len(losses) > 1 else None,

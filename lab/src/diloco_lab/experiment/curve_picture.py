@@ -7,7 +7,7 @@ from html import escape
 
 import numpy as np
 
-from diloco_lab.experiment.curves import Fit
+from diloco_lab.experiment.curves import ScalingFit
 from diloco_report.units import count
 
 COLOURS = ("#0f766e", "#c2410c", "#3b6fd4", "#7c3aed", "#a16207", "#be185d")
@@ -15,7 +15,7 @@ _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM, _BETWEEN = 900, 380, 46, 62, 40, 16
 _STEPS = 24  # of a law's line
 
 
-def picture(fit: Fit) -> str:
+def picture(fit: ScalingFit) -> str:
     """Return an SVG: dots are mean losses over seeds, lines the fitted laws."""
     sizes = sorted({point.parameters for point in fit.points})
     budgets = sorted({point.tokens for point in fit.points})

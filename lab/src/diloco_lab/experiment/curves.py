@@ -34,7 +34,7 @@ _SINGULAR = 1e13  # a condition beyond which the points do not tell the constant
 
 
 @dataclass(frozen=True)
-class Point:
+class ArmPoint:
     """The mean loss of an arm at one size and budget."""
 
     arm: str
@@ -67,14 +67,14 @@ class Above:
     interval: tuple[float, float] | None
 
 
-class Fit:
+class ScalingFit:
     """The laws of all arms of ``points``.
 
     Raises:
         SettingsError: there are too few points for the constants.
     """
 
-    def __init__(self, points: Sequence[Point]) -> None:
+    def __init__(self, points: Sequence[ArmPoint]) -> None:
         self.points = list(points)
         self.arms = list(dict.fromkeys(point.arm for point in points))
         constants = 1 + OWN * len(self.arms)
@@ -155,16 +155,16 @@ def spread(experiment: Experiment) -> Experiment:
     return experiment.model_copy(update={"arms": arms, "bars": [], "curves": None})
 
 
-def points(experiment: Experiment, results: Results) -> list[Point]:
+def points(experiment: Experiment, results: Results) -> list[ArmPoint]:
     """Return the points that have been played, arm by arm and place by place."""
-    found: list[Point] = []
+    found: list[ArmPoint] = []
     assert experiment.curves is not None
     for name in experiment.arms:
         for place in experiment.curves.places():
             losses = results.losses(_name(name, place))
             if losses:
                 settings = experiment.settings_of(name, 0, place)
-                found.append(Point(name, parameters_of(settings), settings.tokens, float(np.mean(list(losses.values())))))
+                found.append(ArmPoint(name, parameters_of(settings), settings.tokens, float(np.mean(list(losses.values())))))
     return found
 
 
@@ -176,7 +176,7 @@ def parameters_of(settings: RunSettings) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
 
 
-def sentences(experiment: Experiment, fit: Fit) -> list[str]:
+def sentences(experiment: Experiment, fit: ScalingFit) -> list[str]:
     """Say of each arm how far its curve is above each bar's where the curves are extrapolated to."""
     curves = experiment.curves
     assert curves is not None
@@ -196,7 +196,7 @@ def sentences(experiment: Experiment, fit: Fit) -> list[str]:
     return said
 
 
-def rows(fit: Fit) -> list[list[str]]:
+def rows(fit: ScalingFit) -> list[list[str]]:
     """Return the table of the laws, one an arm, as :data:`HEAD` names its columns."""
     made: list[list[str]] = []
     for arm in fit.arms:

@@ -11,7 +11,7 @@ from diloco.errors import SettingsError
 from diloco.settings.loading import read_toml
 from diloco.settings.validation import parse
 from diloco_lab.experiment import answer, record, spec
-from diloco_lab.experiment.spec import Claim, Experiment
+from diloco_lab.experiment.spec import Experiment, LossClaim
 
 HEAD = ("finding", "here", "by", "measured")
 WORDS = {True: "confirmed", False: "**not confirmed**", None: "undecided"}
@@ -36,7 +36,7 @@ class Finding(_Table):
             raise ValueError(f"{self.said!r}: give an experiment with arm and against, or the reason why it is untested")
         return self
 
-    def claim(self, experiment: Experiment) -> Claim:
+    def claim(self, experiment: Experiment) -> LossClaim:
         """Return the claim that asks for it.
 
         Raises:
@@ -87,7 +87,7 @@ def _judged(finding: Finding, folder: Path) -> tuple[str, str, str]:
     return WORDS[verdict.holds], name, verdict.number()
 
 
-def _same(experiment: Experiment, played: Experiment, claim: Claim) -> bool:
+def _same(experiment: Experiment, played: Experiment, claim: LossClaim) -> bool:
     """Whether both arms were played as the experiment's file has them."""
     arms = (claim.arm, claim.against)
     return experiment.settings == played.settings and all(experiment.arms[arm] == played.arms.get(arm) for arm in arms)

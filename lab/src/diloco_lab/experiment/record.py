@@ -18,15 +18,15 @@ from diloco_lab.experiment.methods import Measured
 from diloco_lab.experiment.runner import Results
 from diloco_lab.experiment.spec import Experiment
 from diloco_lab.experiment.store import code_digest
-from diloco_lab.experiment.tuning import Choice, Tried, choose, settled
+from diloco_lab.experiment.tuning import Tried, TunedArm, choose, settled
 from diloco_learner.text import load_corpus
-from diloco_ops.report.reference import Losses, Reference, conditions
+from diloco_ops.report.reference import Losses, ReferenceLosses, conditions
 
 SUFFIX = ".results.json"
 MAX_BYTES = 1 << 24
 
 
-class Played(msgspec.Struct, frozen=True):
+class PlayedTrial(msgspec.Struct, frozen=True):
     """One trial: its arm and seed, and its result or the reason that it has none."""
 
     arm: str
@@ -39,12 +39,12 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     name: str
     experiment: dict[str, Any]
     tried: list[Tried]
-    trials: list[Played]
+    trials: list[PlayedTrial]
     where: dict[str, str]
     text: str | None = None
 
 
-class Record(msgspec.Struct, frozen=True):
+class ExperimentRecord(msgspec.Struct, frozen=True):
     """An experiment as it was played.
 
     ``asked``: as its file has it, with the values to try. ``where``: date, code and machine. ``text``: the hash of the text of
@@ -59,7 +59,7 @@ class Record(msgspec.Struct, frozen=True):
     text: str | None = None
 
     @property
-    def choices(self) -> list[Choice]:
+    def choices(self) -> list[TunedArm]:
         """The best combination of each tuned arm."""
         return choose(self.asked, self.tried)
 
@@ -74,7 +74,7 @@ class Record(msgspec.Struct, frozen=True):
         before = {name: arm.chosen for name, arm in self.asked.arms.items() if arm.chosen is not None}
         return before | {choice.arm: choice.found() for choice in self.choices}
 
-    def reference(self) -> Reference | None:
+    def reference(self) -> ReferenceLosses | None:
         """Return the losses of the data-parallel arms whose settings were chosen by a search, for reports of runs.
 
         None: there are none, the text is not known, or the arms differ in model, batch or tokens.
@@ -89,12 +89,12 @@ class Record(msgspec.Struct, frozen=True):
         if self.text is None or not arms:
             return None
         of, *others = [conditions(each, each.tokens, self.text) for each in settings]
-        return Reference(of, arms, self.where) if all(other == of for other in others) else None
+        return ReferenceLosses(of, arms, self.where) if all(other == of for other in others) else None
 
     def encode(self) -> str:
         """Return the file's text."""
-        trials = [Played(arm, seed, measured) for (arm, seed), measured in sorted(self.results.measured.items())]
-        trials += [Played(arm, seed, failed=reason) for (arm, seed), reason in sorted(self.results.failed.items())]
+        trials = [PlayedTrial(arm, seed, measured) for (arm, seed), measured in sorted(self.results.measured.items())]
+        trials += [PlayedTrial(arm, seed, failed=reason) for (arm, seed), reason in sorted(self.results.failed.items())]
         said = _File(self.name, self.asked.model_dump(exclude_defaults=True), self.tried, trials, self.where, self.text)
         return msgspec.json.format(msgspec.json.encode(said), indent=1).decode() + "\n"
 
@@ -120,7 +120,7 @@ def text_of(experiment: Experiment, data: str | None) -> str | None:
     return load_corpus(data).digest() if built_in else None
 
 
-def read(path: Path) -> Record:
+def read(path: Path) -> ExperimentRecord:
     """Read a file of raw results.
 
     Raises:
@@ -139,4 +139,6 @@ def read(path: Path) -> Record:
             results.measured[trial.arm, trial.seed] = trial.measured
         else:
             results.failed[trial.arm, trial.seed] = trial.failed or "no reason"
-    return Record(found.name, parse(Experiment, found.experiment, str(path)), found.tried, results, found.where, found.text)
+    return ExperimentRecord(
+        found.name, parse(Experiment, found.experiment, str(path)), found.tried, results, found.where, found.text
+    )

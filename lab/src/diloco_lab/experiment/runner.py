@@ -21,7 +21,7 @@ from diloco.settings import folders
 from diloco.settings.run import RunSettings
 from diloco_lab.experiment.methods import Measured, play, steps_of_each
 from diloco_lab.experiment.spec import Arm, Experiment
-from diloco_lab.experiment.store import Store
+from diloco_lab.experiment.store import TrialStore
 from diloco_ops.environment import ONE_THREAD
 
 ENVIRONMENT = ONE_THREAD | {"NUMBA_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
@@ -31,7 +31,7 @@ FIXED_BYTES = 600 << 20  # of a process: JAX, its programs, the text
 
 
 @dataclass(frozen=True)
-class Job:
+class TrialJob:
     """One trial to be played, and the file for its result."""
 
     arm: str
@@ -62,20 +62,20 @@ class Results:
         return {seed: loss for seed, loss in known.items() if loss is not None}
 
 
-def jobs(experiment: Experiment, store: Store, data: str | None) -> Iterator[Job]:
+def jobs(experiment: Experiment, store: TrialStore, data: str | None) -> Iterator[TrialJob]:
     """Yield all trials, seed by seed: a set that is cut off has whole pairs."""
     for seed in experiment.seed_range:
         for name, arm in experiment.arms.items():
             settings = experiment.settings_of(name, seed)
-            yield Job(name, seed, settings, store.path(arm, settings, data))
+            yield TrialJob(name, seed, settings, store.path(arm, settings, data))
 
 
 def play_all(
     experiment: Experiment,
-    store: Store,
+    store: TrialStore,
     data: str | None,
     pool: ProcessPoolExecutor,
-    done: Callable[[Job, Measured | str], None],
+    done: Callable[[TrialJob, Measured | str], None],
 ) -> Results:
     """Play all that is not in the store. ``done`` hears of each trial that is played: its result, or its failure.
 
@@ -83,7 +83,7 @@ def play_all(
         FormatError: a stored result is damaged.
     """
     results = Results({}, {})
-    missing: list[Job] = []
+    missing: list[TrialJob] = []
     for job in jobs(experiment, store, data):
         known = store.get(job.path)
         if known is None:

@@ -26,7 +26,7 @@ class _Table(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class Change(_Table):
+class SettingsChange(_Table):
     """Other values of settings from some time on, as an operator sets them in a run that goes on."""
 
     after: float = Field(gt=0, lt=1, description="share of the token budget that learners have processed by then")
@@ -53,11 +53,13 @@ class Arm(_Table):
         description="in place of tuned: how its settings were chosen before, for page and reports",
     )
     pace: PaceSpec = PaceSpec()
-    changes: list[Change] = Field([], max_length=32, description="made while a decoupled run goes on, one after another")
+    changes: list[SettingsChange] = Field(
+        [], max_length=32, description="made while a decoupled run goes on, one after another"
+    )
 
     @field_validator("changes")
     @classmethod
-    def _in_order(cls, changes: list[Change]) -> list[Change]:
+    def _in_order(cls, changes: list[SettingsChange]) -> list[SettingsChange]:
         if any(one.after >= other.after for one, other in pairwise(changes)):
             raise ValueError(f"changes must come one after another: {', '.join(str(change.after) for change in changes)}")
         return changes
@@ -89,7 +91,7 @@ class Arm(_Table):
         return [dict(zip(self.tuned, values, strict=True)) for values in product(*self.tuned.values())]
 
 
-class Claim(_Table):
+class LossClaim(_Table):
     """``arm`` ends at most ``below`` (relative) above ``against``: so says the one-sided 95 % bound over paired seeds."""
 
     arm: str
@@ -121,7 +123,7 @@ class Experiment(_Table):
     settings: dict[str, Any] = Field({}, description="a run's settings, of all arms")
     arms: dict[str, Arm] = Field(min_length=1, max_length=64)
     bars: list[str] = Field([], max_length=4, description="arms with which every arm is compared")
-    claims: list[Claim] = Field([], max_length=64)
+    claims: list[LossClaim] = Field([], max_length=64)
     curves: Curves | None = None
 
     @model_validator(mode="after")

@@ -61,7 +61,7 @@ def task_digest(name: str) -> str:
     return digest.hexdigest()
 
 
-class Store:
+class TrialStore:
     """A folder with a file for each trial. A result of other code has another name, so it is never taken for this one's."""
 
     def __init__(self, folder: Path) -> None:

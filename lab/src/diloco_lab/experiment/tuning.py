@@ -28,7 +28,7 @@ class Tried(msgspec.Struct, frozen=True):
         return float(np.mean(known)) if len(known) == len(self.losses) else math.inf
 
 
-class Choice(msgspec.Struct, frozen=True):
+class TunedArm(msgspec.Struct, frozen=True):
     """An arm's best combination; ``edges`` names its settings whose best value is the first or last that was tried."""
 
     arm: str
@@ -82,20 +82,20 @@ def tried(experiment: Experiment, results: Results) -> list[Tried]:
     ]
 
 
-def choose(experiment: Experiment, found: list[Tried]) -> list[Choice]:
+def choose(experiment: Experiment, found: list[Tried]) -> list[TunedArm]:
     """Return the best combination of each tuned arm; of equal ones the first."""
-    chosen: list[Choice] = []
+    chosen: list[TunedArm] = []
     for name, arm in experiment.arms.items():
         if not arm.tuned:
             continue
         own = [one for one in found if one.arm == name]
         best = min(own, key=lambda one: one.mean)
         edges = [setting for setting, values in arm.tuned.items() if best.values[setting] in (values[0], values[-1])]
-        chosen.append(Choice(name, best.values, best.mean, sum(len(one.losses) for one in own), edges))
+        chosen.append(TunedArm(name, best.values, best.mean, sum(len(one.losses) for one in own), edges))
     return chosen
 
 
-def settled(experiment: Experiment, choices: list[Choice]) -> Experiment:
+def settled(experiment: Experiment, choices: list[TunedArm]) -> Experiment:
     """Return the experiment with the chosen values as its arms' settings."""
     arms = dict(experiment.arms)
     for choice in choices:

@@ -12,7 +12,7 @@ from diloco.settings.loading import read_toml
 from diloco.settings.run import ProcessName
 from diloco.settings.validation import parse
 from diloco_lab import shipped
-from diloco_lab.paces.times import Pace, Paces
+from diloco_lab.paces.times import Paces, VirtualPace
 
 FOLDER = "experiments/paces"  # of those that come with the lab
 DAY_MS = 86_400_000
@@ -65,7 +65,7 @@ class Recording(_Table):
 
         return Paces(
             [
-                Pace(
+                VirtualPace(
                     seconds(learner.steps_ms),
                     seconds(learner.offers_ms),
                     scale * learner.begins_ms,

@@ -10,7 +10,7 @@ AT_ONCE = (0.0,)
 
 
 @dataclass(frozen=True)
-class Pace:
+class VirtualPace:
     """All in virtual seconds. Steps and offers go through their times in order, and begin again after the last.
 
     Attributes:
@@ -28,9 +28,9 @@ class Pace:
     stalls: Sequence[tuple[float, float]] = ()
 
 
-def steady(step_s: float) -> Pace:
+def steady(step_s: float) -> VirtualPace:
     """Return the pace of a machine whose every step takes as long."""
-    return Pace([step_s])
+    return VirtualPace([step_s])
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Paces:
     ``commits``: how much longer a syncer's record takes to the server than any other message, one after another.
     """
 
-    learners: Sequence[Pace]
+    learners: Sequence[VirtualPace]
     commits: Sequence[float] = AT_ONCE
 
 

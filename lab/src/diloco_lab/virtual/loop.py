@@ -18,7 +18,7 @@ from types import GeneratorType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from diloco_lab.virtual.sockets import Factory, Host, Listener
+    from diloco_lab.virtual.sockets import Factory, Host, PortListener
     from diloco_lab.virtual.threads import Thread
 
 THREAD_S = 0.02  # longest that work in a thread takes, where it takes any time
@@ -175,7 +175,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
             self._crowded = 2 * len(self.tasks) + KEPT_TASKS
         return task
 
-    async def create_server(self, factory: Factory, host: str, port: int, **options: Any) -> Listener:  # type: ignore[override]
+    async def create_server(self, factory: Factory, host: str, port: int, **options: Any) -> PortListener:  # type: ignore[override]
         assert self.host is not None
         return await self.host.listen(factory, port)
 

@@ -31,7 +31,7 @@ def matches(pattern: str, subject: str) -> bool:
 
 
 @dataclass
-class Stream:
+class VirtualStream:
     """Messages by sequence, the first being 1."""
 
     name: str
@@ -112,7 +112,7 @@ class Stream:
 
 
 @dataclass
-class Keys:
+class VirtualKeys:
     """A bucket: value and revision by key, and the id of who wrote it."""
 
     name: str
@@ -163,16 +163,16 @@ class Append:
     fence: Fence | None
 
 
-class Server:
+class VirtualServer:
     """``observe(stream, subject, data, sequence)`` is told of every message stored."""
 
     def __init__(self, observe: Callable[[str, str, bytes, int], None]) -> None:
-        self.streams: dict[str, Stream] = {}
-        self.buckets: dict[str, Keys] = {}
+        self.streams: dict[str, VirtualStream] = {}
+        self.buckets: dict[str, VirtualKeys] = {}
         self.observe = observe
         self.losses = 0  # of its disk
         self.wall_s: Callable[[], float] = lambda: math.inf  # Unix time here; inf: it is not asked for
-        self._stream_of: dict[str, Stream] = {}
+        self._stream_of: dict[str, VirtualStream] = {}
 
     def lose(self) -> None:
         """Lose the disk: the streams are made again, with nothing in them."""
@@ -180,7 +180,7 @@ class Server:
         for stream in self.streams.values():
             stream.lose()
 
-    def stream_of(self, subject: str) -> Stream:
+    def stream_of(self, subject: str) -> VirtualStream:
         stream = self._stream_of.get(subject)
         if stream is None:
             (stream,) = (s for s in self.streams.values() if any(matches(pattern, subject) for pattern in s.subjects))
@@ -216,7 +216,7 @@ class Server:
         stream.identifiers[request.identifier] = (now_s, sequence, request.data)
         return sequence
 
-    def _store(self, stream: Stream, subject: str, data: bytes) -> int:
+    def _store(self, stream: VirtualStream, subject: str, data: bytes) -> int:
         sequence = stream.store(subject, data, self.wall_s())
         self.observe(stream.name, subject, data, sequence)
         return sequence

@@ -28,7 +28,7 @@ class Host:
     loop: asyncio.AbstractEventLoop
     network: Network
 
-    async def listen(self, factory: Factory, port: int) -> Listener:
+    async def listen(self, factory: Factory, port: int) -> PortListener:
         """Have connections made to a port (0: any that is free).
 
         Raises:
@@ -46,7 +46,7 @@ class Host:
 
 
 @dataclass
-class Listener:
+class PortListener:
     """A port at which a process listens: as much of :class:`asyncio.Server` as is asked of one."""
 
     host: Host
@@ -54,7 +54,7 @@ class Listener:
     port: int
 
     @property
-    def sockets(self) -> list[Listener]:
+    def sockets(self) -> list[PortListener]:
         """Itself, which knows its name."""
         return [self]
 
@@ -72,10 +72,10 @@ class Network:
 
     def __init__(self, delay_s: Callable[[], float], room: int) -> None:
         self.delay_s, self.room = delay_s, room
-        self.listeners: dict[Address, Listener] = {}
+        self.listeners: dict[Address, PortListener] = {}
         self.cut: set[frozenset[str]] = set()  # pairs of hosts whose way is cut
         self.silent: set[str] = set()  # hosts that are gone without a word, until they begin again
-        self._ends: dict[str, list[End]] = {}  # by host
+        self._ends: dict[str, list[ConnectionEnd]] = {}  # by host
         self._ports = itertools.count(FIRST_PORT)
 
     def begin(self, name: str, loop: asyncio.AbstractEventLoop) -> Host:
@@ -83,9 +83,9 @@ class Network:
         self.silent.discard(name)
         return Host(name, loop, self)
 
-    def listen(self, host: Host, factory: Factory, port: int) -> Listener:
+    def listen(self, host: Host, factory: Factory, port: int) -> PortListener:
         """Have connections made to a host."""
-        listener = Listener(host, factory, port or next(self._ports))
+        listener = PortListener(host, factory, port or next(self._ports))
         if listener.getsockname() in self.listeners:
             raise OSError(98, f"port {port} is taken")
         self.listeners[listener.getsockname()] = listener
@@ -99,8 +99,8 @@ class Network:
         listener = self.listeners.get(address)
         if listener is None:
             raise ConnectionRefusedError(f"{address[0]}:{address[1]}: no process listens")
-        near = End(self, host, factory())
-        far = End(self, listener.host, listener.factory())
+        near = ConnectionEnd(self, host, factory())
+        far = ConnectionEnd(self, listener.host, listener.factory())
         near.peer, far.peer = far, near
         for end in (near, far):
             self._ends.setdefault(end.host.name, []).append(end)
@@ -128,10 +128,10 @@ class Network:
                 end.closed = True
 
 
-class End(asyncio.Transport):
+class ConnectionEnd(asyncio.Transport):
     """One end of a connection."""
 
-    peer: End
+    peer: ConnectionEnd
 
     def __init__(self, network: Network, host: Host, protocol: asyncio.BaseProtocol) -> None:
         super().__init__()

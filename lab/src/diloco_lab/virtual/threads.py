@@ -1,8 +1,8 @@
 """Threads in virtual time: real ones, of which one runs at a time, while the scheduler waits for it.
 
 A thread runs until it sleeps or waits; then the scheduler goes on, and it again when its time has come. It is its process's: it
-stands still while that is frozen, and ends with it. Modules under test are given :class:`Lock`, :class:`Event`, :func:`sleep`,
-:func:`monotonic` and :func:`run_coroutine_threadsafe` in place of the real ones.
+stands still while that is frozen, and ends with it. Modules under test are given :class:`Lock`, :class:`ThreadEvent`,
+:func:`sleep`, :func:`monotonic` and :func:`run_coroutine_threadsafe` in place of the real ones.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Lock:
         self._held = False
 
 
-class Event:
+class ThreadEvent:
     """An event that threads wait for."""
 
     def __init__(self) -> None:

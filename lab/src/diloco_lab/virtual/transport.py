@@ -15,10 +15,10 @@ from diloco.core.bandwidth import Moved
 from diloco.errors import AppendUncertainError, BrokerError, RewoundError
 from diloco.transport import Fence, Room, Stored
 from diloco.wire.grants import SignedGrant
-from diloco_lab.virtual.server import Append, Keys, Stream
+from diloco_lab.virtual.server import Append, VirtualKeys, VirtualStream
 
 if TYPE_CHECKING:
-    from diloco_lab.virtual.world import Process
+    from diloco_lab.virtual.world import VirtualProcess
 
 READ_TIMEOUT_S = 2.0  # longer than any delay, shorter than most absences of a server
 BUCKET_TIMEOUT_S = 1.0  # of each of several attempts
@@ -27,7 +27,7 @@ CONTROL = ""  # where the control store is; in a run without regions the only se
 
 
 @dataclass
-class Message:
+class VirtualMessage:
     """A message that a subscriber hears."""
 
     subject: str
@@ -64,7 +64,7 @@ class Wires:
 class VirtualTransport:
     """One process's way to the others, and to one region's streams."""
 
-    def __init__(self, process: Process, region: str) -> None:
+    def __init__(self, process: VirtualProcess, region: str) -> None:
         self.process, self.world, self.loop, self.region = process, process.world, process.loop, region
         self.bytes_in = self.bytes_out = 0
         self.incoming = Moved()
@@ -133,7 +133,7 @@ class VirtualTransport:
 
     def _send(self, subject: str, data: bytes, reply: Callable[[bytes], None], *, at_home: bool = False) -> None:
         if self.process.hears:
-            self.world.publish(Message(subject, data, reply), self.process.region, at_home=at_home)
+            self.world.publish(VirtualMessage(subject, data, reply), self.process.region, at_home=at_home)
 
     def _settle(self, future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
         if not future.done():
@@ -209,7 +209,7 @@ class VirtualTransport:
         self, stream: str, subjects: list[str], *, max_msgs_per_subject: int = -1, max_bytes: int = -1, replicas: int = 1
     ) -> int | None:
         streams = self.world.servers[self.region].streams
-        streams.setdefault(stream, Stream(stream, subjects, max_msgs_per_subject, self.region))
+        streams.setdefault(stream, VirtualStream(stream, subjects, max_msgs_per_subject, self.region))
         return None
 
     async def append(
@@ -303,7 +303,7 @@ class VirtualTransport:
                     self.world.stats[f"{stored.subject.split('.')[2]} crossed"] += 1
                 yield stored
 
-    def _stream(self, name: str) -> Stream:
+    def _stream(self, name: str) -> VirtualStream:
         streams = self.world.servers[self.region].streams
         if name not in streams:
             raise BrokerError(f"stream {name}: does not exist on the server")
@@ -314,7 +314,7 @@ class VirtualTransport:
 
         def find() -> None:
             if create:
-                buckets.setdefault(name, Keys(name))
+                buckets.setdefault(name, VirtualKeys(name))
             if name not in buckets:
                 raise BrokerError(f"bucket {name}: does not exist on the server")
 
@@ -375,7 +375,7 @@ class VirtualBucket:
         raise AssertionError("unreachable")
 
 
-def deliver(subscription: Subscription, message: Message) -> None:
+def deliver(subscription: Subscription, message: VirtualMessage) -> None:
     """Have a subscriber hear a message."""
     subscription.transport.bytes_in += len(message.data)
     heard: Any = subscription.heard(message)

@@ -15,13 +15,13 @@ from typing import Any
 
 from diloco.wire.grants import SignedGrant
 from diloco_lab.virtual.loop import ProcessLoop, Scheduler
-from diloco_lab.virtual.server import Server, Stream, matches
-from diloco_lab.virtual.transport import CONTROL, Message, Subscription, VirtualTransport, Wires, deliver
+from diloco_lab.virtual.server import VirtualServer, VirtualStream, matches
+from diloco_lab.virtual.transport import CONTROL, Subscription, VirtualMessage, VirtualTransport, Wires, deliver
 
 DELAY_S = 0.001  # to or from a server
 
 
-class Process:
+class VirtualProcess:
     """One service's process, which may come back after its end. ``serve`` is all that it does."""
 
     def __init__(self, world: World, name: str, region: str, serve: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
@@ -100,7 +100,7 @@ class World:
         self.scheduler = Scheduler()
         self.stats: Counter[str] = Counter()
         self.error: BaseException | None = None
-        self.servers = {name: Server(partial(self._stored, name)) for name in dict.fromkeys((CONTROL, *regions))}
+        self.servers = {name: VirtualServer(partial(self._stored, name)) for name in dict.fromkeys((CONTROL, *regions))}
         self.control = self.servers[CONTROL]
         self.authority: str | None = None  # of grants
         self.grants: dict[str, SignedGrant] = {}  # by the learner's process
@@ -109,7 +109,7 @@ class World:
         self.subscriptions: list[Subscription] = []
         self.processes: list[Any] = []
         self.writer: Any = None  # of what is being stored
-        self._waiting: list[tuple[ProcessLoop, asyncio.Future[Any], Stream, Sequence[str]]] = []
+        self._waiting: list[tuple[ProcessLoop, asyncio.Future[Any], VirtualStream, Sequence[str]]] = []
         self.loops: list[ProcessLoop] = []
         self.loop = self.new_loop(self.rng)
 
@@ -160,7 +160,7 @@ class World:
         """Whether messages between two regions are lost."""
         return False
 
-    def publish(self, message: Message, region: str, *, at_home: bool = False) -> None:
+    def publish(self, message: VirtualMessage, region: str, *, at_home: bool = False) -> None:
         """Bring a message to all who hear it where it comes from; ``at_home``: over that region's own server."""
         for subscription in self.subscriptions:
             there = subscription.transport.process.region
@@ -177,10 +177,10 @@ class World:
     def key_written(self, process: Any, generation: int, key: str, before: bytes | None, value: bytes, revision: int) -> None:
         """Hear of a key that was set."""
 
-    def purged(self, stream: Stream, pattern: str) -> None:
+    def purged(self, stream: VirtualStream, pattern: str) -> None:
         """Hear of messages that were dropped."""
 
-    async def news(self, loop: ProcessLoop, stream: Stream, patterns: Sequence[str]) -> None:
+    async def news(self, loop: ProcessLoop, stream: VirtualStream, patterns: Sequence[str]) -> None:
         """Wait until something new may be there for a reader."""
         future = loop.create_future()
         self._waiting.append((loop, future, stream, patterns))

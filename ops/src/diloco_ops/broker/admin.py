@@ -15,7 +15,7 @@ import nats.js.errors
 from nats.aio.client import Client
 
 from diloco.errors import BrokerError
-from diloco.nats.connection import Link
+from diloco.nats.connection import NatsLink
 from diloco.wire.plain import json_object
 
 # raised by a connection's calls while its server is away
@@ -27,13 +27,13 @@ ANSWER_S = 2.0  # a server on this machine answers in milliseconds
 MAX_CONNECTIONS = 4096
 
 
-async def limit_bytes(link: Link, stream: str) -> int:
+async def limit_bytes(link: NatsLink, stream: str) -> int:
     """Return a stream's ``max_bytes``; -1 is no limit. Raises one of :data:`SERVER_AWAY`."""
     info = await link.bulk.jetstream(timeout=5).stream_info(stream)
     return int(info.config.max_bytes or -1)
 
 
-async def set_limit(link: Link, stream: str, limit: Callable[[int], int]) -> None:
+async def set_limit(link: NatsLink, stream: str, limit: Callable[[int], int]) -> None:
     """Set a stream's ``max_bytes`` to ``limit`` of the bytes that it holds now.
 
     Raises:

@@ -34,7 +34,7 @@ class NotAllowedError(BrokerError):
     """The server forbids it to this identity."""
 
 
-class Refusals:
+class ForbiddenReasons:
     """The reasons that a connection logs: nothing else tells that the server forbids something."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Refusals:
 class Probe:
     """One connection to a server. Made by :meth:`open`. Its calls raise BrokerError where the server does not answer."""
 
-    def __init__(self, client: Client, refusals: Refusals, name: str, identity: Identity | None) -> None:
+    def __init__(self, client: Client, refusals: ForbiddenReasons, name: str, identity: Identity | None) -> None:
         self._client, self._refusals = client, refusals
         self.transport = NatsTransport(client, client, name, identity)
 
@@ -66,7 +66,7 @@ class Probe:
         Raises:
             BrokerError: no answer in time, or the server turns us away.
         """
-        refusals = Refusals()
+        refusals = ForbiddenReasons()
         client = await Opening(urls, name, refusals.logger, identity).open(give_up_after_s)
         return cls(client, refusals, name, identity)
 

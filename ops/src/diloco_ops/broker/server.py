@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from diloco.errors import BrokerError
-from diloco_ops.supervise import Guard
+from diloco_ops.supervise import OrphanGuard
 
 START_TIMEOUT_S = 20.0  # a large store is read at the start
 CONNECT_TIMEOUT_S = 20.0  # to connect to a server that has just been started
@@ -83,7 +83,7 @@ class Server:
         self.max_file_bytes = max_file_bytes
         self.log_file = directory / "nats-server.log"
         self._process: subprocess.Popen[bytes] | None = None
-        self._guard: Guard | None = None
+        self._guard: OrphanGuard | None = None
 
     @property
     def url(self) -> str:
@@ -119,7 +119,7 @@ class Server:
             self._process = subprocess.Popen(
                 [find_binary(), "-c", config], stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
             )
-        self._guard = Guard()
+        self._guard = OrphanGuard()
         self._guard.watch([self._process.pid])
         # its own word, not the port: another process may be listening there
         if not self._says(b"Server is ready", old_bytes):

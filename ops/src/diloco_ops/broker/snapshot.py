@@ -18,7 +18,7 @@ from blake3 import blake3
 
 from diloco.errors import AppendUncertainError, BrokerError, RunError
 from diloco.nats import streams
-from diloco.nats.connection import Link
+from diloco.nats.connection import NatsLink
 from diloco.wire.plain import json_object
 
 TIMEOUT_S = 10.0  # for an answer
@@ -31,7 +31,7 @@ _NAME_IN_USE = 10130  # error code of the JetStream API
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class StreamSnapshot:
     """A stream in a file: what the server says of it, and the hash of the file."""
 
     config: Mapping[str, Any]
@@ -40,7 +40,7 @@ class Snapshot:
     blake3: str
 
 
-async def save(link: Link, stream: str, path: Path) -> Snapshot:
+async def save(link: NatsLink, stream: str, path: Path) -> StreamSnapshot:
     """Write the stream as it is now to ``path``; its writers do not wait.
 
     Raises:
@@ -73,7 +73,7 @@ async def save(link: Link, stream: str, path: Path) -> Snapshot:
         status = (message.headers or {}).get("Status", "")
         if status not in ("", "204"):
             raise BrokerError(f"stream {stream}: its snapshot broke off: {message.headers}")
-        return Snapshot(answer["config"], answer["state"], size_bytes, hasher.hexdigest())
+        return StreamSnapshot(answer["config"], answer["state"], size_bytes, hasher.hexdigest())
     except nats.errors.Error as error:
         raise AppendUncertainError(f"stream {stream}: its snapshot broke off: {error!r}") from None
     finally:
@@ -85,7 +85,7 @@ class _ForgottenError(AppendUncertainError):
     """No process listens where a chunk belongs: the server ends a restore of which no chunk came for five seconds."""
 
 
-async def restore(link: Link, snapshot: Snapshot, path: Path, *, replicas: int = 1) -> None:
+async def restore(link: NatsLink, snapshot: StreamSnapshot, path: Path, *, replicas: int = 1) -> None:
     """Make the stream again from the file, with the same sequences.
 
     Raises:
@@ -108,7 +108,7 @@ async def restore(link: Link, snapshot: Snapshot, path: Path, *, replicas: int =
                 raise
 
 
-async def _restore(link: Link, snapshot: Snapshot, path: Path, request: Mapping[str, Any]) -> None:
+async def _restore(link: NatsLink, snapshot: StreamSnapshot, path: Path, request: Mapping[str, Any]) -> None:
     stream = str(snapshot.config["name"])
     answer = await _ask(link, f"$JS.API.STREAM.RESTORE.{stream}", request, stream)
     try:
@@ -131,7 +131,7 @@ def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if not name.startswith("_nats")} if isinstance(found, dict) else {}
 
 
-async def _send(link: Link, subject: str, path: Path, stream: str) -> dict[str, Any]:
+async def _send(link: NatsLink, subject: str, path: Path, stream: str) -> dict[str, Any]:
     with path.open("rb") as file:
         while chunks := [chunk for _ in range(RESTORE_AHEAD) if (chunk := file.read(CHUNK_BYTES))]:
             # requests of one connection arrive in order
@@ -148,11 +148,11 @@ async def _send(link: Link, subject: str, path: Path, stream: str) -> dict[str, 
     return _parse(stream, answer)
 
 
-async def _ask(link: Link, subject: str, request: Mapping[str, Any], stream: str) -> dict[str, Any]:
+async def _ask(link: NatsLink, subject: str, request: Mapping[str, Any], stream: str) -> dict[str, Any]:
     return _parse(stream, await _request(link, subject, json.dumps(request).encode(), stream))
 
 
-async def _request(link: Link, subject: str, data: bytes, stream: str) -> bytes:
+async def _request(link: NatsLink, subject: str, data: bytes, stream: str) -> bytes:
     try:
         return bytes((await link.bulk.request(subject, data, timeout=TIMEOUT_S)).data)
     except nats.errors.NoRespondersError as error:

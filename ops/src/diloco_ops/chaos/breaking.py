@@ -15,7 +15,7 @@ from typing import Any
 
 from diloco.errors import BrokerError
 from diloco.nats import streams
-from diloco.nats.connection import Link
+from diloco.nats.connection import NatsLink
 from diloco.nats.transport import NatsTransport
 from diloco.process import files
 from diloco.process.observe import Logger
@@ -117,7 +117,7 @@ class Breaker:
         return send
 
     @asynccontextmanager
-    async def _reverted(self, link: Link | None = None, **entry: Any) -> AsyncIterator[None]:
+    async def _reverted(self, link: NatsLink | None = None, **entry: Any) -> AsyncIterator[None]:
         """Note a fault, and revert it at the end, whatever happens; ``link``: to the server that it takes, if any."""
         number = self.journal.add(**entry)
         try:

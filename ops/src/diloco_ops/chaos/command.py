@@ -17,7 +17,7 @@ from diloco_ops import failures
 from diloco_ops.chaos.kinds import KINDS, Present, sources
 from diloco_ops.chaos.play import Chaos
 from diloco_ops.chaos.verdict import describe
-from diloco_ops.failures import Tape
+from diloco_ops.failures import FailureTape
 
 
 def chaos(
@@ -72,7 +72,7 @@ def _kinds(text: str | None, present: Present) -> list[str]:
     return chosen
 
 
-def _read_tape(path: Path) -> Tape:
+def _read_tape(path: Path) -> FailureTape:
     try:
         with path.open(errors="replace") as lines:
             bounded = iter(lambda: lines.readline(failures.MAX_LINE_BYTES + 1), "")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import permutations
 
 from diloco_ops.embedded import CONTROL_REGION, server_name
-from diloco_ops.failures import Failure, Source, Spread
+from diloco_ops.failures import Failure, FailureKind, Spread
 
 NATS = "nats"  # the only server, or in a run with regions the control store
 LINK = "link"
@@ -86,9 +86,9 @@ class Present:
         return region if thing in (NATS, LINK, *STREAMS) and region in self.regions else None
 
 
-def sources(kinds: Sequence[str], present: Present) -> list[Source]:
+def sources(kinds: Sequence[str], present: Present) -> list[FailureKind]:
     """Return the sources from which a tape of these kinds is drawn."""
     return [
-        Source(name, present.targets(kind), kind.weight, kind.duration_s, dict(kind.values))
+        FailureKind(name, present.targets(kind), kind.weight, kind.duration_s, dict(kind.values))
         for name, kind in ((name, KINDS[name]) for name in kinds)
     ]

@@ -19,15 +19,15 @@ from diloco_ops.broker.admin import SERVER_AWAY
 from diloco_ops.chaos import revert, verdict
 from diloco_ops.chaos.breaking import Breaker
 from diloco_ops.chaos.kinds import Present
-from diloco_ops.chaos.watch import POLL_S, Watch
-from diloco_ops.chaos.witness import Recovery, Witness
-from diloco_ops.failures import Failure, Tape
+from diloco_ops.chaos.watch import POLL_S, ChaosWatch
+from diloco_ops.chaos.witness import WatchedRecovery, Witness
+from diloco_ops.failures import Failure, FailureTape
 
 READY_S = 180.0  # learners compile for minutes on a busy machine
 
 
 @dataclass(frozen=True)
-class Pace:
+class WorkDone:
     """Learners' work in a while: tokens processed, and lost for good."""
 
     began_s: float
@@ -50,7 +50,7 @@ class Chaos:
 
     directory: RunDirectory
     present: Present
-    tape: Tape
+    tape: FailureTape
     seed: int
     lead_in_s: float
     say: Callable[[str], None]
@@ -68,7 +68,7 @@ class Chaos:
             async with run_reader.opened(path) as seen:
                 wan_control = seen.directory.wan_control
                 self.breaker = Breaker(path, self.directory.name, seen.transports, wan_control, self.seed, self.log)
-                self.watch = await Watch.begin(seen)
+                self.watch = await ChaosWatch.begin(seen)
                 async with asyncio.TaskGroup() as group:
                     watching = [group.create_task(work) for work in self.watch.works()]
                     await self.watch.listen()
@@ -154,13 +154,13 @@ class Chaos:
         except SERVER_AWAY as error:
             self.log.warning("not_brought_about", failure=failure.kind, target=target, reason=str(error) or repr(error))
 
-    def _recovery(self, failure: Failure, target: str) -> Recovery:
+    def _recovery(self, failure: Failure, target: str) -> WatchedRecovery:
         """Return the signs by which a failure counts as recovered, and the moment from which its recovery is timed.
 
         A frozen learner cannot step before it goes on, but for a syncer's fragments a standby may do its work meanwhile.
         """
         now_s = self.clock()
-        over = Recovery(failure.kind, target, now_s + failure.duration_s)
+        over = WatchedRecovery(failure.kind, target, now_s + failure.duration_s)
         group = target.partition("-")[0]
         if failure.kind in ("corrupt", "duplicate", "full", "nats_restart", "nats_kill", "nats_freeze", "link_cut"):
             over.version, over.region = True, self.present.region_of(target)
@@ -173,10 +173,10 @@ class Chaos:
             over.since_s, over.status = now_s, True
         return over
 
-    async def _pace(self, meanwhile: Awaitable[None]) -> Pace:
+    async def _pace(self, meanwhile: Awaitable[None]) -> WorkDone:
         began_s, processed, lost = self.clock(), self.witness.processed(), self.witness.lost()
         await meanwhile
-        return Pace(began_s, self.clock() - began_s, self.witness.processed() - processed, self.witness.lost() - lost)
+        return WorkDone(began_s, self.clock() - began_s, self.witness.processed() - processed, self.witness.lost() - lost)
 
     async def _until(self, predicate: Callable[[], bool], timeout_s: float) -> bool:
         """Wait until the predicate holds. Return whether it does in time."""

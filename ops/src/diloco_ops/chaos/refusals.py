@@ -6,14 +6,14 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from diloco.errors import FormatError, HashError
-from diloco.process.logs import Entry
+from diloco.process.logs import LogLine
 
 EVENTS = ("message_refused", "entry_refused", "offers_dropped", "state_refused")
 DAMAGE = (FormatError.__name__, HashError.__name__)  # all that a damaged frame is refused as
 
 
 @dataclass
-class Refusals:
+class RefusalCount:
     """Refusals: each sender and kind once for each member that refused it, as members log them."""
 
     honest: list[str] = field(default_factory=list)  # in words
@@ -21,8 +21,8 @@ class Refusals:
 
     @classmethod
     def read(
-        cls, entries: Iterable[Entry], since_s: float = 0.0, damaged: Collection[str] = (), repeated: Collection[int] = ()
-    ) -> Refusals:
+        cls, entries: Iterable[LogLine], since_s: float = 0.0, damaged: Collection[str] = (), repeated: Collection[int] = ()
+    ) -> RefusalCount:
         """Sort the refusals since a moment; ``damaged``: whose messages chaos damaged; ``repeated``: sequences of copies."""
         found = cls()
         for entry in entries:

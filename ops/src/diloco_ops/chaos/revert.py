@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.errors import RunError, WanError
-from diloco.nats.connection import Link
+from diloco.nats.connection import NatsLink
 from diloco.process import files, observe
 from diloco.service import rundir
 from diloco_ops.broker.admin import set_limit
@@ -103,7 +103,7 @@ def command(at: str, request: control.Cut | control.Heal) -> None:
         list(control.asked(at, request))
 
 
-async def revert(entry: dict[str, Any], link: Link | None) -> None:
+async def revert(entry: dict[str, Any], link: NatsLink | None) -> None:
     """Revert one fault; ``link``: to the server that has the stream of a limit.
 
     Raises:
@@ -123,7 +123,7 @@ async def revert_all(directory: Path) -> None:
     for number, entry in journal.entries:
         run = rundir.load(directory)
         url = (run.region_urls or {}).get(entry.get("region", ""), run.nats_url)
-        link = await Link.open(url, url, "chaos-revert", observe.get_logger(), CONNECT_S)
+        link = await NatsLink.open(url, url, "chaos-revert", observe.get_logger(), CONNECT_S)
         try:
             await revert(entry, link)
             journal.drop(number)

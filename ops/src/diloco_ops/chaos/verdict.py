@@ -14,7 +14,7 @@ from diloco.process import logs
 from diloco_ops import run_reader, verify
 from diloco_ops.broker.admin import SERVER_AWAY
 from diloco_ops.chaos.breaking import Breaker
-from diloco_ops.chaos.refusals import Refusals
+from diloco_ops.chaos.refusals import RefusalCount
 from diloco_ops.chaos.witness import Witness
 from diloco_report.units import share
 
@@ -48,7 +48,7 @@ async def judge(
     for count, what in ((lost, "lost"), (witness.doubled, "doubled"), (changed, "changed"), (too_few, FEW)):
         if count:
             violations.append(f"{count} versions {what}")
-    refused = Refusals.read(logs.merge(path), began_s, breaker.damaged, breaker.repeated)
+    refused = RefusalCount.read(logs.merge(path), began_s, breaker.damaged, breaker.repeated)
     violations += refused.honest
     if not witness.finished:
         violations += [f"{name}: {tokens} tokens unaccounted for" for name, tokens in unaccounted.items()]

@@ -24,7 +24,7 @@ GONE_S = 10.0  # without any process of the run: a launcher restarts each within
 
 
 @dataclass
-class Watch:
+class ChaosWatch:
     """Watches one run."""
 
     run: RunReader
@@ -35,7 +35,7 @@ class Watch:
         self._gate = HeartbeatGate(self.run.run, self.run.map, None, self._hear_member, self._hear_member)
 
     @classmethod
-    async def begin(cls, run: RunReader) -> Watch:
+    async def begin(cls, run: RunReader) -> ChaosWatch:
         """Begin with a witness that knows where each fragment's log ends now."""
         loaded = [await run.log.reader.load(f.index, run.genesis, run.genesis_check) for f in run.map.fragments]
         sizes = [fragment.size for fragment in run.map.fragments]

@@ -21,7 +21,7 @@ KEPT = 256  # versions of a fragment that a heartbeat may lag behind
 
 
 @dataclass
-class Recovery:
+class WatchedRecovery:
     """A failure at ``since_s``, and the signs that must be seen before it counts as recovered."""
 
     kind: str
@@ -50,7 +50,7 @@ class Witness:
         self.takeovers = self.passed_over = self.doubled = 0
         self.heartbeats: dict[str, Heartbeat] = {}
         self.shards: dict[str, ShardHeartbeat] = {}
-        self.recoveries: list[Recovery] = []
+        self.recoveries: list[WatchedRecovery] = []
         self._followers: dict[tuple[int, bytes], bytes] = {}  # by fragment and hash of an entry: the one that followed it
         self._merged: dict[tuple[int, str], list[tuple[int, int]]] = {}  # by fragment, learner: version, tokens so far
         for chain in chains:
@@ -123,7 +123,7 @@ class Witness:
         for waiting in self._open(now_s):
             waiting.server = False
 
-    def expect(self, recovery: Recovery) -> None:
+    def expect(self, recovery: WatchedRecovery) -> None:
         """Expect a recovery: something broke."""
         self.recoveries.append(recovery)
 
@@ -140,7 +140,7 @@ class Witness:
         return all(chain.closed for chain in self.chains)
 
     @property
-    def open(self) -> list[Recovery]:
+    def open(self) -> list[WatchedRecovery]:
         """Failures that have not recovered."""
         return [recovery for recovery in self.recoveries if recovery.done_s is None]
 
@@ -205,7 +205,7 @@ class Witness:
             for what, taken in sorted(times.items())
         }
 
-    def _open(self, now_s: float) -> Collection[Recovery]:
+    def _open(self, now_s: float) -> Collection[WatchedRecovery]:
         return [recovery for recovery in self.open if recovery.since_s <= now_s]
 
     def _merged_at(self, fragment: int, learner: str, version: int) -> int | None:

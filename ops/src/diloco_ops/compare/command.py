@@ -19,13 +19,13 @@ from diloco.process.logs import printable
 from diloco.service.rundir import write_text
 from diloco_ops.compare import reading
 from diloco_report import side_by_side
-from diloco_report.side_by_side import ENDS, MAX_RUNS, Entry
+from diloco_report.side_by_side import ENDS, MAX_RUNS, ComparedRun
 
 RESULTS = (
     "diloco.results"  # entry points by the end of a file's name: functions that return its entries and their texts' hashes
 )
 SHOWN = ("loss", "tokens", "time_s", "bytes_up")  # of the end values, in a terminal's width
-Read = Callable[[Path], list[tuple[Entry, str | None]]]
+Read = Callable[[Path], list[tuple[ComparedRun, str | None]]]
 
 
 def compare(
@@ -44,7 +44,7 @@ def compare(
     print(f"page: {out}")
 
 
-def read_all(paths: Sequence[Path]) -> list[Entry]:
+def read_all(paths: Sequence[Path]) -> list[ComparedRun]:
     """Read runs and experiments; entries have names of their own.
 
     Raises:
@@ -60,7 +60,7 @@ def read_all(paths: Sequence[Path]) -> list[Entry]:
     return _named(reading.settled(found))
 
 
-def _read(path: Path) -> list[tuple[Entry, str | None]]:
+def _read(path: Path) -> list[tuple[ComparedRun, str | None]]:
     if path.is_dir():
         return [(reading.read(path), reading.text_hash(path))]
     for point in entry_points(group=RESULTS):
@@ -71,7 +71,7 @@ def _read(path: Path) -> list[tuple[Entry, str | None]]:
     raise RunError(f"{path}: neither a run's directory nor a file of results ({known})")
 
 
-def _named(entries: Sequence[Entry]) -> list[Entry]:
+def _named(entries: Sequence[ComparedRun]) -> list[ComparedRun]:
     """Return entries of which no two have one name: where they do, their sources are added, and numbers if need be."""
     times = Counter(entry.name for entry in entries)
     found = [replace(entry, name=f"{entry.name} ({entry.source})") if times[entry.name] > 1 else entry for entry in entries]
@@ -82,7 +82,7 @@ def _named(entries: Sequence[Entry]) -> list[Entry]:
     ]
 
 
-def _print(entries: Sequence[Entry]) -> None:
+def _print(entries: Sequence[ComparedRun]) -> None:
     known = [end for end in ENDS if end[0] in SHOWN]
     kinds = side_by_side.groups(entries)
     for kind, members in kinds.items():

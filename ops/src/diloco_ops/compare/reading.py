@@ -14,14 +14,14 @@ from diloco.errors import RunError
 from diloco.service import rundir
 from diloco.service.rundir import RunDirectory
 from diloco_ops.report.build import load_json
-from diloco_report.side_by_side import Entry, Sample
+from diloco_report.side_by_side import ComparedRun, LossSample
 from diloco_report.units import finite
 
 WRITTEN_S = 30.0  # six times as long as a coordinator takes to write its series again
 STANDARD_LIBRARY = "Python's standard library"
 
 
-def read(path: Path) -> Entry:
+def read(path: Path) -> ComparedRun:
     """Read a run's directory.
 
     Raises:
@@ -48,7 +48,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield prefix + name, value
 
 
-def settled(entries: Sequence[tuple[Entry, str | None]]) -> list[Entry]:
+def settled(entries: Sequence[tuple[ComparedRun, str | None]]) -> list[ComparedRun]:
     """Return entries, given with the hashes of their texts, such that texts have the same words where they are the same.
 
     A hash that is not known yet is taken to be that of a text with the same words, where only one is known.
@@ -78,10 +78,10 @@ def _no_series(path: Path) -> str:
     return f"no losses yet: a coordinator whose state_dir is {path} writes series.json there when learners have begun"
 
 
-def _entry(directory: RunDirectory, state: str, **values: Any) -> Entry:
+def _entry(directory: RunDirectory, state: str, **values: Any) -> ComparedRun:
     task = directory.settings.task
     usual = STANDARD_LIBRARY if task.name == "gpt" else f"the data of task {task.name}"
-    return Entry(
+    return ComparedRun(
         name=directory.name,
         source=str(directory.path),
         state=state,
@@ -91,7 +91,7 @@ def _entry(directory: RunDirectory, state: str, **values: Any) -> Entry:
     )
 
 
-def _over(directory: RunDirectory, report: Mapping[str, Any]) -> Entry:
+def _over(directory: RunDirectory, report: Mapping[str, Any]) -> ComparedRun:
     series, traffic = report["series"], report["traffic"]
     validation = [*series["global"], [report["wall_s"], report["tokens_merged"], report["val_loss"]]]
     processed, learners = report["tokens_processed"], report["learners"]
@@ -125,7 +125,7 @@ def _over(directory: RunDirectory, report: Mapping[str, Any]) -> Entry:
     )
 
 
-def _going_on(directory: RunDirectory, series: Mapping[str, Any], file: Path) -> Entry:
+def _going_on(directory: RunDirectory, series: Mapping[str, Any], file: Path) -> ComparedRun:
     learners, bytes_, validation = series["learners"], series.get("traffic") or [], series["validation"]
     named = {name: heard["points"] for name, heard in learners.items()}
     totals = {
@@ -158,7 +158,7 @@ def _points(learners: Mapping[str, Sequence[Sequence[float]]]) -> list[list[floa
     return sorted([at_s, tokens, loss] for points in learners.values() for at_s, tokens, _, loss in points)
 
 
-def _samples(points: Sequence[Sequence[Any]], traffic: Sequence[Sequence[float]]) -> list[Sample]:
+def _samples(points: Sequence[Sequence[Any]], traffic: Sequence[Sequence[float]]) -> list[LossSample]:
     """Return losses with the bytes by then: of ``traffic``, whose points are (time, bytes sent, bytes received).
 
     With a single point of traffic, the end's, only a loss of that time has bytes.
@@ -175,7 +175,7 @@ def _samples(points: Sequence[Sequence[Any]], traffic: Sequence[Sequence[float]]
         if finite(loss):
             known = len(times) > 1 or at_s in times
             by_then = float(np.interp(at_s, [0.0, *times], [0.0, *both])) if known else None
-            samples.append(Sample(float(loss), float(tokens), float(at_s), by_then))
+            samples.append(LossSample(float(loss), float(tokens), float(at_s), by_then))
     return samples
 
 

@@ -19,7 +19,7 @@ from diloco.process.logs import printable
 from diloco.settings.loading import load_service, names_service
 from diloco_ops.doctor import this_machine
 from diloco_ops.doctor.check import Check, Role, Verdict
-from diloco_ops.doctor.examination import DoctorSettings, Examination
+from diloco_ops.doctor.examination import DoctorSettings, ServiceExamination
 
 EXIT_FAILED = 1
 _STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red", "skipped": "dim"}
@@ -46,7 +46,7 @@ def doctor(
         raise SettingsError(f"--step-s {step_s:g}: expected a number of seconds above 0")
     settings = load_service(DoctorSettings, config)
     observe.configure(settings.name, settings.run, level="error", fmt="console")
-    return asyncio.run(_print_checks(Examination(settings, role, step_s).checks(), json_))
+    return asyncio.run(_print_checks(ServiceExamination(settings, role, step_s).checks(), json_))
 
 
 async def _each(checks: Iterable[Check]) -> AsyncIterator[Check]:

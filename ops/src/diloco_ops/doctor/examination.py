@@ -16,7 +16,7 @@ from typing import Any, cast, get_args
 from diloco import __version__
 from diloco.control import creation
 from diloco.control.changes import read_changes
-from diloco.control.creation import Run
+from diloco.control.creation import KnownRun
 from diloco.core.fragments import FragmentMap, unpack_map
 from diloco.errors import BrokerError, DilocoError, RunError, SettingsError
 from diloco.nats import identity, opening
@@ -35,8 +35,8 @@ from diloco_ops.broker.admin import SERVER_AWAY
 from diloco_ops.broker.probe import NotAllowedError, Probe
 from diloco_ops.doctor import access, island, machine, needs, reach, server, verdicts
 from diloco_ops.doctor.check import Check, Role, skipped
-from diloco_ops.doctor.needs import Model
-from diloco_ops.doctor.server import Place
+from diloco_ops.doctor.needs import ModelSizes
+from diloco_ops.doctor.server import ServerPlace
 
 LOGIN_S = 5.0  # several round trips over the slowest link that a run bears
 CHECK_S = 30.0  # no check takes longer
@@ -54,12 +54,12 @@ class DoctorSettings(TorchLearnerSettings, SyncerSettings, CoordinatorSettings):
 class _Open:
     """A place that has let us in."""
 
-    place: Place
+    place: ServerPlace
     probe: Probe
     jetstream: bool
 
 
-class Examination:
+class ServiceExamination:
     """The checks of one service."""
 
     def __init__(self, settings: DoctorSettings, role: Role | None, step_s: float | None) -> None:
@@ -70,7 +70,7 @@ class Examination:
         self._role_given = role is not None
         self._identity: Identity | None = None
         self._open: dict[str, _Open] = {}
-        self._run: Run | None = None
+        self._run: KnownRun | None = None
         self._map: FragmentMap | None = None
 
     async def checks(self) -> AsyncIterator[Check]:
@@ -170,18 +170,18 @@ class Examination:
         yield verdicts.state_dir(path, disk.free_bytes, disk.total_bytes, needed, disk.sync_s, foreign)
 
     @property
-    def _model(self) -> Model | None:
-        return None if self._map is None else Model.of(self._map)
+    def _model(self) -> ModelSizes | None:
+        return None if self._map is None else ModelSizes.of(self._map)
 
     @property
-    def _carried(self) -> Model | None:
+    def _carried(self) -> ModelSizes | None:
         """The part of the model that this process of a learner carries; of all other services the whole."""
         model, count = self._model, self.settings.processes.count if self.role == "learner" else 1
-        return None if model is None else Model(math.ceil(model.size / count), model.largest)
+        return None if model is None else ModelSizes(math.ceil(model.size / count), model.largest)
 
     # ---- servers
 
-    async def _arrive(self, place: Place) -> AsyncIterator[Check]:
+    async def _arrive(self, place: ServerPlace) -> AsyncIterator[Check]:
         """Reach a place's servers, and log in."""
         try:
             urls = opening.checked(",".join(place.urls))
@@ -262,7 +262,7 @@ class Examination:
     async def _list(self, opened: _Open) -> Check:
         return verdicts.listed(opened.place.name, await opened.probe.server_list())
 
-    def _needed_storage(self, place: Place) -> dict[str, int] | None:
+    def _needed_storage(self, place: ServerPlace) -> dict[str, int] | None:
         """Return the bytes needed by stream; None: not known yet."""
         if self._run is None or self._map is None:
             return None
@@ -346,7 +346,7 @@ class Examination:
             await creation.check_protocol(registry, name)
             settings = parse(RunSettings, creation.settings_of(name, stored[0]), f"run {name!r}")
             check_region(self.settings.region, settings.regions.names, name)
-            found = Run(name, settings, registry)
+            found = KnownRun(name, settings, registry)
             found.adopt((await read_changes(found)).records)
             self._run = found
             stored_map = await registry.get("map")
@@ -400,21 +400,21 @@ class Examination:
         return [skipped("name", "this identity may not listen to those whose role it has")]
 
 
-def places(settings: DoctorSettings, role: Role, identity: Identity | None) -> Sequence[Place]:
+def places(settings: DoctorSettings, role: Role, identity: Identity | None) -> Sequence[ServerPlace]:
     """Return the servers that a service uses."""
     run, name = settings.run, settings.name
     own = reader(name, identity.public_key if identity else None)
     control = access.at_control(role, run, name)
     bulk = access.at_bulk(role, run, name, own)
     if settings.bulk_url == settings.nats_url:
-        found = [Place("nats", (settings.nats_url,), control + bulk, control=True, bulk=True)]
+        found = [ServerPlace("nats", (settings.nats_url,), control + bulk, control=True, bulk=True)]
     else:
         found = [
-            Place("control", (settings.nats_url,), control, control=True),
-            Place(settings.region or "bulk", (settings.bulk_url,), bulk, bulk=True),
+            ServerPlace("control", (settings.nats_url,), control, control=True),
+            ServerPlace(settings.region or "bulk", (settings.bulk_url,), bulk, bulk=True),
         ]
     others = settings.region_urls if role == "syncer" else {}
     return [
         *found,
-        *(Place(region, (url,), access.other_region(run, own), bulk=True, far=True) for region, url in others.items()),
+        *(ServerPlace(region, (url,), access.other_region(run, own), bulk=True, far=True) for region, url in others.items()),
     ]

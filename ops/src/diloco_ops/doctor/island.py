@@ -27,7 +27,7 @@ FIT_S = 120.0  # JAX begins, and a task's data is opened
 
 
 @dataclass(frozen=True)
-class Fit:
+class IslandFit:
     """The devices of this process, the mesh of all, and what has to be the same in all processes: ``diloco_learner.fit``."""
 
     devices: int
@@ -42,7 +42,7 @@ def is_island(settings: LearnerSettings) -> bool:
     return settings.mesh != MeshSettings() or settings.processes.count > 1
 
 
-async def measure(settings: LearnerSettings, run: RunSettings | None) -> Fit:
+async def measure(settings: LearnerSettings, run: RunSettings | None) -> IslandFit:
     """Return what a learner of these settings would find here. ``run``: None where it is not known yet.
 
     Raises:
@@ -68,7 +68,7 @@ async def measure(settings: LearnerSettings, run: RunSettings | None) -> Fit:
     if process.returncode:
         said = err.decode(errors="replace").strip().splitlines()
         raise DilocoError(said[-1] if said else f"diloco_learner.fit ended with {process.returncode}")
-    return Fit(**json.loads(out))
+    return IslandFit(**json.loads(out))
 
 
 async def meeting(settings: ProcessesSettings) -> tuple[str, Reached]:
@@ -89,7 +89,7 @@ def own_address() -> str:
 # ---- verdicts
 
 
-def mesh(fit: Fit, processes: int, *, run_known: bool) -> Check:
+def mesh(fit: IslandFit, processes: int, *, run_known: bool) -> Check:
     """Judge the mesh by the devices and, where the run is known, by its tensors and batches."""
     each = f"{fit.devices} devices ({fit.platform})"
     found = each if processes == 1 else f"{each} here, {processes * fit.devices} of {processes} processes"
@@ -131,7 +131,7 @@ def host_name(name: str, address: str, meeting_host: str) -> Check:
     return Check("host name", "ok", f"{name} is {address}")
 
 
-def facts(fit: Fit) -> Check:
+def facts(fit: IslandFit) -> Check:
     """Show what processes compare when they meet, to be compared with the doctor's answers on the other hosts."""
     if not fit.facts:
         return skipped("facts", "they are not known before the run is there, or where the mesh is refused")

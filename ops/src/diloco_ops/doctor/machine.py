@@ -30,7 +30,7 @@ HEADER_BYTES = 4096  # of a tape: its header is in them
 
 
 @dataclass(frozen=True)
-class Disk:
+class WritableFolder:
     """A folder that was written to."""
 
     free_bytes: int
@@ -81,7 +81,7 @@ def available_bytes(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgr
     return min(found, default=None)
 
 
-def disk(path: Path) -> Disk:
+def disk(path: Path) -> WritableFolder:
     """Write a little to a folder, and leave nothing.
 
     Raises:
@@ -99,7 +99,7 @@ def disk(path: Path) -> Disk:
             usage = shutil.disk_usage(path)
     except OSError as error:
         raise DilocoError(f"{path}: cannot be written: {error.strerror}") from None
-    return Disk(usage.free, usage.total, statistics.median(times_s))
+    return WritableFolder(usage.free, usage.total, statistics.median(times_s))
 
 
 @contextmanager

@@ -34,20 +34,20 @@ CONTROL_BYTES = 10_000_000  # of the store that spans the regions: settings, mem
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelSizes:
     """The sizes of a run's model."""
 
     size: int  # values: parameters, and state that is merged
     largest: int  # values of the largest fragment
 
     @classmethod
-    def of(cls, fragment_map: FragmentMap) -> Model:
+    def of(cls, fragment_map: FragmentMap) -> ModelSizes:
         """Return the sizes of a fragment map."""
         return cls(fragment_map.size, max(fragment.size for fragment in fragment_map.fragments))
 
 
 @dataclass(frozen=True)
-class Way:
+class ServiceWay:
     """One direction between a service and a server: the values that pass it in a cycle, and the fewest bits lost on them."""
 
     values: int
@@ -97,32 +97,32 @@ def disk_bytes(role: Role, values: int, checkpoints: bool) -> int:
     return LOGS_BYTES + (CHECKPOINTS * CHECKPOINT_BYTES * values if role == "learner" and checkpoints else 0)
 
 
-def ways(role: Role, settings: RunSettings, values: int, *, far: bool) -> tuple[Way, Way]:
+def ways(role: Role, settings: RunSettings, values: int, *, far: bool) -> tuple[ServiceWay, ServiceWay]:
     """Return the ways to a server and from it. ``far``: it is another region's."""
     codec = settings.codec
     owned = math.ceil(values / settings.shards)
     learners = 1 if settings.regions.merge and far else region_learners(settings)
     if role == "learner":
-        return Way(values, codec.offer_bits), Way(values, codec.record_bits)
+        return ServiceWay(values, codec.offer_bits), ServiceWay(values, codec.record_bits)
     if role != "syncer":
-        return Way(0, codec.offer_bits), Way(values, codec.record_bits)
-    return Way(owned, codec.record_bits), Way(owned * learners, codec.offer_bits)
+        return ServiceWay(0, codec.offer_bits), ServiceWay(values, codec.record_bits)
+    return ServiceWay(owned, codec.record_bits), ServiceWay(owned * learners, codec.offer_bits)
 
 
-def fits(way: Way, settings: RunSettings, bytes_per_s: float, step_s: float) -> Level | None:
+def fits(way: ServiceWay, settings: RunSettings, bytes_per_s: float, step_s: float) -> Level | None:
     """Return the best level at which a way keeps a link busy for at most ``FULL`` of a cycle; None: none does."""
     cycle_s = settings.round.steps * step_s
     found = (level for level in levels(way.best, settings) if way.bytes(level) <= FULL * bytes_per_s * cycle_s * level.pace)
     return next(found, None)
 
 
-def needed_bytes_per_s(way: Way, settings: RunSettings, step_s: float) -> float:
+def needed_bytes_per_s(way: ServiceWay, settings: RunSettings, step_s: float) -> float:
     """Return the rate at which a way fits at its best level."""
     best = levels(way.best, settings)[0]
     return way.bytes(best) / (FULL * settings.round.steps * step_s)
 
 
-def round_s(settings: RunSettings, model: Model, rtt_s: float, up_bytes_per_s: float, down_bytes_per_s: float) -> float:
+def round_s(settings: RunSettings, model: ModelSizes, rtt_s: float, up_bytes_per_s: float, down_bytes_per_s: float) -> float:
     """Return the least time from opening a round of the largest fragment to its version's arrival, behind this link.
 
     The announcement, the offer and the record each go one way, and the record waits for the acknowledgement of one.

@@ -36,7 +36,7 @@ ECHOES = 4  # the bytes that come back are so many times those that go there, so
 
 
 @dataclass(frozen=True)
-class Place:
+class ServerPlace:
     """A server, or several of a cluster: its URLs, and the access that the service needs there."""
 
     name: str

@@ -21,7 +21,7 @@ from diloco.wire import framing
 from diloco_ops.broker.server import find_binary
 from diloco_ops.doctor import machine, needs, verdicts
 from diloco_ops.doctor.check import Check, skipped
-from diloco_ops.doctor.machine import Disk
+from diloco_ops.doctor.machine import WritableFolder
 from diloco_ops.environment import gpus
 from diloco_ops.local_runs import RUNS
 from diloco_report import units
@@ -106,7 +106,7 @@ def memory(available_bytes: int | None, learners: int) -> Check:
     return Check("memory", "warning", found, needed_text, f"take fewer learners: diloco up --learners {fit}")
 
 
-def disk(path: Path, measured: Disk) -> Check:
+def disk(path: Path, measured: WritableFolder) -> Check:
     """Judge the disk of the folder where runs are made."""
     found = f"{path.absolute()}: {units.size(measured.free_bytes)} free, a sync takes {1e3 * measured.sync_s:.3g} ms"
     needed = f"{units.size(RUN_BYTES)} for a small run"

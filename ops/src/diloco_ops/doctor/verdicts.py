@@ -13,7 +13,7 @@ from diloco.nats.server_list import ServerList
 from diloco.settings.run import RunSettings
 from diloco_ops.doctor import needs
 from diloco_ops.doctor.check import Check, Role, skipped
-from diloco_ops.doctor.needs import Model
+from diloco_ops.doctor.needs import ModelSizes
 from diloco_report import units
 
 OLDEST_PYTHON, OLDEST_JAX = (3, 11), (0, 10)
@@ -130,7 +130,7 @@ def grant(role: Role, name: str, *, authority: bool, granted: bool) -> Check | N
     return None
 
 
-def memory(role: Role, settings: RunSettings, model: Model, available_bytes: int) -> Check:
+def memory(role: Role, settings: RunSettings, model: ModelSizes, available_bytes: int) -> Check:
     """Judge the memory of this machine, or of the process's control group."""
     usual, worst = needs.memory_bytes(role, settings, model.size)
     found, needed = (
@@ -413,7 +413,7 @@ def link(
     role: Role,
     speed: Speed,
     settings: RunSettings | None,
-    model: Model | None,
+    model: ModelSizes | None,
     step_s: float | None,
     *,
     far: bool,
@@ -433,7 +433,7 @@ def link(
 
 
 def _rates(
-    name: str, found: str, role: Role, speed: Speed, settings: RunSettings, model: Model, step_s: float, *, far: bool
+    name: str, found: str, role: Role, speed: Speed, settings: RunSettings, model: ModelSizes, step_s: float, *, far: bool
 ) -> Check:
     ways = needs.ways(role, settings, model.size, far=far)
     rates = [rate for rate in (speed.up_bytes_per_s, speed.down_bytes_per_s) if rate is not None]
@@ -456,7 +456,7 @@ def _rates(
     return Check(name, "ok", found, needed)
 
 
-def _times(place: str, speed: Speed, settings: RunSettings, model: Model, step_s: float) -> list[Check]:
+def _times(place: str, speed: Speed, settings: RunSettings, model: ModelSizes, step_s: float) -> list[Check]:
     if settings.round.learners_wait or not speed.up_bytes_per_s or not speed.down_bytes_per_s:
         return []  # a learner that waits for versions has no window for them
     takes_s = needs.round_s(settings, model, speed.rtt_s, speed.up_bytes_per_s, speed.down_bytes_per_s)

@@ -14,7 +14,7 @@ from diloco.nats.identity import ROLES
 from diloco.settings.validation import nearest, parse
 from diloco_ops.keys.folder import Folder
 from diloco_ops.keys.place import folder_and, folder_and_files
-from diloco_ops.keys.requests import Answer, Request, TeamFolder, read_all
+from diloco_ops.keys.requests import Request, SignedAnswer, TeamFolder, read_all
 from diloco_ops.keys.roster import IdentityEntry, ServerEntry
 
 KINDS = ("server", *ROLES)
@@ -71,7 +71,7 @@ def sign_requests(
             signed = opened.sign_identity(entry, one.tls_key)
         file = opened.answer_file(one.name)
         print(f"{one.kind} {one.name}: good until {signed.expires:%Y-%m-%d}; its team gets {file}, for diloco keys complete")
-        print(f"fingerprint {Answer.read(file).fingerprint}")
+        print(f"fingerprint {SignedAnswer.read(file).fingerprint}")
 
 
 def _asked(one: Request) -> str:
@@ -150,7 +150,7 @@ def complete(
     """Put the operator's answers and the private keys here together."""
     folder, files = folder_and_files(words)
     team = TeamFolder(folder)
-    for answer in [Answer.read(file) for file in files]:
+    for answer in [SignedAnswer.read(file) for file in files]:
         made = team.complete(answer)
         print(f"{answer.kind} {answer.name}: it gets {'all of ' if answer.kind == 'server' else ''}{made}")
         print(f"fingerprint {answer.fingerprint}: the operator has seen the same one")

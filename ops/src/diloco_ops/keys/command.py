@@ -24,7 +24,7 @@ from diloco_ops.keys.folder import Folder, write_for_browser
 from diloco_ops.keys.permissions import CONTROL
 from diloco_ops.keys.place import folder_and, folder_and_files
 from diloco_ops.keys.regions import region as add_region
-from diloco_ops.keys.roster import IdentityEntry, Roster, ServerEntry
+from diloco_ops.keys.roster import IdentityEntry, IdentityRoster, ServerEntry
 from diloco_ops.keys.server_status import addresses, ask_servers, asking_identity
 
 DAYS = 365
@@ -75,7 +75,7 @@ def init(
         raise SettingsError(f"--region {CONTROL}: is the name of the control store; a region is to have another one")
     if len(set(regions)) < len(regions):
         raise SettingsError(f"--region {', '.join(regions)}: one of them is named twice")
-    parse(Roster, {"run": run, "regions": regions}, "diloco keys init")
+    parse(IdentityRoster, {"run": run, "regions": regions}, "diloco keys init")
     if regions:
         parse(RunSettings, {"regions": {"names": regions}}, "diloco keys init")
     Folder.make(folder, run, regions, passphrase.chosen(new_file) if protect or new_file else None)

@@ -29,8 +29,8 @@ from diloco.nats.server_list import DIGEST_LETTERS, ServerList
 from diloco.wire.grants import Grant
 from diloco_ops.keys import accounts, passphrase, pki, roster
 from diloco_ops.keys.pki import Authority, Issued, for_browser, pin
-from diloco_ops.keys.requests import SERVER_FILES, Answer, Request, with_secrets
-from diloco_ops.keys.roster import IdentityEntry, Roster, ServerEntry
+from diloco_ops.keys.requests import SERVER_FILES, Request, SignedAnswer, with_secrets
+from diloco_ops.keys.roster import IdentityEntry, IdentityRoster, ServerEntry
 from diloco_ops.keys.writing import PUBLIC, SECRET, check_secret, identity_text, make_private, write
 
 SIGNER = "grants.key"
@@ -40,7 +40,7 @@ PASSWORD_BYTES = 12  # of a file for a browser
 class Folder:
     """One run's keys. A file is written before the roster that names it."""
 
-    def __init__(self, path: Path, listed: Roster, authority: Authority, signer: NatsKey) -> None:
+    def __init__(self, path: Path, listed: IdentityRoster, authority: Authority, signer: NatsKey) -> None:
         self.path, self.roster, self.authority, self._signer = path, listed, authority, signer
         self._relisted: set[str] = set()  # servers whose lists have been changed since
 
@@ -55,7 +55,7 @@ class Folder:
             raise SettingsError(f"{path}: is there, and not empty; keys are made in a folder of their own")
         make_private(path)
         key = pki.new_key()
-        made = cls(path, Roster(run=run, regions=list(regions)), Authority.new(run, key), _new_signer(path))
+        made = cls(path, IdentityRoster(run=run, regions=list(regions)), Authority.new(run, key), _new_signer(path))
         write(path / "ca.key", _authority_text(key, passphrase), SECRET)
         write(path / "ca.pem", made.authority.certificate, PUBLIC)
         made._save(made.roster)
@@ -124,7 +124,7 @@ class Folder:
         (target / "server.key").unlink(missing_ok=True)  # of a certificate before
         entry = self._list_server(name, issued, hosts, serves)
         texts = {part.name: part.read_text(encoding="utf-8") for part in sorted(target.iterdir()) if part.name in SERVER_FILES}
-        write(self.answer_file(name), Answer.of_server(self.roster.run, name, texts).text(), SECRET)
+        write(self.answer_file(name), SignedAnswer.of_server(self.roster.run, name, texts).text(), SECRET)
         return entry
 
     def _list_server(self, name: str, issued: Issued, hosts: list[str], serves: list[str]) -> ServerEntry:
@@ -159,7 +159,11 @@ class Folder:
     def sign_identity(self, entry: IdentityEntry, key: PublicKey) -> IdentityEntry:
         """Sign the certificate of a key, and write the answer, which is the identity without its private keys."""
         entry, values = self._signed(entry, key)
-        write(self.answer_file(entry.name), Answer.of_identity(self.roster.run, entry.role, entry.name, values).text(), SECRET)
+        write(
+            self.answer_file(entry.name),
+            SignedAnswer.of_identity(self.roster.run, entry.role, entry.name, values).text(),
+            SECRET,
+        )
         self.identity_file(entry.name).unlink(missing_ok=True)  # of keys before, which were made here
         self.replace(entry)
         return entry
@@ -186,9 +190,9 @@ class Folder:
         path, answer = self.identity_file(entry.name), self.answer_file(entry.name)
         granted = self._granted(entry)
         if not path.exists() and answer.exists():
-            known = Answer.read(answer)
+            known = SignedAnswer.read(answer)
             values = known.identity_values | granted
-            write(answer, Answer.of_identity(known.run, known.kind, known.name, values).text(), SECRET)
+            write(answer, SignedAnswer.of_identity(known.run, known.kind, known.name, values).text(), SECRET)
             self.replace(entry)
             return answer
         if not path.exists():
@@ -225,7 +229,7 @@ class Folder:
         behind = [server for server in self.roster.servers if (server.list_number or 0) <= above] if above else []
         self._save(self.roster.replaced(*(server.model_copy(update=_list_after(above)) for server in behind)))
 
-    def _save(self, listed: Roster) -> None:
+    def _save(self, listed: IdentityRoster) -> None:
         listed = listed.numbered()
         before = {server.name: server for server in listed.servers}
         self.roster = listed = listed.replaced(*(counted(listed, server) for server in listed.servers))
@@ -245,13 +249,13 @@ class Folder:
             raise SettingsError(f"{path}: cannot be read: {error}; put it back, or make a new folder") from None
 
 
-def routes(listed: Roster, pins: Sequence[str]) -> str:
+def routes(listed: IdentityRoster, pins: Sequence[str]) -> str:
     """Return ``routes.conf``, for the ``tls`` block of the cluster of control servers: whose certificates do for a route."""
     items = [f'  "{one}"' for one in pins]
     return "\n".join([f"# control servers of run {listed.run}: written by diloco keys", "pinned_certs: [", *items, "]"]) + "\n"
 
 
-def authorization(listed: Roster, server: ServerEntry) -> str:
+def authorization(listed: IdentityRoster, server: ServerEntry) -> str:
     """Return a server's ``auth.conf``, its list: who may connect, and what each may do."""
     known = listed.known_to(server)
     numbered = {entry.account: entry.who for entry in known if entry.account is not None}
@@ -261,7 +265,7 @@ def authorization(listed: Roster, server: ServerEntry) -> str:
     return head + accounts.authorization(made)
 
 
-def counted(listed: Roster, server: ServerEntry) -> ServerEntry:
+def counted(listed: IdentityRoster, server: ServerEntry) -> ServerEntry:
     """Return a server with its list's number and digest, which are other ones if the list's content is."""
     text = authorization(listed, server.model_copy(update=_list_after(0)))
     digest = blake3(text.encode()).hexdigest()[:DIGEST_LETTERS]

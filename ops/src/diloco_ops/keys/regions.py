@@ -15,7 +15,7 @@ from diloco.settings.validation import parse
 from diloco_ops.keys.folder import Folder
 from diloco_ops.keys.permissions import CONTROL
 from diloco_ops.keys.place import folder_and
-from diloco_ops.keys.roster import Roster
+from diloco_ops.keys.roster import IdentityRoster
 
 
 def region(
@@ -33,6 +33,6 @@ def region(
         )
     if name == CONTROL or name in known:
         raise SettingsError(f"region {name}: is there already; there are {', '.join(known)}, and {CONTROL}, the control store")
-    parse(Roster, {"run": opened.roster.run, "regions": [*known, name]}, "diloco keys region")
+    parse(IdentityRoster, {"run": opened.roster.run, "regions": [*known, name]}, "diloco keys region")
     opened.add_region(name)
     print(f"{folder}: keys may be made for region {name} (diloco keys add); the run has the region after a restore")

@@ -129,7 +129,7 @@ class Request(_Handed):
             raise ValueError("proof is not a signature by public_key")
 
 
-class Answer(_Handed):
+class SignedAnswer(_Handed):
     """The operator's answer: an identity file without private keys, or a server's folder without its own."""
 
     identity: dict[str, Any] | None = None
@@ -222,7 +222,7 @@ class TeamFolder:
         write(self.request_file(request.name), toml_text(request.model_dump(exclude_none=True)), SECRET)
         return request
 
-    def complete(self, answer: Answer) -> Path:
+    def complete(self, answer: SignedAnswer) -> Path:
         """Put an answer and the private keys that it is for together. Return the identity's file, or the server's folder.
 
         Raises:
@@ -240,7 +240,7 @@ class TeamFolder:
             file.unlink(missing_ok=True)
         return made
 
-    def _complete_server(self, answer: Answer) -> Path:
+    def _complete_server(self, answer: SignedAnswer) -> Path:
         texts, target = answer.server or {}, self.path / "servers" / answer.name
         try:
             candidates = self._secrets(self._key_file(answer.name)), {"private_key": _text(target / "server.key")}
@@ -259,7 +259,7 @@ class TeamFolder:
         write(target / "server.key", private_key, SECRET)
         return target
 
-    def _complete_identity(self, answer: Answer) -> Path:
+    def _complete_identity(self, answer: SignedAnswer) -> Path:
         values, target = answer.identity_values, self.path / "identities" / f"{answer.name}.identity"
         named = {"run": answer.run, "name": answer.name, "role": answer.kind}
         if any(values.get(what) != value for what, value in named.items()):

@@ -69,7 +69,7 @@ class IdentityEntry(_Entry):
         return Who(self.name, self.role, self.region, self.founder, self.public_key, self.processes or 1)
 
 
-class Roster(BaseModel):
+class IdentityRoster(BaseModel):
     """The whole file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -80,7 +80,7 @@ class Roster(BaseModel):
     servers: list[ServerEntry] = Field([], max_length=MAX_ENTRIES)
     identities: list[IdentityEntry] = Field([], max_length=MAX_ENTRIES)
 
-    def numbered(self) -> Roster:
+    def numbered(self) -> IdentityRoster:
         """Return the roster with an account's number for each identity, which it keeps for ever."""
         following = itertools.count(
             max((entry.account for entry in self.identities if entry.account is not None), default=-1) + 1
@@ -91,7 +91,7 @@ class Roster(BaseModel):
         ]
         return self.model_copy(update={"identities": numbered})
 
-    def replaced(self, *servers: ServerEntry) -> Roster:
+    def replaced(self, *servers: ServerEntry) -> IdentityRoster:
         """Return the roster with these servers, in place of those of the same names."""
         named = {server.name: server for server in (*self.servers, *servers)}
         return self.model_copy(update={"servers": [named[name] for name in sorted(named)]})
@@ -157,7 +157,7 @@ class Roster(BaseModel):
         return sorted(set(serves), key=choices.index)
 
 
-def load(folder: Path) -> Roster:
+def load(folder: Path) -> IdentityRoster:
     """Read a folder's roster.
 
     Raises:
@@ -169,7 +169,7 @@ def load(folder: Path) -> Roster:
     values = read_toml(path)
     if values.get("format") != FORMAT:
         raise SettingsError(f"{path}: format = {values.get('format')!r}, this version reads {FORMAT}")
-    roster = parse(Roster, values, str(path))
+    roster = parse(IdentityRoster, values, str(path))
     names = [entry.name for entry in (*roster.servers, *roster.identities)]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -177,7 +177,7 @@ def load(folder: Path) -> Roster:
     return roster
 
 
-def text(roster: Roster) -> str:
+def text(roster: IdentityRoster) -> str:
     """Return the file's text."""
     head = "# Who may take part in this run. Written by diloco keys, which is how it is to be changed. No private key is in it."
     return f"{head}\n{tomli_w.dumps(roster.model_dump(exclude_none=True))}"

@@ -15,7 +15,7 @@ from diloco_ops.live.curve import loss_lines
 from diloco_ops.live.parts import STATES, Status, clean, learner_colours
 from diloco_ops.live.rows import WINDOWS, Shown, open_rounds_of, window_text
 from diloco_ops.live.tables import open_round
-from diloco_ops.live.watched import Event, Watched
+from diloco_ops.live.watched import RunEvent, Watched
 from diloco_report.facts import natural
 from diloco_report.units import MISSING, count, decimal, duration, share, size
 
@@ -94,7 +94,7 @@ def syncer(watched: Watched, status: Status, name: str, run_s: float, width: int
     return _with_events(lines, watched.events_of(name), height, width)
 
 
-def event_line(event: Event, width: int) -> Text:
+def event_line(event: RunEvent, width: int) -> Text:
     """Return an event as one line: when, who, and what happened."""
     line = Text(f"{duration(event.at_s):>8} ", "dim", no_wrap=True)
     line.append(f"{clean(event.who):<12} ", "bold").append(clean(event.text, width), "dim" if event.minor else "")
@@ -117,7 +117,7 @@ def _windows(run_s: float) -> list[tuple[str, float, float]]:
     return [(window_text(window_s, run_s), *Shown(window_s=window_s).span(run_s)) for window_s in (*shorter, None)]
 
 
-def _with_events(lines: list[Text], events: Sequence[Event], height: int, width: int) -> list[Text]:
+def _with_events(lines: list[Text], events: Sequence[RunEvent], height: int, width: int) -> list[Text]:
     room = height - len(lines) - 1
     if room > 0 and events:
         lines = [*lines, Text("events", "dim"), *(event_line(event, width) for event in events[-room:])]

@@ -27,7 +27,7 @@ from diloco_ops.live.tables import (
     row_of,
     shard_cells,
 )
-from diloco_ops.live.watched import Fragment, Watched
+from diloco_ops.live.watched import Watched, WatchedFragment
 from diloco_report.facts import natural
 from diloco_report.units import MISSING, count, duration, finite
 
@@ -52,7 +52,7 @@ class Shown:
 
 
 @dataclass(frozen=True)
-class Table:
+class ScreenTable:
     """Rows in their order, by the names under which they are chosen; ``heading`` and each ``row`` are as wide as asked."""
 
     names: Sequence[str]
@@ -114,7 +114,7 @@ def order_of(table: str, shown: Shown) -> str:
     return orders[shown.order % len(orders)][0] + (", turned" if shown.descending else "")
 
 
-def learners(watched: Watched, status: Status, shown: Shown, run_s: float, width: int) -> Table:
+def learners(watched: Watched, status: Status, shown: Shown, run_s: float, width: int) -> ScreenTable:
     """Return all learners: figures, and a lane of what each did."""
     rows: Mapping[str, Any] = status.get("learners") or {}
     names = _ordered(rows, LEARNER_ORDERS, shown)
@@ -131,7 +131,7 @@ def learners(watched: Watched, status: Status, shown: Shown, run_s: float, width
     return _table(names, columns, cells, shown)
 
 
-def fragments(watched: Watched, status: Status, shown: Shown, run_s: float, width: int) -> Table:
+def fragments(watched: Watched, status: Status, shown: Shown, run_s: float, width: int) -> ScreenTable:
     """Return all fragments: version, owner and epoch, the open round, the last merge, and a lane of the merges."""
     opened = open_rounds_of(status)
     rows = {
@@ -165,7 +165,7 @@ def fragments(watched: Watched, status: Status, shown: Shown, run_s: float, widt
     return _table(names, columns, cells, shown)
 
 
-def syncers(status: Status, shown: Shown, width: int) -> Table:
+def syncers(status: Status, shown: Shown, width: int) -> ScreenTable:
     """Return all syncers, each with its open rounds."""
     rows: Mapping[str, Any] = status.get("shards") or {}
     names = _ordered(rows, SHARD_ORDERS, shown)
@@ -184,7 +184,7 @@ def open_rounds_of(status: Status) -> dict[int, Mapping[str, Any]]:
     return found
 
 
-def scrolled(table: Table, chosen: str | None, height: int) -> list[Text]:
+def scrolled(table: ScreenTable, chosen: str | None, height: int) -> list[Text]:
     """Return the heading, and as many rows as fit below it, among them the one that is chosen."""
     room = max(0, height - 1)
     at = table.names.index(chosen) if chosen in table.names else 0
@@ -199,7 +199,9 @@ def _ordered(rows: Mapping[str, Mapping[str, Any]], orders: Sequence[tuple[str, 
     return names
 
 
-def _table(names: Sequence[str], columns: Sequence[Column], cells: Callable[[str], Mapping[str, Text]], shown: Shown) -> Table:
+def _table(
+    names: Sequence[str], columns: Sequence[Column], cells: Callable[[str], Mapping[str, Text]], shown: Shown
+) -> ScreenTable:
     def row(name: str) -> Text:
         mine = name == shown.chosen
         line = Text(MARK if mine else " " * len(MARK), no_wrap=True).append_text(row_of(columns, cells(name)))
@@ -208,10 +210,10 @@ def _table(names: Sequence[str], columns: Sequence[Column], cells: Callable[[str
         return line
 
     head = Text(" " * len(MARK), no_wrap=True).append_text(heading(columns))
-    return Table(names, head, row)
+    return ScreenTable(names, head, row)
 
 
-def _last_merge(fragment: Fragment, run_s: float) -> Text:
+def _last_merge(fragment: WatchedFragment, run_s: float) -> Text:
     if not fragment.merges:
         return Text(MISSING, "dim")
     at_s, _, members = fragment.merges[-1]

@@ -43,7 +43,7 @@ from diloco_ops.live.curve import loss_curve
 from diloco_ops.live.lanes import LEGEND, lane
 from diloco_ops.live.parts import ACCENT, STATES, Status, bar, clean, ends, mean, panel, speed, states_text, total
 from diloco_ops.live.rows import Shown, window_text
-from diloco_ops.live.tables import Rows, learner_names, make_tables, share_rows, whole_width
+from diloco_ops.live.tables import TableRows, learner_names, make_tables, share_rows, whole_width
 from diloco_ops.live.watched import Watched
 from diloco_report.facts import natural
 from diloco_report.units import count, decimal, duration, share, size, times
@@ -92,7 +92,7 @@ def render_whole(status: Status, width: int | None = None) -> RenderableType:
     learners: Mapping[str, Any] = status.get("learners") or {}
     shards: Mapping[str, Any] = status.get("shards") or {}
     width = whole_width(learners, shards) if width is None else max(width, MIN_WIDTH)
-    tables = make_tables(status, width, Rows(max(1, len(learners)), max(1, len(shards))))
+    tables = make_tables(status, width, TableRows(max(1, len(learners)), max(1, len(shards))))
     return Group(*glance(status, width), *_failures(status, width), *tables, loss_curve(status, width, _WHOLE_CURVE))
 
 

@@ -18,7 +18,7 @@ from diloco_report.units import count, decimal, share, size
 
 
 @dataclass(frozen=True)
-class Rows:
+class TableRows:
     """How many rows each table gets, and the lines that both take with their frames."""
 
     learners: int
@@ -29,22 +29,22 @@ class Rows:
         return (self.learners + 3 if self.learners else 0) + (self.shards + 3 if self.shards else 0)
 
 
-def share_rows(lines: int, learners: int, shards: int, *, curve: int) -> Rows:
+def share_rows(lines: int, learners: int, shards: int, *, curve: int) -> TableRows:
     learners, shards = max(learners, 1), max(shards, 1)
     for wanted in (
-        Rows(learners, shards),
-        Rows(learners, min(shards, 2)),
-        Rows(max(min(learners, 4), lines - curve - 3 - (min(shards, 2) + 3)), min(shards, 2)),
+        TableRows(learners, shards),
+        TableRows(learners, min(shards, 2)),
+        TableRows(max(min(learners, 4), lines - curve - 3 - (min(shards, 2) + 3)), min(shards, 2)),
     ):
         if wanted.lines + curve <= lines:
             return wanted
     rest = lines - (min(shards, 2) + 3) - 3
     if rest >= 1:
-        return Rows(min(learners, rest), min(shards, 2))
-    return Rows(max(0, min(learners, lines - 3)), 0)
+        return TableRows(min(learners, rest), min(shards, 2))
+    return TableRows(max(0, min(learners, lines - 3)), 0)
 
 
-def make_tables(status: Status, width: int, rows: Rows) -> list[RenderableType]:
+def make_tables(status: Status, width: int, rows: TableRows) -> list[RenderableType]:
     learners, shards = status.get("learners") or {}, status.get("shards") or {}
     tables: list[RenderableType] = []
     if rows.learners:

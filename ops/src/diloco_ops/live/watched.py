@@ -29,7 +29,7 @@ Merge = tuple[float, int, tuple[str, ...]]  # seconds of the run, version, membe
 
 
 @dataclass(frozen=True)
-class Event:
+class RunEvent:
     """Something that happened in a run. ``at_s``: seconds since the run began. ``minor``: one of very many."""
 
     at_s: float
@@ -39,7 +39,7 @@ class Event:
 
 
 @dataclass
-class Fragment:
+class WatchedFragment:
     """A fragment as far as it is known; ``merges`` in the order of their versions."""
 
     version: int = 0
@@ -56,10 +56,10 @@ class Watched:
         """``dead_s``: silence after which a member is gone."""
         self.name, self.dead_s = name, dead_s
         self.units: str | None = None  # of the loss
-        self.events: deque[Event] = deque(maxlen=MAX_EVENTS)
+        self.events: deque[RunEvent] = deque(maxlen=MAX_EVENTS)
         self.alerts: list[str] = []
         self.sample: tuple[float, int, str] | None = None  # of the global model: when it was drawn, its version, the text
-        self.fragments: dict[int, Fragment] = {}
+        self.fragments: dict[int, WatchedFragment] = {}
         self.answered_s: float | None = None
         self._asked_s: float | None = None  # since when answers are awaited
         self._status: dict[str, Any] = {"run": name, "state": "waiting"}
@@ -117,7 +117,7 @@ class Watched:
 
     def entry(self, record: Record, now_s: float) -> None:
         """Take in an entry of the log that was committed while the run is watched."""
-        known = self.fragments.setdefault(record.fragment, Fragment())
+        known = self.fragments.setdefault(record.fragment, WatchedFragment())
         who, at = f"fragment {record.fragment}", self.run_s(now_s)
         if record.entry == "takeover":
             self._tell(now_s, who, f"{record.syncer} took it over, epoch {record.epoch}")
@@ -155,7 +155,7 @@ class Watched:
             made = (float(merge["wall_s"]), int(merge["version"]), tuple(str(member[0]) for member in merge["members"]))
             merges.setdefault(int(merge["fragment"]), []).append(made)
         rows = [(int(row["fragment"]), _fragment(row)) for row in facts["fragments"]]
-        events = [Event(float(each["at_s"]), "run", str(each["text"])) for each in picture["events"]]
+        events = [RunEvent(float(each["at_s"]), "run", str(each["text"])) for each in picture["events"]]
         alerts = [str(alert["text"]) for alert in picture["alerts"]]
         drawn = [(float(at_s), int(version), str(text)) for at_s, _, version, text in curves.get("samples", ())]
 
@@ -169,12 +169,12 @@ class Watched:
             name: behind(spans, stored[name][-1][1]) if stored.get(name) else spans for name, spans in self._spans.items()
         }
         for index, row in rows:
-            known = self.fragments.setdefault(index, Fragment())
+            known = self.fragments.setdefault(index, WatchedFragment())
             if row.version >= known.version:
                 known.version, known.owner, known.epoch = row.version, row.owner, row.epoch
             known.parameters = row.parameters
         for index, before in merges.items():
-            known = self.fragments.setdefault(index, Fragment())
+            known = self.fragments.setdefault(index, WatchedFragment())
             newest = before[-1][1]
             known.merges = before + [merge for merge in known.merges if merge[1] > newest]
         self._insert(events)
@@ -223,7 +223,7 @@ class Watched:
         """Return what a learner did, in the order of time."""
         return self._stored.get(learner, []) + self._spans.get(learner, [])
 
-    def events_of(self, name: str) -> list[Event]:
+    def events_of(self, name: str) -> list[RunEvent]:
         """Return the events that name a member or a fragment."""
         return [event for event in self.events if event.who == name or name in event.text.replace(",", " ").split()]
 
@@ -263,12 +263,12 @@ class Watched:
             index, version = row.get("fragment"), row.get("version")
             if not isinstance(index, int) or not isinstance(version, int):
                 continue
-            known = self.fragments.setdefault(index, Fragment())
+            known = self.fragments.setdefault(index, WatchedFragment())
             if version >= known.version:
                 known.version, known.owner = version, str(row.get("owner") or known.owner)
                 known.epoch = row.get("epoch", known.epoch)
 
-    def _insert(self, events: list[Event]) -> None:
+    def _insert(self, events: list[RunEvent]) -> None:
         """Put stored events where they belong by time."""
         known = {(event.at_s, event.text) for event in self.events}
         new = [event for event in events if (event.at_s, event.text) not in known]
@@ -276,12 +276,12 @@ class Watched:
             self.events = deque(sorted([*self.events, *new], key=lambda event: event.at_s), maxlen=MAX_EVENTS)
 
     def _tell(self, now_s: float, who: str, text: str, *, minor: bool = False) -> None:
-        self.events.append(Event(self.run_s(now_s), who, text, minor))
+        self.events.append(RunEvent(self.run_s(now_s), who, text, minor))
 
 
-def _fragment(row: Mapping[str, Any]) -> Fragment:
+def _fragment(row: Mapping[str, Any]) -> WatchedFragment:
     epoch, parameters = row.get("epoch"), row.get("parameters")
-    return Fragment(
+    return WatchedFragment(
         int(row["version"]),
         str(row["owner"]),
         None if epoch is None else int(epoch),

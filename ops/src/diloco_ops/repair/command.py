@@ -24,7 +24,7 @@ from diloco.wire.subjects import Subjects
 from diloco_ops import rollback, run_reader
 from diloco_ops.changing import Reason, make_changes
 from diloco_ops.repair import logs
-from diloco_ops.repair.keys import Keys
+from diloco_ops.repair.keys import LiveBucket
 from diloco_ops.repair.logs import Examined
 from diloco_ops.run_reader import ANSWER_TIMEOUT_S, RunReader
 
@@ -80,7 +80,7 @@ async def _examine(path: Path) -> int:
 
 
 @asynccontextmanager
-async def opened_keys(directory: RunDirectory) -> AsyncIterator[Keys]:
+async def opened_keys(directory: RunDirectory) -> AsyncIterator[LiveBucket]:
     """Open the bucket of a run at its own server, whatever its keys hold.
 
     Raises:
@@ -102,7 +102,7 @@ async def opened_keys(directory: RunDirectory) -> AsyncIterator[Keys]:
             genesis = await home.last(names.log_stream, names.genesis)
         except BrokerError:
             genesis = None
-        yield Keys(directory, control, registry, genesis.data if genesis else None)
+        yield LiveBucket(directory, control, registry, genesis.data if genesis else None)
 
 
 async def _repair_key(path: Path, key: str, confirm: Confirm) -> int:

@@ -50,7 +50,7 @@ class Remedy:
     revision: int | None  # that was looked at; None: its value is too large to be read
 
 
-class Keys:
+class LiveBucket:
     """The bucket of a run that goes on, and its genesis record."""
 
     def __init__(self, directory: RunDirectory, transport: NatsTransport, registry: Bucket, genesis: bytes | None) -> None:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from diloco.core.chain import Chain, WrongEntries
 from diloco.core.changes import Repair
 from diloco.errors import MessageError, RunError
-from diloco.log.reader import Loaded
-from diloco.log.stream import Refusal, pass_over
+from diloco.log.reader import LoadedFragment
+from diloco.log.stream import RefusedEntry, pass_over
 from diloco_ops.run_reader import RunReader
 
 
@@ -82,7 +82,7 @@ async def examine(seen: RunReader, fragment: int) -> Examined:
     Raises:
         RunError: no state of the fragment is whole; go on from a checkpoint.
     """
-    reader, refusals = seen.log.reader, list[Refusal]()
+    reader, refusals = seen.log.reader, list[RefusedEntry]()
     end = await reader.end_sequence(fragment)
     replica, fault = (await _oldest(seen, fragment)).replica, None
     merged = {replica.chain.version: replica.chain.tokens_merged}
@@ -97,7 +97,7 @@ async def examine(seen: RunReader, fragment: int) -> Examined:
     return Examined(replica.chain, first_version, passed_over, merged, fault)
 
 
-async def _oldest(seen: RunReader, fragment: int) -> Loaded:
+async def _oldest(seen: RunReader, fragment: int) -> LoadedFragment:
     """Return version 0 if the log still goes on from there, or else the oldest keyframe that is whole."""
     reader = seen.log.reader
     if await reader.begins_with(fragment, seen.genesis_check):
@@ -111,6 +111,6 @@ async def _oldest(seen: RunReader, fragment: int) -> Loaded:
     )
 
 
-async def _named(seen: RunReader, refusal: Refusal) -> PassedOver:
+async def _named(seen: RunReader, refusal: RefusedEntry) -> PassedOver:
     stored = await seen.log.stream.get(refusal.sequence)
     return PassedOver(refusal.subject, refusal.sequence, len(stored.data) if stored else 0, str(refusal.error))

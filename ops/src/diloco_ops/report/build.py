@@ -17,7 +17,7 @@ from diloco.service.rundir import RunDirectory
 from diloco.settings.run import RunSettings
 from diloco_coordinator import overview
 from diloco_ops.report import reference
-from diloco_ops.report.reference import Reference
+from diloco_ops.report.reference import ReferenceLosses
 from diloco_report import regions, traffic
 
 FORMAT = 1
@@ -58,7 +58,7 @@ class Findings:
     evaluation: Mapping[str, Any]
     links: Mapping[str, Any]
     changes: Changes
-    references: Sequence[Reference]
+    references: Sequence[ReferenceLosses]
     failures: Mapping[str, str]
     events: Sequence[Mapping[str, Any]] = ()  # that diloco up knows of
 

@@ -32,7 +32,7 @@ class Losses(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tuned: str
 
 
-class Reference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ReferenceLosses(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Losses by arm. ``conditions`` are those of :func:`conditions`; ``where``: date, code and machine of the measurement."""
 
     conditions: dict[str, Any]
@@ -67,7 +67,7 @@ def files(folders: Sequence[Path]) -> list[Path]:
     return [path for folder in folders for path in sorted(folder.glob(f"*{SUFFIX}"))]
 
 
-def read(path: Path) -> Reference:
+def read(path: Path) -> ReferenceLosses:
     """Read a reference.
 
     Raises:
@@ -75,13 +75,13 @@ def read(path: Path) -> Reference:
     """
     try:
         with path.open("rb") as file:
-            return msgspec.json.decode(file.read(MAX_BYTES), type=Reference)
+            return msgspec.json.decode(file.read(MAX_BYTES), type=ReferenceLosses)
     except (OSError, msgspec.MsgspecError) as error:
         raise FormatError(f"{path}: no reference for reports: {error}; delete it, and play it again with diloco lab") from None
 
 
 def compare(
-    references: Sequence[Reference], settings: RunSettings, tokens: int, text: str | None, data: str | None
+    references: Sequence[ReferenceLosses], settings: RunSettings, tokens: int, text: str | None, data: str | None
 ) -> dict[str, Any]:
     """Return the reference of a run's conditions, or the reason that there is none; ``docs/report.md`` has the keys.
 

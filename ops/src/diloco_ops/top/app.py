@@ -24,10 +24,10 @@ from diloco_ops.live import details, rows
 from diloco_ops.live.curve import loss_lines
 from diloco_ops.live.lanes import LEGENDS
 from diloco_ops.live.parts import Status, clean, learner_colours
-from diloco_ops.live.rows import MIN_HEIGHT, MIN_WIDTH, Shown, Table
+from diloco_ops.live.rows import MIN_HEIGHT, MIN_WIDTH, ScreenTable, Shown
 from diloco_ops.live.screen import LINKED, glance
 from diloco_ops.live.watched import SILENT_S
-from diloco_ops.top.feed import Feed
+from diloco_ops.top.feed import RunFeed
 from diloco_report.units import duration
 
 T = TypeVar("T")
@@ -78,7 +78,7 @@ class Top(App[None]):
         Binding("q,ctrl+c,ctrl+q", "quit", show=False, priority=True),
     ]
 
-    def __init__(self, feed: Feed, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, feed: RunFeed, clock: Callable[[], float] = time.monotonic) -> None:
         """``clock``: the one by which ``feed`` tells its times."""
         super().__init__(ansi_color=True)
         self._clock_s = clock
@@ -189,7 +189,7 @@ class Top(App[None]):
         drawn = details.learner if name == "learners" else details.syncer
         return drawn(self.watched, status, chosen, run_s, width, room)
 
-    def _rows(self, name: str, status: Status, run_s: float, width: int) -> Table:
+    def _rows(self, name: str, status: Status, run_s: float, width: int) -> ScreenTable:
         shown = self.tables[name]
         if name == "learners":
             return rows.learners(self.watched, status, shown, run_s, width)
@@ -300,7 +300,7 @@ class Top(App[None]):
         self.draw()
 
 
-def _log_line(entry: logs.Entry, width: int) -> Text:
+def _log_line(entry: logs.LogLine, width: int) -> Text:
     return _cut(logs.render(entry).split("\n")[0], width)
 
 

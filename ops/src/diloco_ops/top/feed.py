@@ -17,7 +17,7 @@ from typing import Any, cast
 import structlog
 
 from diloco.control import creation
-from diloco.control.creation import Run
+from diloco.control.creation import KnownRun
 from diloco.control.gate import HeartbeatGate
 from diloco.control.hearing import hear
 from diloco.control.history import KEY, unpack
@@ -45,13 +45,13 @@ LOGS_S = 0.5  # between two looks at the logs of a directory
 MAX_LINES = 2000  # of the logs that are kept
 
 
-class Feed:
+class RunFeed:
     """One run, as it is heard. ``watched`` and ``lines``, of the logs, are what is known of it so far."""
 
     def __init__(self, directory: RunDirectory, transport: NatsTransport, watched: Watched, local: bool) -> None:
         """``local``: the directory is the run's, and has its logs."""
         self.directory, self.transport, self.watched, self.local = directory, transport, watched, local
-        self.lines: list[logs.Entry] = []
+        self.lines: list[logs.LogLine] = []
         self._log = _teller(watched)
 
     async def listen(self) -> None:
@@ -97,7 +97,7 @@ class Feed:
     async def _learner(self, heartbeat: Heartbeat) -> None:
         self.watched.hear(heartbeat, time.monotonic())
 
-    async def _follow(self, run: Run, fragment_map: FragmentMap) -> None:
+    async def _follow(self, run: KnownRun, fragment_map: FragmentMap) -> None:
         """Follow the log's heads from now on; the history has those before."""
         log = Log(self.transport, run.name, run.identity, fragment_map, run.created)
         start = None
@@ -143,7 +143,7 @@ class Feed:
 
 
 @asynccontextmanager
-async def reached(directory: RunDirectory, *, local: bool) -> AsyncIterator[Feed]:
+async def reached(directory: RunDirectory, *, local: bool) -> AsyncIterator[RunFeed]:
     """Reach a run on its server, by whose settings it is watched.
 
     Raises:
@@ -155,7 +155,7 @@ async def reached(directory: RunDirectory, *, local: bool) -> AsyncIterator[Feed
     try:
         settings = await attach.stored_settings(transport, directory)
         watched.dead_s = settings.liveness.dead_s
-        yield Feed(replace(directory, settings=settings), transport, watched, local and (directory.path / "logs").is_dir())
+        yield RunFeed(replace(directory, settings=settings), transport, watched, local and (directory.path / "logs").is_dir())
     finally:
         await transport.close()
 

@@ -100,7 +100,7 @@ def set_(
     json_: Json = False,
 ) -> None:
     """Change the rate, delay or jitter of links, or slow them by a factor."""
-    request = control.Set(links)
+    request = control.SetConditions(links)
     if rate is not None:
         request.rate_bits_per_s = "unlimited" if rate == "unlimited" else _quantity("--rate", rate, _RATE_UNITS)
     if delay is not None:
@@ -109,7 +109,7 @@ def set_(
         request.jitter_s = _quantity("--jitter", jitter, _SECOND_UNITS)
     if slow is not None:
         request.slow = slow
-    if request == control.Set(links):
+    if request == control.SetConditions(links):
         raise SettingsError("diloco wan set: nothing to set; give --rate, --delay, --jitter or --slow")
     _command(at, request, "set", json_)
 

@@ -19,7 +19,7 @@ from diloco_ops.wan.link import (
     MAX_RATE_BITS_PER_S,
     MIN_RATE_BITS_PER_S,
     PACKET_BYTES,
-    Conditions,
+    LinkConditions,
     Traffic,
 )
 
@@ -67,9 +67,9 @@ class LinkSettings(_Section):
         None, ge=PACKET_BYTES, le=MAX_QUEUE_BYTES, description="of each class; default: 0.1 s of the rate, at least 64 KiB"
     )
 
-    def conditions(self) -> Conditions:
+    def conditions(self) -> LinkConditions:
         """Return the conditions as the core takes them."""
-        return Conditions(self.rate_bits_per_s, self.delay_s, self.jitter_s, self.queue_bytes)
+        return LinkConditions(self.rate_bits_per_s, self.delay_s, self.jitter_s, self.queue_bytes)
 
 
 class RouteSettings(_Section):

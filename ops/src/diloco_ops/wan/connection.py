@@ -11,7 +11,7 @@ from typing import Protocol
 from diloco.errors import WanError
 from diloco.process.tasks import end
 from diloco_ops.wan.config import RouteSettings, split_address
-from diloco_ops.wan.line import Line, Receiver
+from diloco_ops.wan.line import Receiver, WanLine
 from diloco_ops.wan.link import PACKET_BYTES, UNLIMITED_PIECE_BYTES, Delivery, Flow
 
 CONNECT_TIMEOUT_S = 10.0  # a lost SYN is sent again after 1, 3 and 7 s
@@ -38,7 +38,7 @@ class Connections(Protocol):
 class Side(asyncio.BufferedProtocol):
     """One of a connection's two sockets. Its bytes go into ``line``; the other side's bytes are written here."""
 
-    def __init__(self, connection: Connection, line: Line) -> None:
+    def __init__(self, connection: Connection, line: WanLine) -> None:
         self.line = line
         self.flow: Flow[Receiver]  # of what it reads; the other side receives it
         self.other: Side
@@ -179,7 +179,7 @@ class Side(asyncio.BufferedProtocol):
 class Connection:
     """A connection through the relay: ``near`` was accepted from a client, ``far`` leads to the route's target."""
 
-    def __init__(self, relay: Connections, route: RouteSettings, line: Line, back: Line) -> None:
+    def __init__(self, relay: Connections, route: RouteSettings, line: WanLine, back: WanLine) -> None:
         self.route = route
         self.near, self.far = Side(self, line), Side(self, back)
         self.near.other, self.far.other = self.far, self.near
@@ -279,7 +279,7 @@ def address_of(server: asyncio.Server) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-async def _connected(address: str, line: Line) -> socket.socket:
+async def _connected(address: str, line: WanLine) -> socket.socket:
     """Return a socket connected to a target, whose answers go into a line."""
     host, port = split_address(address)
     loop = asyncio.get_running_loop()

@@ -53,7 +53,7 @@ class Heal(msgspec.Struct, tag_field="do", tag="heal", forbid_unknown_fields=Tru
     links: list[str] = []
 
 
-class Set(msgspec.Struct, tag_field="do", tag="set", forbid_unknown_fields=True, omit_defaults=True):
+class SetConditions(msgspec.Struct, tag_field="do", tag="set", forbid_unknown_fields=True, omit_defaults=True):
     """Change links' conditions."""
 
     links: Links
@@ -70,7 +70,7 @@ class Play(msgspec.Struct, tag_field="do", tag="play", forbid_unknown_fields=Tru
     source: str
 
 
-Request = Status | Cut | Heal | Set | Play
+Request = Status | Cut | Heal | SetConditions | Play
 _requests = msgspec.json.Decoder(Request)
 
 
@@ -129,7 +129,7 @@ class Control:
             _write(writer, {"error": str(error), "exit_code": error.exit_code})
         await writer.drain()
 
-    def _do(self, request: Status | Cut | Heal | Set) -> dict[str, Any]:
+    def _do(self, request: Status | Cut | Heal | SetConditions) -> dict[str, Any]:
         relay = self._relay
         lines = relay.meant(request.links or ["*"])
         if isinstance(request, Status):

@@ -24,8 +24,8 @@ from typing import Any
 
 from diloco.errors import SettingsError
 from diloco.settings.validation import nearest
-from diloco_ops.failures import Failure, Tape
-from diloco_ops.wan.link import MAX_DELAY_S, MAX_RATE_BITS_PER_S, MIN_RATE_BITS_PER_S, Conditions
+from diloco_ops.failures import Failure, FailureTape
+from diloco_ops.wan.link import MAX_DELAY_S, MAX_RATE_BITS_PER_S, MIN_RATE_BITS_PER_S, LinkConditions
 
 CUT, SLOW, SET = "link_cut", "link_slow", "link_set"
 KINDS = (CUT, SLOW, SET)
@@ -94,7 +94,7 @@ def complaint(failure: Failure, links: Sequence[str]) -> str | None:
     return None
 
 
-def timeline(tape: Tape) -> list[Turn]:
+def timeline(tape: FailureTape) -> list[Turn]:
     """Return beginnings and ends of a tape's failures, in the order of time. A failure that lasts for ever has no end."""
     turns = [Turn(failure.at_s, failure, True) for failure in tape.failures]
     turns += [Turn(f.at_s + f.duration_s, f, False) for f in tape.failures if f.duration_s > 0]
@@ -106,7 +106,7 @@ def is_cut(lasting: Iterable[Failure]) -> bool:
     return any(failure.kind == CUT for failure in lasting)
 
 
-def left(conditions: Conditions, lasting: Iterable[Failure]) -> Conditions:
+def left(conditions: LinkConditions, lasting: Iterable[Failure]) -> LinkConditions:
     """Return a link's conditions under failures, given in the order in which they began."""
     factor = 1.0
     for failure in lasting:
@@ -117,13 +117,13 @@ def left(conditions: Conditions, lasting: Iterable[Failure]) -> Conditions:
     return slowed(conditions, factor)
 
 
-def changed(conditions: Conditions, setting: Failure) -> Conditions:
+def changed(conditions: LinkConditions, setting: Failure) -> LinkConditions:
     """Return the conditions with the values of a ``link_set``."""
     values: dict[str, Any] = {name: None if value == UNLIMITED else value for name, value in setting.values.items()}
     return replace(conditions, **values)
 
 
-def slowed(conditions: Conditions, factor: float) -> Conditions:
+def slowed(conditions: LinkConditions, factor: float) -> LinkConditions:
     """Return the conditions with the rate divided by a factor."""
     if conditions.rate_bits_per_s is None:
         return conditions

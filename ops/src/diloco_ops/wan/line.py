@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from diloco.process.observe import Logger
 from diloco_ops.failures import Failure
 from diloco_ops.wan import impairments
-from diloco_ops.wan.link import Conditions, Delivery, Flow, Link, Mark
+from diloco_ops.wan.link import Delivery, Flow, LinkConditions, Mark, WanLink
 
 UNLIMITED_BUFFER_BYTES = 4 << 20
 HEADER_BYTES = 52  # IPv4 20, TCP 20, timestamps 12
@@ -28,16 +28,16 @@ class Receiver(Protocol):
         """Read if the line has room."""
 
 
-class Line:
+class WanLine:
     """One direction of a link at work: the core's link, its timer, and what holds for it now."""
 
-    def __init__(self, name: str, conditions: Conditions, seed: int, log: Logger) -> None:
+    def __init__(self, name: str, conditions: LinkConditions, seed: int, log: Logger) -> None:
         self.name = name
         self.base = conditions  # as the file or an operator says
         self.slow = 1.0
         self.cut = False  # by an operator
         self.lasting: list[Failure] = []  # of the tape that is played, in the order in which they began
-        self.link: Link[Receiver] = Link(conditions, random.Random(f"{seed}/{name}"))
+        self.link: WanLink[Receiver] = WanLink(conditions, random.Random(f"{seed}/{name}"))
         self.waiting: set[Receiver] = set()  # sides that may not read now
         self.sockets: set[socket.socket | TransportSocket] = set()  # that are read into it, or listen for such
         self._loop = asyncio.get_running_loop()
@@ -110,7 +110,7 @@ class Line:
             self._timer.cancel()
             self._timer = None
 
-    def status(self, back: Line, connections: int) -> dict[str, Any]:
+    def status(self, back: WanLine, connections: int) -> dict[str, Any]:
         """Return the line's status. ``back`` is the other direction, whose packets are acknowledged on this one."""
         stats = self.link.statistics(self._loop.time())
         packets, acknowledged = (sum(carried.packets for carried in line.link.carried.values()) for line in (self, back))

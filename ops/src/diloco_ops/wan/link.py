@@ -49,7 +49,7 @@ MAX_QUEUE_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
-class Conditions:
+class LinkConditions:
     """A link's rate, delay, jitter and queue.
 
     The rate counts payload; ``None`` is unlimited. The jitter is uniform in ± ``jitter_s``.
@@ -113,7 +113,7 @@ class Delivery(Generic[R]):
 
 
 @dataclass(frozen=True)
-class Carried:
+class LinkTraffic:
     """The traffic of one class that a link carried. A packet is up to 1448 bytes of what was sent at once, or a mark."""
 
     payload_bytes: int = 0
@@ -130,10 +130,10 @@ class Statistics:
     flying_bytes: int
 
 
-class Link(Generic[R]):
+class WanLink(Generic[R]):
     """One direction of a link. ``chance`` draws the jitter."""
 
-    def __init__(self, conditions: Conditions, chance: random.Random) -> None:
+    def __init__(self, conditions: LinkConditions, chance: random.Random) -> None:
         self.conditions = conditions
         self.is_cut = False
         self._chance = chance
@@ -146,7 +146,7 @@ class Link(Generic[R]):
         self._flight: deque[Delivery[R]] = deque()
         self._last_arrival_s = 0.0
         self._flying_bytes = 0
-        self.carried: dict[Traffic, Carried] = dict.fromkeys(CLASSES, Carried())
+        self.carried: dict[Traffic, LinkTraffic] = dict.fromkeys(CLASSES, LinkTraffic())
         self._meter: deque[tuple[float, int]] = deque()  # (when a bucket began, its bytes)
 
     # ---- the entrance
@@ -262,7 +262,7 @@ class Link(Generic[R]):
 
     # ---- disturbing it
 
-    def change(self, now_s: float, conditions: Conditions) -> None:
+    def change(self, now_s: float, conditions: LinkConditions) -> None:
         """Change the conditions.
 
         The piece on its way out goes on at the new rate; deliveries in flight stay as they were.
@@ -299,7 +299,7 @@ class Link(Generic[R]):
     def _count(self, traffic: Traffic, size: int) -> None:
         before = self.carried[traffic]
         packets = max(1, math.ceil(size / PACKET_BYTES))
-        self.carried[traffic] = Carried(before.payload_bytes + size, before.packets + packets)
+        self.carried[traffic] = LinkTraffic(before.payload_bytes + size, before.packets + packets)
         bucket_s = _bucket_s(self._done_s)
         if self._meter and self._meter[-1][0] >= bucket_s:
             self._meter[-1] = (self._meter[-1][0], self._meter[-1][1] + size)

@@ -17,12 +17,12 @@ from typing import Any
 from diloco.errors import SettingsError, WanError
 from diloco.process.observe import Counted, Logger
 from diloco.settings.validation import parse
-from diloco_ops.failures import Tape
+from diloco_ops.failures import FailureTape
 from diloco_ops.wan import impairments
 from diloco_ops.wan.config import Config, LinkSettings, RouteSettings
 from diloco_ops.wan.connection import Connection, Side, address_of, listening
 from diloco_ops.wan.impairments import Turn
-from diloco_ops.wan.line import Line
+from diloco_ops.wan.line import WanLine
 
 MAX_CONNECTIONS = 4096
 
@@ -32,7 +32,7 @@ class Relay:
 
     def __init__(self, config: Config, log: Logger) -> None:
         self._config, self._log = config, log
-        self.lines = {name: Line(name, link.conditions(), config.seed, log) for name, link in config.links.items()}
+        self.lines = {name: WanLine(name, link.conditions(), config.seed, log) for name, link in config.links.items()}
         self._connections: set[Connection] = set()
         self.addresses: list[str] = []  # where each route listens
         self._servers: list[asyncio.Server] = []
@@ -88,7 +88,7 @@ class Relay:
 
     # ---- commands
 
-    def status(self, lines: Iterable[Line]) -> dict[str, Any]:
+    def status(self, lines: Iterable[WanLine]) -> dict[str, Any]:
         """Return what links carry, hold and have carried."""
         links = {}
         for line in lines:
@@ -102,7 +102,7 @@ class Relay:
             "links": links,
         }
 
-    def meant(self, words: Iterable[str]) -> list[Line]:
+    def meant(self, words: Iterable[str]) -> list[WanLine]:
         """Return the links that the words of a command mean.
 
         Raises:
@@ -110,20 +110,20 @@ class Relay:
         """
         return [self.lines[name] for name in impairments.meant(words, list(self.lines))]
 
-    def cut(self, lines: Iterable[Line]) -> None:
+    def cut(self, lines: Iterable[WanLine]) -> None:
         """Cut links until they are healed."""
         for line in lines:
             line.cut = True
             line.apply()
 
-    def heal(self, lines: Iterable[Line]) -> None:
+    def heal(self, lines: Iterable[WanLine]) -> None:
         """End every cut that lasts, a schedule's too. Cuts that a schedule has yet to make will come."""
         for line in lines:
             line.cut = False
             line.lasting = [failure for failure in line.lasting if failure.kind != impairments.CUT]
             line.apply()
 
-    def set(self, lines: Iterable[Line], changes: Mapping[str, Any], slow: float | None) -> None:
+    def set(self, lines: Iterable[WanLine], changes: Mapping[str, Any], slow: float | None) -> None:
         """Change links' own conditions, all of them or, if a value does not fit one, none.
 
         Raises:
@@ -143,7 +143,7 @@ class Relay:
             line.base, line.slow = conditions, factor
             line.apply()
 
-    async def play(self, tape: Tape, tell: Callable[[Turn, list[str]], Awaitable[None]]) -> None:
+    async def play(self, tape: FailureTape, tell: Callable[[Turn, list[str]], Awaitable[None]]) -> None:
         """Bring a tape about, telling each turn and the links it meets. However it ends, nothing of it lasts.
 
         Raises:

@@ -36,7 +36,7 @@ def pack(past: Past) -> bytes:
     raise FormatError(f"history: {len(packed)} bytes without its curves, at most {MAX_BYTES} are stored")
 
 
-class History:
+class RunHistory:
     """The key, as one coordinator reads and writes it."""
 
     def __init__(self, registry: Bucket) -> None:

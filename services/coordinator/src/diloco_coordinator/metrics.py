@@ -19,7 +19,7 @@ STATES = ("waiting", "training", "closing", "finished")
 
 
 @dataclass(frozen=True)
-class Moment:
+class CoordinatorMoment:
     """A coordinator and the time; without a monitor it stands by, or the run has no fragment map yet."""
 
     coordinator: Coordinator
@@ -45,15 +45,17 @@ class ObservedCoordinator:
 
     def families(self) -> Iterator[Family]:
         coordinator = self.coordinator
-        return families(METRICS, Moment(coordinator, coordinator.monitor, coordinator.now_s(), self.page), self.labels)
+        return families(
+            METRICS, CoordinatorMoment(coordinator, coordinator.monitor, coordinator.now_s(), self.page), self.labels
+        )
 
 
-def _run(value: Callable[[Monitor, float], Values]) -> Callable[[Moment], Values]:
+def _run(value: Callable[[Monitor, float], Values]) -> Callable[[CoordinatorMoment], Values]:
     """Read a value of the run, which the leader alone has."""
     return lambda moment: None if moment.monitor is None else value(moment.monitor, moment.now_s)
 
 
-def _page(value: Callable[[PageServer], Values]) -> Callable[[Moment], Values]:
+def _page(value: Callable[[PageServer], Values]) -> Callable[[CoordinatorMoment], Values]:
     """Read a value of the page, where one is served."""
     return lambda moment: None if moment.page is None else value(moment.page)
 
@@ -63,7 +65,7 @@ def _away(monitor: Monitor, now_s: float) -> Labelled:
     return {(name,): float(name in away) for name in monitor.presence.regions}
 
 
-METRICS: tuple[Metric[Moment], ...] = (
+METRICS: tuple[Metric[CoordinatorMoment], ...] = (
     Metric(
         "diloco_coordinator_leader", "gauge", "1 for the one that leads, 0 standing by", lambda moment: moment.coordinator.leads
     ),

@@ -14,7 +14,7 @@ from diloco.control.status import activity, extend, of_learner, of_syncer
 from diloco.core.changes import Effective
 from diloco.core.fragments import FragmentMap
 from diloco.core.ledger import Ledger
-from diloco.core.pace import Average
+from diloco.core.pace import MovingAverage
 from diloco.errors import FormatError
 from diloco.settings.run import RunSettings
 from diloco.transport import Room
@@ -25,11 +25,11 @@ from diloco_coordinator.crossing import Crossing
 from diloco_coordinator.goodput import TrainedTime, goodput
 from diloco_coordinator.long_rounds import SlowFragments
 from diloco_coordinator.merges import Merges
-from diloco_coordinator.presence import Absence, Presence
+from diloco_coordinator.presence import Absence, RegionPresence
 from diloco_coordinator.samples import Samples
 from diloco_coordinator.spikes import Spike
 from diloco_coordinator.thinning import evenly, halved
-from diloco_coordinator.traffic import Traffic
+from diloco_coordinator.traffic import TrafficTotals
 
 MAX_POINTS = 2000  # of a learner's loss, or of the validation's; every second one goes when there are more
 STATUS_POINTS = 120  # as many as a terminal's chart can show
@@ -47,7 +47,7 @@ class _Learner:
     seen_s: float
     points: list[tuple[float, int, int, float]] = field(default_factory=list)  # time, run's tokens, step, loss
     activity: list[tuple[float, float, str]] = field(default_factory=list)  # from, to, state
-    rate: Average = field(default_factory=lambda: Average(0.3))
+    rate: MovingAverage = field(default_factory=lambda: MovingAverage(0.3))
     rate_mark: tuple[float, int] = (0.0, 0)
     began_at: int = 0  # versions of the run when it was heard first
     spike: Spike = field(default_factory=Spike)
@@ -65,9 +65,9 @@ class Monitor:
         self.merged: dict[str, dict[int, tuple[int, int]]] = {}  # by learner and fragment: versions and tokens
         self.shards: dict[str, tuple[ShardHeartbeat, float]] = {}
         self.slow_fragments = SlowFragments()
-        self.presence = Presence(settings.regions.names, settings.regions.away_s)
+        self.presence = RegionPresence(settings.regions.names, settings.regions.away_s)
         self.crossing = Crossing(settings.regions.names, len(fragment_map.fragments))
-        self.traffic = Traffic()
+        self.traffic = TrafficTotals()
         self.validation: list[tuple[float, int, float]] = []
         self.failures: dict[str, str] = {}  # by member: why what it does is in vain, as it says
         self.samples = Samples()
@@ -358,7 +358,7 @@ class Monitor:
         times = {name: TrainedTime.load(learner) for name, learner in past.items()}
         # an older version writes no rollbacks, no traffic and no samples
         samples = Samples(series.get("samples", ()))
-        traffic = Traffic.resumed(series.get("traffic", ()), past)
+        traffic = TrafficTotals.resumed(series.get("traffic", ()), past)
         rollbacks = {int(rollback["change"]): dict(rollback) for rollback in series.get("rollbacks", ())}
         crossing = Crossing.load(self.presence.regions, fragments, series)
         absences = [Absence(str(region), float(a), None if b is None else float(b)) for region, a, b in series["absences"]]

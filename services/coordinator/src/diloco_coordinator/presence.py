@@ -22,7 +22,7 @@ class Absence:
     to_s: float | None
 
 
-class Presence:
+class RegionPresence:
     """Presence of a run's regions.
 
     A region is away when others have been heard for more than ``away_s`` since its last heartbeat. While no process is heard at

@@ -16,7 +16,7 @@ import msgspec
 from diloco import __version__
 from diloco.control import creation
 from diloco.control.changes import ChangesFollower
-from diloco.control.creation import Run
+from diloco.control.creation import KnownRun
 from diloco.control.gate import HeartbeatGate
 from diloco.control.hearing import hear
 from diloco.control.history import Past
@@ -25,7 +25,7 @@ from diloco.core.leadership import Leadership
 from diloco.core.run_length import rounds_each, too_short
 from diloco.errors import AppendUncertainError, BrokerError, FenceError, FormatError, RewoundError
 from diloco.log.log import Log
-from diloco.log.stream import Refusal
+from diloco.log.stream import RefusedEntry
 from diloco.process import observe
 from diloco.process.observe import Counted, Logger, Progress
 from diloco.process.retry import Complaint, until_available
@@ -41,7 +41,7 @@ from diloco.wire.fields import MemberName
 from diloco.wire.subjects import Subjects
 from diloco_coordinator import overview
 from diloco_coordinator.alerts import Alerts
-from diloco_coordinator.history import History, pack
+from diloco_coordinator.history import RunHistory, pack
 from diloco_coordinator.metrics import ObservedCoordinator
 from diloco_coordinator.monitor import Monitor
 from diloco_coordinator.series import SeriesFile, as_text
@@ -78,7 +78,7 @@ class Coordinator:
     """
 
     def __init__(
-        self, transport: Transport, run: Run, settings: CoordinatorSettings, log: Logger, tape: Recorder | None = None
+        self, transport: Transport, run: KnownRun, settings: CoordinatorSettings, log: Logger, tape: Recorder | None = None
     ) -> None:
         self.tape = tape or Unrecorded()
         self.transport, self.run, self.settings, self.log = transport, run, settings, log
@@ -91,7 +91,7 @@ class Coordinator:
         self._began_s = self._clock()
         self._leadership = Leadership(settings.name, transport.random_bytes(8), self._clock())
         self.finished = False
-        self.history = History(run.registry)
+        self.history = RunHistory(run.registry)
         self._alerts = Alerts()
         self.monitor: Monitor | None = None  # while this process leads
         self._gate: HeartbeatGate | None = None  # and of its heartbeats
@@ -278,7 +278,7 @@ class Coordinator:
         async for head in log.entries.heads(self._refuse_entry):
             monitor.entry(head.record, self.now_s())
 
-    def _refuse_entry(self, refusal: Refusal) -> None:
+    def _refuse_entry(self, refusal: RefusedEntry) -> None:
         self.refused.note(refusal.subject, type(refusal.error).__name__, reason=str(refusal.error))
 
     async def _note_presence(self, monitor: Monitor) -> None:

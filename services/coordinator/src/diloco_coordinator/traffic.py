@@ -15,7 +15,7 @@ NONE = (0, 0, 0)
 Point = tuple[float, int, int]  # time, bytes sent, bytes received
 
 
-class Traffic:
+class TrafficTotals:
     """Totals of all learners over time. A learner's counters begin at 0 with each of its processes; totals never fall."""
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Traffic:
         return [list(point) for point in points]
 
     @classmethod
-    def resumed(cls, points: Iterable[Sequence[float]], learners: Mapping[str, Mapping[str, Any]]) -> Traffic:
+    def resumed(cls, points: Iterable[Sequence[float]], learners: Mapping[str, Mapping[str, Any]]) -> TrafficTotals:
         """Go on from the series of an earlier process: its points, and by learner the last counters that it heard.
 
         Raises:

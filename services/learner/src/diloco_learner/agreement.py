@@ -13,7 +13,7 @@ from blake3 import blake3
 from jax.sharding import Mesh
 
 from diloco import __version__
-from diloco.control.creation import Run
+from diloco.control.creation import KnownRun
 from diloco.errors import SettingsError
 from diloco.member import coming
 from diloco.member.group import Group
@@ -46,7 +46,7 @@ def check(settings: LearnerSettings) -> None:
         )
 
 
-def first_facts(settings: LearnerSettings, run: Run) -> Facts:
+def first_facts(settings: LearnerSettings, run: KnownRun) -> Facts:
     """Return what processes have to agree on before JAX begins."""
     return facts(
         {
@@ -132,7 +132,7 @@ def batch_digest(batch: Any) -> str:
     return digest.hexdigest(8)
 
 
-async def meet(settings: LearnerSettings, run: Run, transport: NatsTransport, log: Logger) -> Group | None:
+async def meet(settings: LearnerSettings, run: KnownRun, transport: NatsTransport, log: Logger) -> Group | None:
     """Meet the learner's other processes. Call it in the loop's thread.
 
     None if the run is over, and no process may come any more (:mod:`diloco.member.coming`).

@@ -10,33 +10,33 @@ from diloco.member.member import Member
 from diloco.process.tape import TapeFile
 from diloco_learner import checkpoint
 from diloco_learner.evaluator import Evaluator
-from diloco_learner.feed import Feed
+from diloco_learner.feed import BatchFeed
 from diloco_learner.metrics import ObservedMember
 from diloco_learner.model import Model, parameters_digest
-from diloco_learner.process import Process, make_trainer
+from diloco_learner.process import LearnerProcess, make_trainer
 from diloco_learner.task_api import Batches
 
 
-def make_member(process: Process, fragments: FragmentMap) -> Member:
+def make_member(process: LearnerProcess, fragments: FragmentMap) -> Member:
     """Return the member of this process, which is closed at the end."""
     member = process.wait(_member(process, fragments))
     process.at_end(member.close)
     return member
 
 
-async def _member(process: Process, fragments: FragmentMap) -> Member:
+async def _member(process: LearnerProcess, fragments: FragmentMap) -> Member:
     settings, run, log = process.settings, process.run, process.log
     tape = TapeFile(settings.state_dir, settings.name, run.identity, log) if settings.role == "learner" else None
     return Member(process.transport, run, fragments, settings, log, tape, process.exporter.telemetry)
 
 
 def work(
-    process: Process,
+    process: LearnerProcess,
     model: Model,
     member: Member,
     task: Batches,
     tokens_per_batch: int,
-    about: Sequence[events.Event],
+    about: Sequence[events.TapeEvent],
 ) -> None:
     """Join the run, and train or evaluate until it is over, or until this process is asked to end.
 
@@ -69,11 +69,11 @@ def work(
     _train(process, model, member, task, tokens_per_batch)
 
 
-def _train(process: Process, model: Model, member: Member, task: Batches, tokens_per_batch: int) -> None:
+def _train(process: LearnerProcess, model: Model, member: Member, task: Batches, tokens_per_batch: int) -> None:
     """Train until the run is over or this process is asked to end, and save its state."""
     settings, log, run = process.settings, process.log, process.run
-    keeper = checkpoint.Keeper(model, member, settings, log)
-    feed = Feed(task, run.created, member.leased, log)
+    keeper = checkpoint.CheckpointKeeper(model, member, settings, log)
+    feed = BatchFeed(task, run.created, member.leased, log)
     trainer = make_trainer(process, tokens_per_batch, model, member, feed, keeper.at_boundary)
     try:
         finished = trainer.run()

@@ -14,7 +14,7 @@ from diloco.core.fragments import FragmentMap
 from diloco.errors import IslandError, SettingsError
 from diloco_learner import members, programs
 from diloco_learner.island import Island
-from diloco_learner.process import Process, begin_with_file
+from diloco_learner.process import LearnerProcess, begin_with_file
 from diloco_learner.task import Task, load_task
 from diloco_learner.task_api import first_batch
 
@@ -76,7 +76,7 @@ def prepare_copies(island: Island) -> None:
 class Beginning:
     """The task and its island, made step by step. ``turn`` lets one process of a machine compile for the others."""
 
-    def __init__(self, process: Process, turn: Turn) -> None:
+    def __init__(self, process: LearnerProcess, turn: Turn) -> None:
         self.process, self.turn = process, turn
         process.exporter.starting = "its programs to be compiled"
         self._began_s = time.monotonic()

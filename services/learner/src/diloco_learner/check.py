@@ -3,7 +3,7 @@
 Reads ``{"settings": ..., "data": ..., "mesh": ..., "init": ..., "names": ..., "map": ..., "whole": ...}`` from stdin. The
 built-in task is known to be right, so that only its data is looked at, without JAX, which takes a second to import, unless
 learners are to have a mesh (``mesh`` is not null), the run begins with weights (``init``), or its fragment map is asked for
-(``whole``). The last line on stdout is a :class:`Found` as JSON, with that ``map``.
+(``whole``). The last line on stdout is a :class:`TaskFacts` as JSON, with that ``map``.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from diloco_learner.mix.mix import Mix
 from diloco_learner.task_api import first_batches, units_of
 
 if TYPE_CHECKING:
-    from diloco_learner.frameworks import Loaded
+    from diloco_learner.frameworks import LoadedTask
     from diloco_learner.model import Model
 
 LOOK_BATCHES, LOOK_S = 64, 1.0  # looked at for their end: so many, or for so long, so that the check stays short
 
 
 @dataclass(frozen=True)
-class Plan:
+class PlannedRun:
     """A run that is to begin, as far as its task concerns it.
 
     ``init``, ``names``: the file or folder of the weights that it begins with, and the file of their names.
@@ -53,7 +53,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Found:
+class TaskFacts:
     """Facts of a task that is fit.
 
     ``step_tokens``: of one step of a learner. ``units``: of the loss; None: it does not say. ``torch``: it is one of PyTorch.
@@ -70,13 +70,13 @@ class Found:
 class Checked:
     """A task that is fit, and all that was made to find that out: its model, and the first two batches of the first share."""
 
-    found: Found
-    loaded: Loaded
+    found: TaskFacts
+    loaded: LoadedTask
     model: Model
     batches: list[Any]
 
 
-def check(plan: Plan) -> Found:
+def check(plan: PlannedRun) -> TaskFacts:
     """Make what a learner and the evaluator make before the first step.
 
     Raises:
@@ -103,7 +103,7 @@ def check(plan: Plan) -> Found:
     return found
 
 
-def checked(plan: Plan) -> Checked:
+def checked(plan: PlannedRun) -> Checked:
     """Return the same as :func:`check`, of the built-in task too, with all that was made; raise as it does."""
     from diloco_learner import frameworks, weights
 
@@ -131,7 +131,7 @@ def checked(plan: Plan) -> Checked:
         return Checked(found, loaded, model, batches)
 
 
-def _first_batches(loaded: Loaded, settings: RunSettings) -> list[Any]:
+def _first_batches(loaded: LoadedTask, settings: RunSettings) -> list[Any]:
     """Return the first two batches, after a look at those behind them.
 
     Raises:
@@ -166,7 +166,7 @@ def _check_numbers(island: Any) -> None:
         fixed.check_finite(island.task.constants, island.constants)
 
 
-def _check_step(loaded: Loaded, settings: RunSettings, model: Any, batch: Any) -> None:
+def _check_step(loaded: LoadedTask, settings: RunSettings, model: Any, batch: Any) -> None:
     """Find out that a step can be taken: that devices have room for it, and that loss and gradients are numbers.
 
     Raises:
@@ -187,7 +187,7 @@ def _check_step(loaded: Loaded, settings: RunSettings, model: Any, batch: Any) -
     )
 
 
-def _rehearsed(loaded: Loaded, model: Model, batch: Any) -> float:
+def _rehearsed(loaded: LoadedTask, model: Model, batch: Any) -> float:
     """Return the loss of a step that is not taken, or NaN."""
     if loaded.torch:
         return model.rehearse(batch)
@@ -197,16 +197,16 @@ def _rehearsed(loaded: Loaded, model: Model, batch: Any) -> float:
         return model.rehearse(batch)
 
 
-def _found(settings: RunSettings, step_tokens: int, units: str | None, data: object, *, torch: bool) -> Found:
+def _found(settings: RunSettings, step_tokens: int, units: str | None, data: object, *, torch: bool) -> TaskFacts:
     """Return the facts of a task, after those of a mix: the run must not go over a source too often."""
     if not isinstance(data, Mix):
-        return Found(step_tokens, units, torch, None)
+        return TaskFacts(step_tokens, units, torch, None)
     data.check_epochs(settings)
-    return Found(step_tokens, units, torch, data.settings)
+    return TaskFacts(step_tokens, units, torch, data.settings)
 
 
-def _plan(request: dict[str, Any]) -> Plan:
-    return Plan(
+def _plan(request: dict[str, Any]) -> PlannedRun:
+    return PlannedRun(
         parse(RunSettings, request["settings"], "the run"),
         request["data"],
         None if request["mesh"] is None else parse(MeshSettings, request["mesh"], "mesh"),

@@ -29,15 +29,15 @@ from diloco.settings.service import LearnerSettings
 from diloco.wire.control import MarkerAnswer, MarkerDeclined, SnapshotMarker
 from diloco.wire.fields import MAX_TEXT
 from diloco.wire.island import Purpose
-from diloco_learner.model import Stored
+from diloco_learner.model import SavedModel
 from diloco_learner.pacing import Pacing
 from diloco_learner.saver import Saver
 
 
-class Keeper:
+class CheckpointKeeper:
     """Saves and lends an island's state, for a learner of one process. The trainer's thread calls it, at boundaries."""
 
-    def __init__(self, island: Stored, member: Member, settings: LearnerSettings, log: Logger) -> None:
+    def __init__(self, island: SavedModel, member: Member, settings: LearnerSettings, log: Logger) -> None:
         self.island, self.member, self.settings, self.log = island, member, settings, log
         self.saver = Saver(island, member.run.identity, settings.name, log)
         self._pacing = Pacing(settings.checkpoint_s, time.monotonic(), member.step)
@@ -122,18 +122,18 @@ def note_cost(pacing: Pacing, now_s: float, step: int, log: Logger) -> None:
         log.debug("checkpoint_put_off", held_up_s=round(held_up_s, 3), pause_s=round(pause_s, 3))
 
 
-def lend_from(saver: Saver, path: Path, name: str, content: Content) -> Lent | None:
+def lend_from(saver: Saver, path: Path, name: str, content: Content) -> LentState | None:
     """Write what is to be lent to a file; None if the disk does not take it."""
     if saver.write(path, name, {}, content, None, failure="state_not_saved_to_lend") is None:
         return None
     try:
-        return Lent(path, state.load(path, saver.run, saver.learner))
+        return LentState(path, state.load(path, saver.run, saver.learner))
     except RunError as error:
         saver.complain("state_not_saved_to_lend", path, error)
         return None
 
 
-class Lent:
+class LentState:
     """An optimizer state in a file, which is lent from there."""
 
     def __init__(self, path: Path, saved: State) -> None:
@@ -158,7 +158,7 @@ class Lent:
         self._path.unlink(missing_ok=True)
 
 
-def restore(settings: LearnerSettings, island: Stored, member: Member, log: Logger) -> bool:
+def restore(settings: LearnerSettings, island: SavedModel, member: Member, log: Logger) -> bool:
     """Go on from the newest checkpoint that is whole and fits; False if there is none, and the learner begins from the log.
 
     One that is damaged or foreign is named and left alone.
@@ -178,14 +178,14 @@ def restore(settings: LearnerSettings, island: Stored, member: Member, log: Logg
     return False
 
 
-def take_over(path: Path, saved: State, island: Stored, member: Member, log: Logger) -> None:
+def take_over(path: Path, saved: State, island: SavedModel, member: Member, log: Logger) -> None:
     """Take over the model of a checkpoint that has been checked, and whose accounts the member goes on with."""
     put(saved, island)
     member.tape.record(events.Restored(saved.digest))
     log.info("checkpoint_restored", file=path.name, step=member.step)
 
 
-def take_up(island: Stored, member: Member, state_dir: Path, log: Logger) -> bool:
+def take_up(island: SavedModel, member: Member, state_dir: Path, log: Logger) -> bool:
     """Begin with the optimizer state that a learner of the run before has ended with, unless this run has merged something."""
     continued = member.run.created.continues
     if continued is None or member.learner.peers() is not None:
@@ -211,7 +211,7 @@ class Before:
         log.info("state_taken_up", learner=self.learner)
 
 
-def state_before(island: Stored, state_dir: Path, learner: str, run: bytes, log: Logger) -> Before | None:
+def state_before(island: SavedModel, state_dir: Path, learner: str, run: bytes, log: Logger) -> Before | None:
     """Return the last state of the learner of this name in a run before, or else of the first one that fits; None: none does.
 
     ``run``: that run's identity. An optimizer without a state needs none.
@@ -229,13 +229,13 @@ def state_before(island: Stored, state_dir: Path, learner: str, run: bytes, log:
     return None
 
 
-def put(saved: State, island: Stored, *, optimizer_only: bool = False) -> None:
+def put(saved: State, island: SavedModel, *, optimizer_only: bool = False) -> None:
     """Write a state that has been checked, or the optimizer's alone, into this process's shards."""
     for chunk in island.wanted(optimizer_only=optimizer_only):
         island.put(chunk, saved.read(chunk))
 
 
-def check(saved: State, island: Stored) -> None:
+def check(saved: State, island: SavedModel) -> None:
     """Check that a state is one of this island's model, and that this process finds all that its devices need.
 
     Raises:

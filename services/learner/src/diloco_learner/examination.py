@@ -61,7 +61,7 @@ class StrategyFacts:
 
 
 @dataclass(frozen=True)
-class Examination:
+class TaskExamination:
     """All that is known of a task before it is trained; sizes in bytes."""
 
     task: str

@@ -1,10 +1,10 @@
 """``python -m diloco_learner.examine``: all that ``diloco check`` says of a task, beyond what stands in the way of a run.
 
 Reads ``{"settings": ..., "data": ...}`` from stdin. The last line on stdout is an
-:class:`diloco_learner.examination.Examination` as JSON. What makes a run fail is an error (:mod:`diloco_learner.check`, which
-``diloco up`` asks too). What a run gets through, and its user hardly wants, is a warning: a step that is another one each
-time, batches that do not depend on their number alone, data that repeat, tensors that nothing trains, constants that are
-compiled in.
+:class:`diloco_learner.examination.TaskExamination` as JSON. What makes a run fail is an error
+(:mod:`diloco_learner.check`, which ``diloco up`` asks too). What a run gets through, and its user hardly wants, is a
+warning: a step that is another one each time, batches that do not depend on their number alone, data that repeat, tensors that
+nothing trains, constants that are compiled in.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from diloco.process import observe
 from diloco.settings.run import RunSettings
 from diloco.settings.validation import parse
 from diloco_learner import examination, members
-from diloco_learner.check import Plan, checked
-from diloco_learner.examination import Examination, StateFacts
+from diloco_learner.check import PlannedRun, checked
+from diloco_learner.examination import StateFacts, TaskExamination
 from diloco_learner.island import Island
 from diloco_learner.leaves import path_of
 from diloco_learner.task import Task
@@ -35,14 +35,14 @@ from diloco_learner.traced import company, out_of_bounds, traced
 LARGE_BYTES = 1 << 20  # a constant from here on is in the way: it is compiled again with each program, and copied
 
 
-def examine(settings: RunSettings, data: str | None) -> Examination:
+def examine(settings: RunSettings, data: str | None) -> TaskExamination:
     """Make a task, compile its step, and take it twice.
 
     Raises:
         SettingsError: it cannot be trained, as :func:`diloco_learner.check.check` raises.
         DataError: its data is missing, unreadable or too short.
     """
-    made = checked(Plan(settings, data))
+    made = checked(PlannedRun(settings, data))
     if made.loaded.torch:
         from diloco_learner.pytorch.examine import examine as examine_torch
         from diloco_learner.pytorch.island import TorchIsland
@@ -69,7 +69,7 @@ def examine(settings: RunSettings, data: str | None) -> Examination:
         warnings += examination.fails_to_draw(task, settings, island)
         loss, step_s, unsteady = _two_steps(settings, island, first)
         fragments = island.fragments()
-        return Examination(
+        return TaskExamination(
             task=settings.task.name,
             parameters=fragments.parameters,
             tensors=examination.tensor_facts(task, settings, fragments, set(island.rounded_tensors())),

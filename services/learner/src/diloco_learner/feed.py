@@ -53,7 +53,7 @@ class Streams:
         self._open = {share: stream for share, stream in self._open.items() if share in shares}
 
 
-class Feed(Iterator[Batch]):
+class BatchFeed(Iterator[Batch]):
     """Batches without end. ``leased`` gives the shares held right now, and the batch that each is to begin at.
 
     ``rows``: of each batch these alone.

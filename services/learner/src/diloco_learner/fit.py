@@ -1,7 +1,7 @@
 """``python -m diloco_learner.fit``: find out whether a learner's mesh fits, and what its processes have to agree on.
 
 Reads ``{"learner": ..., "run": ...}`` from stdin: the settings of a learner, and those of its run (null: not known yet).
-Writes a :class:`Fit` as JSON. Tensors are shapes alone here, so a model may be larger than this host. Each of a learner's
+Writes a :class:`DeviceFit` as JSON. Tensors are shapes alone here, so a model may be larger than this host. Each of a learner's
 processes is taken to have as many devices as this one.
 """
 
@@ -14,7 +14,7 @@ from typing import cast
 
 import jax
 
-from diloco.control.creation import Run
+from diloco.control.creation import KnownRun
 from diloco.errors import SettingsError
 from diloco.nats.registry import Registry
 from diloco.process import observe
@@ -28,7 +28,7 @@ from diloco_learner.task_api import first_batch
 
 
 @dataclass(frozen=True)
-class Fit:
+class DeviceFit:
     """The devices of this process, the mesh of all, and what has to be the same in all processes.
 
     Attributes:
@@ -42,7 +42,7 @@ class Fit:
     wrong: str = ""
 
 
-def fit(settings: LearnerSettings, run: RunSettings | None) -> Fit:
+def fit(settings: LearnerSettings, run: RunSettings | None) -> DeviceFit:
     """Look at the devices; with a run's settings, at its task's tensors and first batch, too.
 
     Raises:
@@ -59,12 +59,12 @@ def fit(settings: LearnerSettings, run: RunSettings | None) -> Fit:
         if run is not None:
             task = load_task(run.task, settings.data, settings.cache_dir)
             first = first_batch(task, run)
-            facts |= agreement.first_facts(settings, Run(settings.run, run, cast(Registry, None)))  # which is not asked
+            facts |= agreement.first_facts(settings, KnownRun(settings.run, run, cast(Registry, None)))  # which is not asked
             facts |= agreement.model_facts(None, task, run, first) | {"mesh": mesh}
             agreement.check_meshes(settings, task, run, first)
     except SettingsError as error:
         wrong = str(error)
-    return Fit(len(devices), devices[0].platform, mesh, {name: str(value) for name, value in facts.items()}, wrong)
+    return DeviceFit(len(devices), devices[0].platform, mesh, {name: str(value) for name, value in facts.items()}, wrong)
 
 
 def _main() -> None:

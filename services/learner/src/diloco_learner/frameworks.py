@@ -16,14 +16,14 @@ Task: TypeAlias = Any  # of one of them
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedTask:
     """A task that has its members, and whether it is one of PyTorch."""
 
     task: Task
     torch: bool
 
 
-def load(settings: TaskSettings, data: str | None, cache_dir: Path) -> Loaded:
+def load(settings: TaskSettings, data: str | None, cache_dir: Path) -> LoadedTask:
     """Return a run's task; ``cache_dir`` is where the built-in one keeps the tokens of a mix.
 
     Raises:
@@ -34,13 +34,13 @@ def load(settings: TaskSettings, data: str | None, cache_dir: Path) -> Loaded:
     if is_torch(found):
         from diloco_learner.pytorch.task import checked as checked_torch
 
-        return Loaded(checked_torch(found, settings), True)
+        return LoadedTask(checked_torch(found, settings), True)
     from diloco_learner.task import checked, load_task
 
-    return Loaded(load_task(settings, data, cache_dir) if found is None else checked(found, settings), False)
+    return LoadedTask(load_task(settings, data, cache_dir) if found is None else checked(found, settings), False)
 
 
-def make_model(loaded: Loaded, settings: RunSettings, mesh: MeshSettings | None) -> Model:
+def make_model(loaded: LoadedTask, settings: RunSettings, mesh: MeshSettings | None) -> Model:
     """Return a task's model; ``mesh`` is that of JAX's devices.
 
     Raises:

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from numpy.typing import NDArray
 
 from diloco.core.chunks import Chunk
-from diloco.core.delta import Reference
+from diloco.core.delta import Baseline
 from diloco.core.fragments import Fragment, FragmentMap, TensorSpec, cut_model
 from diloco.core.rows import RowLayout, at
 from diloco.errors import SettingsError
@@ -38,7 +38,7 @@ from diloco_learner.loss import Given, Loss
 from diloco_learner.mesh import Placement, copies
 from diloco_learner.model import Capture, Vector, compare_states
 from diloco_learner.own_optimizer import OwnOptimizer
-from diloco_learner.state import State
+from diloco_learner.state import IslandState
 from diloco_learner.task import Task
 
 
@@ -62,7 +62,7 @@ class StepOutput:
 
 
 @dataclass(frozen=True)
-class Reading:
+class IslandReading:
     """A fragment's values as of when it was read, still on the device."""
 
     fragment: Fragment
@@ -114,7 +114,7 @@ class Island:
             where = members.place(task.init)
             raise SettingsError(f"task {settings.task.name!r}: the model has no parameters that are trained{where}")
         self._fixed = Fixed(task, self._placement, frozen)
-        self.task_state = State(task, self._placement)
+        self.task_state = IslandState(task, self._placement)
         if hasattr(task, "optimizer"):
             inner: BuiltIn | OwnOptimizer = OwnOptimizer(task, settings, self._model)
         else:
@@ -264,16 +264,16 @@ class Island:
     def _given(self, at: tuple[int, int]) -> Given:
         return self._does.loss.given(at) | self._fixed.given
 
-    def read(self, fragment: Fragment) -> Reading:
+    def read(self, fragment: Fragment) -> IslandReading:
         """Queue a copy of a fragment's values on the device, as of the steps and writes so far."""
         return _reading(fragment, self._leaf)
 
-    def snapshot(self, fragment: Fragment) -> Reading:
+    def snapshot(self, fragment: Fragment) -> IslandReading:
         """Queue a copy of what an offer is made of: the values; for an outer AdamW the gradients since they were written."""
         held = None if fragment.state else self._gradients
         return _reading(fragment, self._leaf if held is None else lambda path: held[self._index[path]])
 
-    def write(self, fragment: Fragment, theta: Vector, reference: Reference | Vector | None = None, alpha: float = 0.0) -> None:
+    def write(self, fragment: Fragment, theta: Vector, reference: Baseline | Vector | None = None, alpha: float = 0.0) -> None:
         """Queue ``alpha * value + (1 - alpha) * kept``, where ``kept`` is ``theta + (value - reference)``, else ``theta``.
 
         ``alpha`` is the mixing of Decoupled DiLoCo (arXiv 2604.21428) on receipt. Without ``reference`` and ``alpha`` the value
@@ -436,5 +436,5 @@ class Island:
         return self.task_state[path] if path in self.task_state else self._leaves[self._index[path]]
 
 
-def _reading(fragment: Fragment, leaf: Callable[[str], jax.Array]) -> Reading:
-    return Reading(fragment, tuple(shards.read(leaf(piece.path), piece) for piece in fragment.pieces))
+def _reading(fragment: Fragment, leaf: Callable[[str], jax.Array]) -> IslandReading:
+    return IslandReading(fragment, tuple(shards.read(leaf(piece.path), piece) for piece in fragment.pieces))

@@ -38,8 +38,8 @@ from diloco.settings.run import MAX_NAME, NAME_PATTERN, TaskSettings
 from diloco.settings.service import LearnerSettings
 from diloco.settings.validation import nearest, parse
 from diloco.wire.control import MarkerDeclined
-from diloco_learner.feed import Batch, Feed
-from diloco_learner.model import Carried
+from diloco_learner.feed import Batch, BatchFeed
+from diloco_learner.model import SharedParameters
 from diloco_learner.process import LoopThread
 from diloco_learner.tensors import Tensor
 from diloco_learner.trainer import IDLE_S, carry_out
@@ -50,7 +50,7 @@ Data: TypeAlias = Literal["dealt", "own"]
 T = TypeVar("T")
 
 
-class Parameters(Carried, Protocol):
+class Parameters(SharedParameters, Protocol):
     """The parameters of a loop."""
 
     @property
@@ -232,7 +232,7 @@ class JoinedRun:
         self._check_joined()
         if self._own_data:
             raise SettingsError('batches: this loop joined with data="own", so it holds no share: leave that out of join')
-        feed = Feed(_Loop(make), self._member.run.created, self._member.leased, self.log)
+        feed = BatchFeed(_Loop(make), self._member.run.created, self._member.leased, self.log)
         while not self.over:
             if self._batch is not None:
                 raise SettingsError("batches: no step was booked for the last batch: call run.step once for each batch")

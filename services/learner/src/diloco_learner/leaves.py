@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco.core.delta import Reference
+from diloco.core.delta import Baseline
 from diloco.core.fragments import Piece
 from diloco.core.rows import at
 from diloco_learner import shards
@@ -51,7 +51,7 @@ def read_rows(leaf: Leaf, piece: Piece) -> list[tuple[Where, Any]]:
     return [((slice(None),) * leaf.ndim, _rows(leaf, piece).copy())]
 
 
-def write_rows(leaf: Leaf, piece: Piece, theta: Values, reference: Reference | Values | None, alpha: float) -> Leaf:
+def write_rows(leaf: Leaf, piece: Piece, theta: Values, reference: Baseline | Values | None, alpha: float) -> Leaf:
     """Write ``alpha * value + (1 - alpha) * kept`` of a piece; return the leaf, and drop the one that was given.
 
     ``kept`` is ``theta + (value - reference)``, or ``theta`` without a reference; both are float32 [size of the fragment]. With

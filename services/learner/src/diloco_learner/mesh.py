@@ -170,7 +170,7 @@ def rows_alone(batch: Any, rows: range, count: int) -> Any:
     return jax.tree.map(lambda leaf: leaf[rows.start : rows.stop] if np.shape(leaf)[:1] == (count,) else leaf, batch)
 
 
-class Optimizer(Protocol):
+class InnerOptimizer(Protocol):
     """An optimizer, as far as its state's place is concerned."""
 
     @property
@@ -226,13 +226,13 @@ class Placement:
         leaves: tuple[Leaves, list[jax.Array]] = make(self._key)
         return leaves
 
-    def optimizer_init(self, optimizer: Optimizer, leaves: Leaves) -> Callable[[Leaves], Any]:
+    def optimizer_init(self, optimizer: InnerOptimizer, leaves: Leaves) -> Callable[[Leaves], Any]:
         """Return a function that makes a fresh optimizer state, split like the parameters."""
         if self.mesh is None:
             return optimizer.init
         return jax.jit(optimizer.init, out_shardings=self._of_state(optimizer, leaves))
 
-    def step(self, step: Callable[..., Any], optimizer: Optimizer, leaves: Leaves, holds_gradients: bool) -> Any:
+    def step(self, step: Callable[..., Any], optimizer: InnerOptimizer, leaves: Leaves, holds_gradients: bool) -> Any:
         """Return the jitted ``step(leaves, gradients held or None, optimizer state, task's state, batch, given, rate)``.
 
         It takes the first four for its own and returns them, split as they were, and scalars.
@@ -246,7 +246,7 @@ class Placement:
         self,
         measure: Callable[..., Any],
         move: Callable[..., Any],
-        optimizer: Optimizer,
+        optimizer: InnerOptimizer,
         leaves: Leaves,
         holds_gradients: bool,
     ) -> tuple[Any, Any]:
@@ -270,7 +270,7 @@ class Placement:
         after = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), state)
         return gradients, after, jax.ShapeDtypeStruct((), jnp.bool_, sharding=whole)
 
-    def _moved(self, optimizer: Optimizer, leaves: Leaves, holds_gradients: bool) -> tuple[Any, Any, Any, Any]:
+    def _moved(self, optimizer: InnerOptimizer, leaves: Leaves, holds_gradients: bool) -> tuple[Any, Any, Any, Any]:
         """Return how a step's results are split."""
         held = self._shardings if holds_gradients else None
         return self._shardings, held, self._of_state(optimizer, leaves), self._whole
@@ -390,7 +390,7 @@ class Placement:
         assert self.mesh is not None
         return [NamedSharding(self.mesh, spec) for spec in specs]
 
-    def _of_state(self, optimizer: Optimizer, leaves: Leaves) -> Any:
+    def _of_state(self, optimizer: InnerOptimizer, leaves: Leaves) -> Any:
         """Return the shardings of an optimizer state: an array of a tensor is split like it, all else is whole.
 
         It is of a tensor if its path in the state ends with the tensor's own, and it has as many values.

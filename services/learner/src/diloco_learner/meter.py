@@ -27,13 +27,13 @@ class Times:
 
 
 @dataclass(frozen=True)
-class Span:
+class MeteredSpan:
     """From one time to another, seconds of one clock."""
 
     began_s: float
     ended_s: float
 
-    def within(self, other: Span) -> float:
+    def within(self, other: MeteredSpan) -> float:
         """Return how long it is within another one."""
         return max(0.0, min(self.ended_s, other.ended_s) - max(self.began_s, other.began_s))
 
@@ -49,13 +49,13 @@ class Meter:
         """Return when the device could begin with the step after the newest, dispatched by a call at ``called_s``."""
         return called_s if self._ended_s is None else max(called_s, self._ended_s)
 
-    def add(self, called_s: float, ended_s: float, batch: Span) -> float:
+    def add(self, called_s: float, ended_s: float, batch: MeteredSpan) -> float:
         """Account for the next step, from its call to its end; its batch was made in the time ``batch``.
 
         Return how long it took, in seconds.
         """
         began_s = self.began_s(called_s)
-        gap = Span(began_s if self._ended_s is None else self._ended_s, began_s)
+        gap = MeteredSpan(began_s if self._ended_s is None else self._ended_s, began_s)
         data_s = batch.within(gap)
         self._times = Times(
             self._times.busy_s + ended_s - began_s,

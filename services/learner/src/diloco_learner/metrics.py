@@ -23,7 +23,7 @@ LATE_HEARTBEATS = 3
 
 
 @dataclass(frozen=True)
-class Seen:
+class MemberMoment:
     """A member at one moment."""
 
     member: Member
@@ -73,7 +73,7 @@ class ObservedMember:
         return self.transport.published_s
 
     def families(self) -> Iterator[Family]:
-        return families(METRICS, Seen(self.member, self.member.heartbeat()), self.labels)
+        return families(METRICS, MemberMoment(self.member, self.member.heartbeat()), self.labels)
 
 
 class ObservedPart:
@@ -129,7 +129,7 @@ OF_PROCESSES: tuple[Metric[Part], ...] = (
     ),
 )
 
-METRICS: tuple[Metric[Seen], ...] = (
+METRICS: tuple[Metric[MemberMoment], ...] = (
     Metric(
         "diloco_learner_state",
         "gauge",
@@ -202,7 +202,7 @@ METRICS: tuple[Metric[Seen], ...] = (
         "diloco_learner_run_tokens",
         "gauge",
         "All that it processed in this run, by `fate`: merged, lost, or held (not merged yet); the mean over fragments",
-        Seen.tokens,
+        MemberMoment.tokens,
         ("fate",),
     ),
     Metric(
@@ -215,14 +215,14 @@ METRICS: tuple[Metric[Seen], ...] = (
         "diloco_learner_refused_offers_total",
         "counter",
         "Offers that the run has refused for good, by reason",
-        Seen.refused_offers,
+        MemberMoment.refused_offers,
         ("reason",),
     ),
     Metric(
         "diloco_learner_versions_applied_total",
         "counter",
         "Versions written into the model, by whether own work is in them",
-        Seen.versions,
+        MemberMoment.versions,
         ("own_work",),
     ),
     Metric("diloco_learner_sent_bytes_total", "counter", "Payload sent to NATS", lambda seen: seen.heartbeat.bytes_up),

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from diloco.core import tape
 from diloco.core.chunks import Chunk
-from diloco.core.delta import Reference
+from diloco.core.delta import Baseline
 from diloco.core.fragments import Fragment, FragmentMap, TensorSpec
 from diloco.errors import RunError
 from diloco.member.peer import Layout
@@ -46,28 +46,28 @@ class Output(Protocol):
         """Wait for the step to end; the task's own metrics."""
 
 
-class Copied(Protocol):
+class FragmentCopy(Protocol):
     """A fragment's values as of when it was read, still on the device."""
 
     def to_host(self, out: Vector | None = None) -> Vector:
         """Wait for the values, and return them as float32 [size of the fragment], in ``out`` if given. From any thread."""
 
 
-class Carried(Protocol):
+class SharedParameters(Protocol):
     """Parameters that versions are written into, and that offers are read from: a model's, or a loop's of one's own."""
 
-    def write(self, fragment: Fragment, theta: Vector, reference: Reference | Vector | None = None, alpha: float = 0.0) -> None:
+    def write(self, fragment: Fragment, theta: Vector, reference: Baseline | Vector | None = None, alpha: float = 0.0) -> None:
         """Queue ``alpha * value + (1 - alpha) * kept``, where ``kept`` is ``theta + (value - reference)``, else ``theta``.
 
         Without ``reference`` and ``alpha`` the value becomes ``theta`` whatever it was, NaN too. Both are float32 [size of the
         fragment], and made of values that must not change until the next step has ended.
         """
 
-    def snapshot(self, fragment: Fragment) -> Copied:
+    def snapshot(self, fragment: Fragment) -> FragmentCopy:
         """Queue a copy of what an offer of a fragment is made of."""
 
 
-class Stepping(Carried, Protocol):
+class Stepping(SharedParameters, Protocol):
     """A model that a trainer steps."""
 
     @property
@@ -81,7 +81,7 @@ class Stepping(Carried, Protocol):
         """Dispatch the second program of the step that was begun, if there is one."""
 
 
-class Stored(Protocol):
+class SavedModel(Protocol):
     """A model whose state is saved, lent and loaded: arrays by name, in chunks."""
 
     def capture(self, *, optimizer_only: bool = False) -> Capture:
@@ -107,7 +107,7 @@ class Stored(Protocol):
         """
 
 
-class Evaluated(Carried, Protocol):
+class Evaluated(SharedParameters, Protocol):
     """A model that an evaluator evaluates."""
 
     @property
@@ -128,10 +128,10 @@ class Evaluated(Carried, Protocol):
         """Return text of ``count`` characters from the model, behind a ``prompt`` if given; None if the task draws none."""
 
 
-class Model(Stepping, Stored, Evaluated, Protocol):
+class Model(Stepping, SavedModel, Evaluated, Protocol):
     """All of it: what a process needs that is a learner or an evaluator alone."""
 
-    def read(self, fragment: Fragment) -> Copied:
+    def read(self, fragment: Fragment) -> FragmentCopy:
         """Queue a copy of a fragment's values, as of the steps and writes so far."""
 
     def specs(self) -> list[TensorSpec]:

@@ -17,7 +17,7 @@ MOST_WORK = 100_000  # of NumPy to find out whether two interleaved tensors have
 
 
 @dataclass(frozen=True)
-class Span:
+class MemorySpan:
     """A tensor's memory: where it begins on its device, and how it lies there."""
 
     device: str
@@ -50,14 +50,14 @@ class Span:
 
 
 class _Claim:
-    def __init__(self, span: Span) -> None:
+    def __init__(self, span: MemorySpan) -> None:
         kind = f"|V{span.item_bytes}"
         self.__array_interface__ = {
             "shape": span.shape, "typestr": kind, "data": (span.address, True), "strides": span.strides, "version": 3,
         }  # fmt: skip
 
 
-def check_apart(spans: Mapping[str, Span], beside: Mapping[str, Span] = MappingProxyType({})) -> None:
+def check_apart(spans: Mapping[str, MemorySpan], beside: Mapping[str, MemorySpan] = MappingProxyType({})) -> None:
     """Find out that no two values of tensors, by path, lie in one place; those ``beside`` may share memory with each other.
 
     Raises:
@@ -70,7 +70,7 @@ def check_apart(spans: Mapping[str, Span], beside: Mapping[str, Span] = MappingP
                 f"parameter {path!r} has several values in one place of its memory, as expand() makes them: hand over a copy "
                 "that has a place for each (clone)"
             )
-    behind: list[tuple[str, Span]] = []  # those that reach beyond the beginning of the next one
+    behind: list[tuple[str, MemorySpan]] = []  # those that reach beyond the beginning of the next one
     for path, span in sorted(filled.items(), key=lambda item: (item[1].device, item[1].reach)):
         begin = span.reach[0]
         behind = [(other, its) for other, its in behind if its.device == span.device and its.reach[1] > begin]
@@ -84,7 +84,7 @@ def check_apart(spans: Mapping[str, Span], beside: Mapping[str, Span] = MappingP
         behind.append((path, span))
 
 
-def _share(one: Span, other: Span) -> bool:
+def _share(one: MemorySpan, other: MemorySpan) -> bool:
     try:
         return bool(np.shares_memory(one.array(), other.array(), max_work=MOST_WORK))  # type: ignore[arg-type]
     except np.exceptions.TooHardError:

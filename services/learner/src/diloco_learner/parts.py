@@ -23,7 +23,7 @@ from diloco_learner import checkpoint
 from diloco_learner.checkpoint import lend_from, note_cost
 from diloco_learner.island import Island
 from diloco_learner.pacing import Pacing
-from diloco_learner.process import Process
+from diloco_learner.process import LearnerProcess
 from diloco_learner.saver import Saver
 
 
@@ -121,7 +121,7 @@ class LeadingKeeper(PartKeeper):
         return "own" if self._pacing.due(now_s) else None
 
 
-def restore(process: Process, island: Island, part: Part, leader: Leader | None) -> bool:
+def restore(process: LearnerProcess, island: Island, part: Part, leader: Leader | None) -> bool:
     """Go on from the newest checkpoint that all processes can begin from; False if there is none: the log has the model.
 
     The leader is given in its own process.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, TypeVar
 
-from diloco.control.creation import Run
+from diloco.control.creation import KnownRun
 from diloco.core.fragments import FragmentMap
 from diloco.log.log import Log
 from diloco.nats.transport import NatsTransport
@@ -65,11 +65,11 @@ class LoopThread:
 
 
 @dataclass(frozen=True)
-class Process:
+class LearnerProcess:
     """A learner's process that has found its run. What it opens is closed with ``stack``, in turn."""
 
     settings: LearnerSettings
-    run: Run
+    run: KnownRun
     transport: NatsTransport
     thread: LoopThread
     exporter: Exporter
@@ -87,7 +87,7 @@ class Process:
 
 
 def make_trainer(
-    process: Process,
+    process: LearnerProcess,
     tokens_per_batch: int,
     model: Stepping,
     member: Steered,
@@ -113,7 +113,7 @@ def make_trainer(
     )
 
 
-def begin_with_file(process: Process, model: Evaluated, fragments: FragmentMap) -> None:
+def begin_with_file(process: LearnerProcess, model: Evaluated, fragments: FragmentMap) -> None:
     """Write the weights that the run begins with into a model, if a file has them and the run has no version yet.
 
     Raises:
@@ -127,7 +127,7 @@ def begin_with_file(process: Process, model: Evaluated, fragments: FragmentMap) 
         process.log.info("weights_read", file=str(settings.init))
 
 
-async def _has_begun(process: Process, fragments: FragmentMap) -> bool:
+async def _has_begun(process: LearnerProcess, fragments: FragmentMap) -> bool:
     """Return whether the run has its first version: it is not made of a file any more."""
     run = process.run
     store = Log(process.transport, run.name, run.identity, fragments, run.created)
@@ -135,7 +135,7 @@ async def _has_begun(process: Process, fragments: FragmentMap) -> bool:
 
 
 @contextmanager
-def begun(settings: LearnerSettings, stopping: Callable[[], bool]) -> Iterator[Process]:
+def begun(settings: LearnerSettings, stopping: Callable[[], bool]) -> Iterator[LearnerProcess]:
     """Find the run, and yield this process; what it opened is closed at the end."""
     log, thread = observe.get_logger(), LoopThread()
     exporter = Exporter(settings, settings.role, log)
@@ -144,10 +144,10 @@ def begun(settings: LearnerSettings, stopping: Callable[[], bool]) -> Iterator[P
         stack.callback(lambda: thread.run(exporter.close(), lambda: False))
         transport, run = thread.run(_find(settings, exporter, log), stopping)
         stack.callback(lambda: thread.run(transport.close(), lambda: False))
-        yield Process(settings, run, transport, thread, exporter, stack, stopping, log)
+        yield LearnerProcess(settings, run, transport, thread, exporter, stack, stopping, log)
 
 
-async def _find(settings: LearnerSettings, exporter: Exporter, log: Logger) -> tuple[NatsTransport, Run]:
+async def _find(settings: LearnerSettings, exporter: Exporter, log: Logger) -> tuple[NatsTransport, KnownRun]:
     await exporter.start()
     transport = exporter.transport = await service.connect(settings, settings.role, log, settings.processes)
     return transport, await service.find_run(transport, settings, log)

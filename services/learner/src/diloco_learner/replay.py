@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from numpy.typing import NDArray
 
 from diloco.core import tape
-from diloco.core.delta import Apply
+from diloco.core.delta import VersionWrite
 from diloco.core.leases import data_of
 from diloco.core.schedule import Moment, learning_rate
 from diloco.errors import RunError
@@ -67,7 +67,7 @@ def add_up_as_processes() -> None:
 
 
 class Redo:
-    """An island, driven by a tape instead of a trainer (:class:`diloco_ops.retraining.Model`).
+    """An island, driven by a tape instead of a trainer (:class:`diloco_ops.retraining.TrainableModel`).
 
     ``apart``: a step is two programs. ``processes``: the learner was so many, and this process has the devices of all.
 
@@ -99,7 +99,7 @@ class Redo:
         rate = learning_rate(self.settings, at)
         self.island.step(self._batch(share, batch), rate, (share, batch)).wait()
 
-    def write(self, fragment: int, applied: Apply) -> None:
+    def write(self, fragment: int, applied: VersionWrite) -> None:
         alpha = 0.0 if applied.reset else self.settings.apply.alpha
         self.island.write(self.map.fragments[fragment], applied.theta, applied.reference, alpha)
 

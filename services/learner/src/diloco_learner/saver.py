@@ -21,15 +21,15 @@ from numpy.typing import NDArray
 
 from diloco.core.learner import Dump
 from diloco.member import state
-from diloco.member.state import Content, Part, Saved
+from diloco.member.state import Content, Saved, StateFilePart
 from diloco.process.observe import Logger
-from diloco_learner.model import Stored
+from diloco_learner.model import SavedModel
 
 
 class Saver:
     """Saves states of an island for a learner of a run; its files are a part of ``index`` and ``count``."""
 
-    def __init__(self, island: Stored, run: bytes, learner: str, log: Logger, index: int = 0, count: int = 1) -> None:
+    def __init__(self, island: SavedModel, run: bytes, learner: str, log: Logger, index: int = 0, count: int = 1) -> None:
         self.island, self.run, self.learner, self.log = island, run, learner, log
         self.index, self.count = index, count
         self.job: Future[None] | None = None  # begun, and not found ended
@@ -87,7 +87,9 @@ class Saver:
     ) -> Saved | None:
         """Write a file; None if the disk does not take it, which is no reason to end: the event ``failure`` says so once."""
         try:
-            saved = state.save(path, self.run, self.learner, accounts, content, previous, Part(self.index, self.count, name))
+            saved = state.save(
+                path, self.run, self.learner, accounts, content, previous, StateFilePart(self.index, self.count, name)
+            )
         except OSError as error:
             self.complain(failure, path, error)
             return None

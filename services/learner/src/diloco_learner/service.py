@@ -16,10 +16,10 @@ from diloco.settings.service import LearnerSettings
 from diloco_learner import agreement, alone, programs, replay, together
 from diloco_learner.beginning import Beginning, room_for_steps
 from diloco_learner.mesh import make_mesh
-from diloco_learner.process import Process, begun, until_asked
+from diloco_learner.process import LearnerProcess, begun, until_asked
 
 
-def _work_alone(process: Process, mesh: Mesh | None) -> None:
+def _work_alone(process: LearnerProcess, mesh: Mesh | None) -> None:
     """Train, or evaluate, as the only process of a learner."""
     settings, learns = process.settings, process.settings.role == "learner"
     beginning = Beginning(process, lambda name: programs.compiled_once(settings.cache_dir, name, process.stopping))

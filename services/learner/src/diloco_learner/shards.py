@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco.core.delta import Reference
+from diloco.core.delta import Baseline
 from diloco.core.fragments import Fragment, Piece
-from diloco.core.rows import RowLayout, Rows, at
+from diloco.core.rows import FragmentRows, RowLayout, at
 
 Where = tuple[slice, ...]
 Values = NDArray[np.float32]
@@ -58,7 +58,7 @@ def clear(tensor: jax.Array, piece: Piece) -> jax.Array:
     return _rebuilt(tensor, piece, lambda shard, part: _overwrite_rows(shard, zeros[part.where], part.start))
 
 
-def mix(tensor: jax.Array, piece: Piece, theta: Values, reference: Reference | Values | None, alpha: float) -> jax.Array:
+def mix(tensor: jax.Array, piece: Piece, theta: Values, reference: Baseline | Values | None, alpha: float) -> jax.Array:
     """Queue ``alpha * value + (1 - alpha) * kept`` of a piece, as :func:`overwrite` does.
 
     ``kept`` is ``theta + (value - reference)``, or ``theta`` without a reference; both are float32 [size of the fragment]. Of a
@@ -162,4 +162,4 @@ def layout(fragment: Fragment, leaf: Callable[[str], jax.Array], processes: int)
             if first:
                 read[process].append((piece, where))
     whole = [tuple((piece, where) for (piece, _), where in its.items()) for its in held]
-    return RowLayout([Rows(tuple(its)) for its in read], [Rows(its) for its in whole])
+    return RowLayout([FragmentRows(tuple(its)) for its in read], [FragmentRows(its) for its in whole])

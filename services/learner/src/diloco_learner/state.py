@@ -23,7 +23,7 @@ from diloco_learner.task import Task
 from diloco_learner.task_api import STATE, is_merged
 
 
-class State:
+class IslandState:
     """The state of an island; ``values`` is the task's pytree, of arrays that are referenced only here, or None.
 
     An array that is merged is reached by its path in the log.
@@ -80,7 +80,7 @@ class State:
         arrays = list(self.merged().values())
         return dict(zip(self._merged, copies(arrays) if arrays else [], strict=True))
 
-    def twin(self) -> State:
+    def twin(self) -> IslandState:
         """Return a state of the same values."""
         other = copy.copy(self)
         other.values = jax.tree.map(jnp.copy, self.values)

@@ -36,13 +36,13 @@ from diloco.wire.island import Ping, Told
 from diloco.wire.subjects import Subjects
 from diloco_learner import agreement, checkpoint, parts, replay
 from diloco_learner.beginning import Beginning, connect_jax, room_for_steps
-from diloco_learner.feed import Batch, Feed, Streams
+from diloco_learner.feed import Batch, BatchFeed, Streams
 from diloco_learner.island import Island
 from diloco_learner.mesh import make_mesh
 from diloco_learner.metrics import ObservedMember, ObservedPart
 from diloco_learner.model import digest_of
 from diloco_learner.parts import LeadingKeeper, PartKeeper
-from diloco_learner.process import Process, make_trainer
+from diloco_learner.process import LearnerProcess, make_trainer
 from diloco_learner.task import Task
 
 REGROUP = "regroup"
@@ -68,7 +68,7 @@ def begin_jax(group: Group) -> None:
         raise IslandError(f"learner {group.name}, process {group.index}: JAX cannot connect its processes: {error}") from None
 
 
-def work(process: Process) -> None:
+def work(process: LearnerProcess) -> None:
     """Train as one of a learner's processes until the run is over, or one of them is asked to end."""
     settings, run = process.settings, process.run
     process.exporter.starting = "the other processes of this learner"
@@ -107,7 +107,7 @@ def work(process: Process) -> None:
 
 
 def _train(
-    process: Process, task: Task, island: Island, mesh: Mesh | None, member: Leader | Follower, rows: range | None
+    process: LearnerProcess, task: Task, island: Island, mesh: Mesh | None, member: Leader | Follower, rows: range | None
 ) -> None:
     settings, run, log = process.settings, process.run.created, process.log
     batches: Iterator[Batch]
@@ -119,7 +119,7 @@ def _train(
             member.tape.record(event)
         if island.apart:
             member.tape.record(events.Apart())
-        batches, look_ahead = Feed(task, run, member.leased, log, rows), member.look_ahead
+        batches, look_ahead = BatchFeed(task, run, member.leased, log, rows), member.look_ahead
     else:
         process.wait(member.join())
         process.exporter.observed = ObservedPart(member.part, labels)
@@ -167,7 +167,7 @@ def _train(
         process.wait(member.refusals.check())
 
 
-def _keeper(process: Process, island: Island, member: Leader | Follower) -> PartKeeper:
+def _keeper(process: LearnerProcess, island: Island, member: Leader | Follower) -> PartKeeper:
     settings, log = process.settings, process.log
     return (
         LeadingKeeper(island, member, settings, log)
@@ -176,7 +176,7 @@ def _keeper(process: Process, island: Island, member: Leader | Follower) -> Part
     )
 
 
-def _regroups(process: Process, member: Leader | Follower) -> bool:
+def _regroups(process: LearnerProcess, member: Leader | Follower) -> bool:
     """Whether the generation alone has ended, and not the learner; then all processes have taken leave of one another."""
     part, run = member.part, process.thread.run
     said = Told("end", REGROUP if member.regroups else "") if isinstance(member, Leader) else None
@@ -189,7 +189,7 @@ def _regroups(process: Process, member: Leader | Follower) -> bool:
     return True
 
 
-def _take_up(process: Process, member: Leader | Follower, island: Island) -> bool:
+def _take_up(process: LearnerProcess, member: Leader | Follower, island: Island) -> bool:
     """Begin with the optimizer state that a learner of the run before has ended with, if all processes find the same one.
 
     A run that has merged something by now has newer ones to lend.
@@ -211,7 +211,7 @@ def _take_up(process: Process, member: Leader | Follower, island: Island) -> boo
     return True
 
 
-def _borrow(process: Process, member: Leader | Follower, island: Island) -> None:
+def _borrow(process: LearnerProcess, member: Leader | Follower, island: Island) -> None:
     """Borrow an optimizer state: each process the chunks of its own shards, and all of one copy of one peer, or none.
 
     Parameters are the log's, and the run is asked for nothing that it has not merged anything of. The leader decides for all
@@ -241,7 +241,7 @@ def _borrow(process: Process, member: Leader | Follower, island: Island) -> None
         member.note_optimizer(loan)
 
 
-def _all_of_one(process: Process, part: Part, stage: str, loan: Loan | None) -> Loan | None:
+def _all_of_one(process: LearnerProcess, part: Part, stage: str, loan: Loan | None) -> Loan | None:
     """Return a process's loan if all processes have one of the same copy; None if they do not."""
     found = None if loan is None else f"{loan.peer}, step {loan.step}, {loan.content_hash.hex()}"
     return None if process.wait(part.group.difference(stage, {"loan": found})) else loan
@@ -286,7 +286,7 @@ def exit_from_jax(code: int) -> None:
         os._exit(code)
 
 
-async def make_member(process: Process, fragments: FragmentMap, group: Group, island: Island) -> Leader | Follower:
+async def make_member(process: LearnerProcess, fragments: FragmentMap, group: Group, island: Island) -> Leader | Follower:
     """Return this process's part: the leader, or one that follows. Call it in the loop's thread."""
     transport, run, log = process.transport, process.run, process.log
     layouts = [island.row_layout(fragment, group.size) for fragment in fragments.fragments]

@@ -17,15 +17,15 @@ from typing import Protocol, TypeAlias
 from diloco.core.accounts import StepDone
 from diloco.core.fragment_state import Reader
 from diloco.core.fragments import FragmentMap
-from diloco.core.pace import Average
+from diloco.core.pace import MovingAverage
 from diloco.core.schedule import Moment, learning_rate
 from diloco.member.member import Boundary
 from diloco.process.observe import Logger
 from diloco.settings.run import RunSettings
 from diloco_learner import members
 from diloco_learner.feed import Batch
-from diloco_learner.meter import Meter, Span
-from diloco_learner.model import Carried, Output, Stepping
+from diloco_learner.meter import Meter, MeteredSpan
+from diloco_learner.model import Output, SharedParameters, Stepping
 
 IDLE_S = 0.5  # news wake it earlier; it then looks whether it is asked to end
 LOG_EVERY_S = 10.0  # a line for people who watch
@@ -53,7 +53,7 @@ class _Flight:
     """A step that was dispatched and has not been accounted for."""
 
     batch: Batch
-    made: Span  # when its batch was made
+    made: MeteredSpan  # when its batch was made
     called_s: float
     end: Future[_End]
 
@@ -85,7 +85,7 @@ class Steered(Protocol):
         """Take no further step, and end within this time."""
 
 
-def carry_out(boundary: Boundary, parameters: Carried, member: Steered, settings: RunSettings) -> None:
+def carry_out(boundary: Boundary, parameters: SharedParameters, member: Steered, settings: RunSettings) -> None:
     """Write the versions of a boundary into the parameters, and hand readers to the member.
 
     Versions are taken out of the boundary: it would keep the parameters before them during the whole next step.
@@ -130,7 +130,7 @@ class Trainer:
         self.tokens_per_batch, self.slow, self.stopping = tokens_per_batch, slow, stopping
         self.leave_s, self.at_boundary = leave_s, at_boundary
         self._leaving = False
-        self._busy, self._error, self._boundary = Average(), Average(), Average()  # seconds
+        self._busy, self._error, self._boundary = MovingAverage(), MovingAverage(), MovingAverage()  # seconds
         self._meter = Meter()
         self._ended: _End | None = None  # of the last step
         self._logged_s = time.perf_counter()
@@ -183,10 +183,10 @@ class Trainer:
                 about = {"loss": round(end.loss, 4), "learning_rate": round(rate, 6)} | ({"metrics": shown} if shown else {})
                 self.log.debug("stepping", step=self.member.step, **about)
 
-    def _make_batch(self) -> tuple[Batch, Span]:
+    def _make_batch(self) -> tuple[Batch, MeteredSpan]:
         began_s = time.perf_counter()
         with members.users_errors(self.settings.task):
-            return next(self.batches), Span(began_s, time.perf_counter())
+            return next(self.batches), MeteredSpan(began_s, time.perf_counter())
 
     def _look_ahead(self, flight: _Flight | None, batch: Batch) -> None:
         """Have what follows the step in flight decided, so long before its end that this is known everywhere by then."""

@@ -13,12 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diloco.core.arrangement import Arrangement
-from diloco.core.delta import Reference
+from diloco.core.delta import Baseline
 from diloco.core.fragments import FixedSpec, Fragment, TensorSpec
 from diloco.errors import SettingsError
-from diloco_learner.island import Reading
+from diloco_learner.island import IslandReading
 from diloco_learner.leaves import Leaf, path_of, read_rows, write_rows
-from diloco_learner.overlap import Span, check_apart
+from diloco_learner.overlap import MemorySpan, check_apart
 from diloco_learner.tensors import trained
 
 Vector = NDArray[np.float32]
@@ -99,11 +99,13 @@ class Tree:
         """
         return min(self._leaves, key=lambda leaf: leaf.size or math.inf).sum()
 
-    def snapshot(self, fragment: Fragment) -> Reading:
+    def snapshot(self, fragment: Fragment) -> IslandReading:
         """Queue a copy of a fragment's values."""
-        return Reading(fragment, tuple(read_rows(self._stored(self._index[piece.path]), piece) for piece in fragment.pieces))
+        return IslandReading(
+            fragment, tuple(read_rows(self._stored(self._index[piece.path]), piece) for piece in fragment.pieces)
+        )
 
-    def write(self, fragment: Fragment, theta: Vector, reference: Reference | Vector | None = None, alpha: float = 0.0) -> None:
+    def write(self, fragment: Fragment, theta: Vector, reference: Baseline | Vector | None = None, alpha: float = 0.0) -> None:
         """Write a fragment, as :func:`diloco_learner.leaves.write_rows` does; vectors are float32 [size of the fragment]."""
         for piece in fragment.pieces:
             at = self._index[piece.path]
@@ -146,8 +148,8 @@ def _buffer(leaf: Leaf) -> int:
     return id(leaf)
 
 
-def _span(array: NDArray[np.float32]) -> Span:
-    return Span("", array.ctypes.data, array.itemsize, array.shape, array.strides)
+def _span(array: NDArray[np.float32]) -> MemorySpan:
+    return MemorySpan("", array.ctypes.data, array.itemsize, array.shape, array.strides)
 
 
 def _checked(path: str, leaf: Any) -> Leaf:

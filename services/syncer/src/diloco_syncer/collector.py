@@ -12,11 +12,11 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco.control.admission import Standing, admitted
+from diloco.control.admission import LearnerStanding, admitted
 from diloco.core import bandwidth, codec, quantise
 from diloco.core.fragments import Fragment
 from diloco.core.regional_round import HeldOffer
-from diloco.core.round import Held
+from diloco.core.round import RoundOffer
 from diloco.errors import BrokerError, FormatError, MessageError, NotAdmittedError, RewoundError
 from diloco.log.stream import open_body
 from diloco.process.retry import RETRY_S, Complaint, until_available
@@ -30,7 +30,7 @@ from diloco_syncer.context import Context
 from diloco_syncer.owner import FragmentOwner
 
 
-class Keeper(Protocol):
+class OfferKeeper(Protocol):
     """Decides which offers of a fragment are kept. One that combines a region's offers is given learners' own alone."""
 
     def refuse(self, offer: Any, elapsed_s: float) -> str | None: ...
@@ -45,7 +45,7 @@ class Taker(Protocol):
     def fragment(self) -> Fragment: ...
 
     @property
-    def round(self) -> Keeper: ...
+    def round(self) -> OfferKeeper: ...
 
 
 @dataclass
@@ -173,7 +173,7 @@ class Collector:
         round_, elapsed_s = self._takers[index].round, message.stored_at_s - await self._genesis_s()
         body = await self._open(offer, inline, parts, sender, partial(round_.refuse, offer, elapsed_s), what)
         if body is not None:
-            held = HeldOffer(offer, body, elapsed_s) if isinstance(offer, Offer) else Held(offer, body, elapsed_s)
+            held = HeldOffer(offer, body, elapsed_s) if isinstance(offer, Offer) else RoundOffer(offer, body, elapsed_s)
             self._tell(offer, sender, round_.hold(held))
 
     async def _genesis_s(self) -> float:
@@ -240,9 +240,9 @@ class Collector:
             values: dict[str, Any] = {"fragment": offer.fragment, "sender": sender, "number": offer.number}
             self.log.debug("offer_passed_over", **values, reason=reason)
 
-    async def _not_admitted(self, learner: str, incarnation: int) -> Standing | None:
+    async def _not_admitted(self, learner: str, incarnation: int) -> LearnerStanding | None:
         """Return the standing of a learner that is not admitted in an incarnation or a later one; None: it is."""
-        standing = Standing(None)
+        standing = LearnerStanding(None)
         if self._admitted.get(learner, -1) < incarnation:
             standing = await until_available(partial(admitted, self.run, learner, self.context.map.digest), self.log)
             self._admitted[learner] = -1 if standing.incarnation is None else standing.incarnation

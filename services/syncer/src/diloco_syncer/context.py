@@ -7,7 +7,7 @@ import contextlib
 from dataclasses import dataclass, field
 from typing import Any
 
-from diloco.control.creation import Run
+from diloco.control.creation import KnownRun
 from diloco.core.fragments import FragmentMap
 from diloco.core.refusals import Refusal, reason_of
 from diloco.core.roster import Roster
@@ -42,7 +42,7 @@ class Context:
     """One syncer's run, and its ways to the others. ``store`` is the log of the syncer's own region."""
 
     transport: Transport
-    run: Run
+    run: KnownRun
     map: FragmentMap
     settings: SyncerSettings
     log: Logger

@@ -7,7 +7,7 @@ from functools import partial
 
 from diloco.core.chain import WrongEntries
 from diloco.errors import RewoundError, StateError
-from diloco.log.follower import Copy, Folded, LogFollower, Wrong
+from diloco.log.follower import FollowedEntry, LogCopy, LogFollower, Wrong
 from diloco.log.log import Log
 from diloco.log.stream import Refuse
 from diloco.process.observe import Logger
@@ -39,15 +39,15 @@ class Copies:
                 found[index] = record
         return found
 
-    async def as_stored(self, index: int) -> Copy:
+    async def as_stored(self, index: int) -> LogCopy:
         """Return the fragment as its log has it, whatever copy there is; no other task has it."""
         return await until_available(partial(self._follower.load_once, index), self.log)
 
-    def known(self) -> list[Copy]:
+    def known(self) -> list[LogCopy]:
         """Return all copies; none may be being folded."""
         return list(self._follower.copies.values())
 
-    async def take(self, index: int) -> Copy:
+    async def take(self, index: int) -> LogCopy:
         """Return the fragment as of its log's end, from its copy where that serves; it is the caller's from now on."""
         copy = self._follower.copies.pop(index, None)
         while True:
@@ -70,7 +70,7 @@ class Copies:
                 return copy
             copy = None
 
-    async def _serves(self, index: int, copy: Copy) -> bool:
+    async def _serves(self, index: int, copy: LogCopy) -> bool:
         """Whether an owner can go on with a copy that is at its log's end."""
         # after the fence was read: the fence notices a loss from now on
         if not await until_available(partial(self.store.reader.holds, copy.replica.chain), self.log):
@@ -96,7 +96,7 @@ class Copies:
         self,
         fragments: Sequence[int],
         ready: Callable[[], None],
-        folded: Callable[[Copy, Folded | None], Awaitable[None]],
+        folded: Callable[[LogCopy, FollowedEntry | None], Awaitable[None]],
         doubted: Callable[[], None],
     ) -> None:
         """Keep copies of these fragments up to date, for ever.
@@ -113,7 +113,7 @@ class Copies:
                 await self._follower.load(index)
         ready()
         async for event in self._follower.follow(fragments):
-            if isinstance(event, Folded):
+            if isinstance(event, FollowedEntry):
                 await folded(event.copy, event)
             elif isinstance(event, Wrong):
                 doubted()

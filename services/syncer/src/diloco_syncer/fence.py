@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from diloco.core import quorum
 from diloco.errors import FenceError
-from diloco.log.follower import Copy
+from diloco.log.follower import LogCopy
 from diloco.log.log import Log
 from diloco.process.observe import Logger
 from diloco.process.retry import until_available
@@ -23,7 +23,7 @@ TRIES = 16  # of one append: as many messages must come between a look and the a
 T = TypeVar("T")
 
 
-async def holds(store: Log, copy: Copy, behind: int) -> bool:
+async def holds(store: Log, copy: LogCopy, behind: int) -> bool:
     """Whether a fragment's log goes on from its copy; the fence moves to the last message, if all are passed over.
 
     ``behind``: sequence of the message after which all are looked at: the fence's, or one before it.
@@ -46,7 +46,7 @@ async def holds(store: Log, copy: Copy, behind: int) -> bool:
     return True
 
 
-async def append_behind(store: Log, copy: Copy, append: Callable[[int], Awaitable[T]], log: Logger) -> T:
+async def append_behind(store: Log, copy: LogCopy, append: Callable[[int], Awaitable[T]], log: Logger) -> T:
     """Return what ``append`` does, given the fence of a copy; do it again if the fence moves, :data:`TRIES` times at most.
 
     Raises:

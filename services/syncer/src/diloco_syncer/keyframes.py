@@ -11,7 +11,7 @@ from functools import partial
 
 from diloco.core import fold
 from diloco.core.retention import keyframe_due, keyframes_kept
-from diloco.log.follower import Copy
+from diloco.log.follower import LogCopy
 from diloco.process.retry import until_available
 from diloco.transport import Fence
 from diloco_syncer.context import Context
@@ -21,7 +21,7 @@ from diloco_syncer.fence import append_behind
 class Keyframes:
     """The keyframes of one fragment. ``copy`` is the fragment as this syncer has it; no thread may be folding it."""
 
-    def __init__(self, context: Context, copy: Copy) -> None:
+    def __init__(self, context: Context, copy: LogCopy) -> None:
         self.context, self.copy = context, copy
         self.index = copy.replica.chain.fragment
         self._kept: list[int] = []  # sequences of all that stay, the oldest first; empty: not known yet

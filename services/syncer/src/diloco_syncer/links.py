@@ -6,7 +6,7 @@ import asyncio
 import math
 from collections.abc import Callable, Mapping
 
-from diloco.core.bandwidth import Bandwidth, Change, Seen
+from diloco.core.bandwidth import Bandwidth, LevelChange, WayState
 from diloco.core.ownership import Ownership
 from diloco.process.observe import Logger
 from diloco.settings.run import RunSettings
@@ -80,7 +80,7 @@ class LinkWatch:
         live = {seen.heartbeat.learner for seen in roster.live(now_s)}
         if not live or not self.owned:
             return
-        seen: dict[str, tuple[Seen, Seen]] = {}
+        seen: dict[str, tuple[WayState, WayState]] = {}
         for region, collector in self.collectors.items():
             if region == regions.own:
                 continue
@@ -94,7 +94,7 @@ class LinkWatch:
         for change in self.bandwidth.look(now_s, cycle_s, seen):
             _tell(self.context.log, change)
 
-    def see(self, regions: Regions, region: str, live: set[str], now_s: float) -> tuple[Seen, Seen]:
+    def see(self, regions: Regions, region: str, live: set[str], now_s: float) -> tuple[WayState, WayState]:
         """Return the ways of the offers of ``live`` learners, and of the entries, between here and another region."""
         collector = self.collectors[region]
         values = sum(owner.fragment.size for owner in self.owned.values())
@@ -103,11 +103,11 @@ class LinkWatch:
         if collector.regional:
             crossing = min(1, crossing)
         # a learner's newer offer replaces its older one: the queue does not grow, and its age says little
-        offers = Seen(collector.transport.incoming, crossing * values, 0.0)
-        return offers, Seen(regions.appends[region].moved, values, age_s)
+        offers = WayState(collector.transport.incoming, crossing * values, 0.0)
+        return offers, WayState(regions.appends[region].moved, values, age_s)
 
 
-def _tell(log: Logger, change: Change) -> None:
+def _tell(log: Logger, change: LevelChange) -> None:
     log.info(
         "bandwidth_changed",
         other_region=change.region,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Seen:
+class SyncerMoment:
     """A syncer at one moment."""
 
     shard: Shard
@@ -57,10 +57,10 @@ class ObservedShard:
         return self.transport.published_s
 
     def families(self) -> Iterator[Family]:
-        return families(METRICS, Seen(self.shard, self.shard.heartbeat()), self.labels)
+        return families(METRICS, SyncerMoment(self.shard, self.shard.heartbeat()), self.labels)
 
 
-METRICS: tuple[Metric[Seen], ...] = (
+METRICS: tuple[Metric[SyncerMoment], ...] = (
     Metric(
         "diloco_syncer_state",
         "gauge",
@@ -110,14 +110,14 @@ METRICS: tuple[Metric[Seen], ...] = (
         "diloco_syncer_crossing_bytes_total",
         "counter",
         "Of these: to and from the servers of other regions",
-        Seen.crossing,
+        SyncerMoment.crossing,
         ("other_region", "way"),
     ),
     Metric(
         "diloco_syncer_region_connected",
         "gauge",
         "1 while there is a connection to the server of the other region; no value until there was one",
-        Seen.reached,
+        SyncerMoment.reached,
         ("other_region",),
     ),
     Metric(
@@ -130,7 +130,7 @@ METRICS: tuple[Metric[Seen], ...] = (
         "diloco_syncer_offer_precision_bits",
         "gauge",
         "Bits a value that it asks of offers from another region",
-        Seen.offer_bits,
+        SyncerMoment.offer_bits,
         ("other_region",),
     ),
     Metric(

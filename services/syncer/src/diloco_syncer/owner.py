@@ -17,7 +17,7 @@ from diloco.core.chain import Chain
 from diloco.core.outliers import Norms, Outlier
 from diloco.core.round import Merge, Round
 from diloco.errors import FenceError, FormatError, RunError, StorageFullError
-from diloco.log.follower import Copy
+from diloco.log.follower import LogCopy
 from diloco.settings.run import Bits
 from diloco.wire import framing
 from diloco.wire.body import ATTEMPT_BYTES
@@ -46,7 +46,7 @@ class FragmentOwner:
     ``busy``: a task appends to it or hands it over; nothing else may begin meanwhile. The task that sets it clears it.
     """
 
-    def __init__(self, context: Context, copy: Copy, genesis: tuple[Genesis, bytes]) -> None:
+    def __init__(self, context: Context, copy: LogCopy, genesis: tuple[Genesis, bytes]) -> None:
         """``copy``: the fragment as of its log's end; it is this owner's from now on."""
         self.context, self.copy, self.genesis = context, copy, genesis
         self.replica = copy.replica

@@ -16,7 +16,7 @@ from diloco_syncer.regions import COMES_BACK_S, Regions
 
 
 @dataclass
-class Place:
+class RegionProgress:
     """How far one region's log is."""
 
     region: str
@@ -40,7 +40,7 @@ class Places:
 
     def __init__(self, regions: Regions, fragment: int) -> None:
         self.regions, self.fragment = regions, fragment
-        self.by_region = {region: Place(region) for region in regions.names}
+        self.by_region = {region: RegionProgress(region) for region in regions.names}
         self.all = list(self.by_region.values())
         self.own = self.by_region[regions.own]
 
@@ -54,7 +54,7 @@ class Places:
         if not all(answers):
             raise AppendUncertainError(f"fragment {self.fragment}: a region that was claimed is away, or has lost its log")
 
-    def demand_counted(self, place: Place) -> None:
+    def demand_counted(self, place: RegionProgress) -> None:
         """Refuse an answer of a region whose connection was made again meanwhile: its log may be another one."""
         if not self.regions.counts(place.region):
             raise RewoundError(f"fragment {self.fragment}: region {place.region} was away, and may have lost its log")
@@ -76,13 +76,13 @@ class Places:
         """Whether a majority of regions, with the own one, said to hold an entry."""
         return self._are_majority(self._holders(number))
 
-    def _holders(self, number: int) -> list[Place]:
+    def _holders(self, number: int) -> list[RegionProgress]:
         return [place for place in self.all if place.stored >= number]
 
-    def _are_majority(self, holders: Sequence[Place]) -> bool:
+    def _are_majority(self, holders: Sequence[RegionProgress]) -> bool:
         return len(holders) >= self.regions.majority and self.own in holders
 
-    def forget(self, place: Place) -> bool:
+    def forget(self, place: RegionProgress) -> bool:
         """Forget what a region holds if the connection to it was made again: its log may be another one. Return whether."""
         if self.regions.counts(place.region):
             return False

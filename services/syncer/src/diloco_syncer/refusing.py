@@ -9,8 +9,8 @@ from dataclasses import replace
 import msgspec
 
 from diloco.control.admission import admitted_incarnation
-from diloco.control.creation import Run
-from diloco.control.tables import Table
+from diloco.control.creation import KnownRun
+from diloco.control.tables import BucketTable
 from diloco.core.refusals import Refusal, report
 from diloco.errors import BrokerError
 from diloco.process.observe import Logger
@@ -29,7 +29,7 @@ class RefusalReporter:
     nothing else up.
     """
 
-    def __init__(self, run: Run, log: Logger) -> None:
+    def __init__(self, run: KnownRun, log: Logger) -> None:
         self._run, self._log = run, log
         self._waiting: defaultdict[str, list[Refusal]] = defaultdict(list)
         self._news = asyncio.Event()
@@ -66,5 +66,5 @@ class RefusalReporter:
         def unpack(stored: bytes | None) -> Refusals | None:
             return unpack_refusals(stored, learner)
 
-        table = Table(self._run.registry, refusals_key(learner), unpack, msgspec.msgpack.encode)
+        table = BucketTable(self._run.registry, refusals_key(learner), unpack, msgspec.msgpack.encode)
         await table.change(lambda known: report(known, refusals))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 
-from diloco.control.creation import Run
+from diloco.control.creation import KnownRun
 from diloco.control.genesis import decided_genesis
 from diloco.core.bandwidth import Appends
 from diloco.core.fragments import FragmentMap
@@ -42,7 +42,7 @@ class Regions:
     """
 
     def __init__(
-        self, own: str, log: Log, run: Run, fragment_map: FragmentMap, connect: Mapping[str, Connect], name: str
+        self, own: str, log: Log, run: KnownRun, fragment_map: FragmentMap, connect: Mapping[str, Connect], name: str
     ) -> None:
         """``name``: of the syncer."""
         self.name = name

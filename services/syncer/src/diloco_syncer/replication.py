@@ -24,7 +24,7 @@ from diloco.process.tasks import end
 from diloco.wire import framing
 from diloco.wire.body import ATTEMPT_BYTES
 from diloco.wire.entries import Record
-from diloco_syncer.places import Place, Places
+from diloco_syncer.places import Places, RegionProgress
 from diloco_syncer.regions import Regions
 
 LOOK_S = 0.25  # from one look whether a claim is still wanted to the next
@@ -115,7 +115,7 @@ class Replication:
             if packed.entry_hash == self._known:
                 self.committed = number
 
-    async def _claim(self, place: Place, log_heads: dict[str, LogHead]) -> None:
+    async def _claim(self, place: RegionProgress, log_heads: dict[str, LogHead]) -> None:
         log, complaint = await self.regions.log(place.region), Complaint(self.log)
         while True:
             try:
@@ -199,7 +199,7 @@ class Replication:
         self._numbered += 1
         return self._numbered - 1
 
-    async def _write(self, place: Place) -> None:
+    async def _write(self, place: RegionProgress) -> None:
         log, complaint = await self.regions.log(place.region), Complaint(self.log)
         while self._lost is None:
             try:
@@ -235,25 +235,25 @@ class Replication:
                 self._failed(place, error, complaint)
                 await asyncio.sleep(RETRY_S)
 
-    def _failed(self, place: Place, error: BrokerError, complaint: Complaint) -> None:
+    def _failed(self, place: RegionProgress, error: BrokerError, complaint: Complaint) -> None:
         """Note that a region stored nothing, and complain if it has no room; one that is away needs no word."""
         self.regions.tried(place.region, stored=False)
         if isinstance(error, StorageFullError):
             complaint.error("storage_full", fragment=self.fragment, other_region=place.region, reason=str(error))
 
-    def _is_behind(self, place: Place) -> bool:
+    def _is_behind(self, place: RegionProgress) -> bool:
         """Whether a region misses more than the newest entry."""
         last = self._entries[-1].packed.previous if self._entries else self._newest
         return bool(place.older) or place.at not in (self._newest, last)
 
-    async def _catch_up(self, place: Place, log: Log) -> None:
+    async def _catch_up(self, place: RegionProgress, log: Log) -> None:
         while self._lost is None and self._is_behind(place):
             await (self._store(place, log, place.older[0]) if place.older else self._store_next(place, log))
 
-    def _is_unnoticed(self, place: Place) -> bool:
+    def _is_unnoticed(self, place: RegionProgress) -> bool:
         return place.noticed < place.stored <= self.committed
 
-    def _has_work(self, place: Place) -> bool:
+    def _has_work(self, place: RegionProgress) -> bool:
         return self._lost is not None or place.at != self._newest or self._is_unnoticed(place)
 
     @property
@@ -266,7 +266,7 @@ class Replication:
             self._lost = error
             self._changed.notify_all()
 
-    async def _look_behind(self, place: Place, log: Log) -> None:
+    async def _look_behind(self, place: RegionProgress, log: Log) -> None:
         """Move a region's fence behind what everyone passes over; have its log looked at if there is anything else."""
         end = await log.reader.passed_over(self.fragment, place.fence, partial(outbids, epoch=self.epoch))
         place.refused = False
@@ -275,7 +275,7 @@ class Replication:
         else:
             place.fence = end
 
-    async def _settle(self, place: Place, log: Log) -> None:
+    async def _settle(self, place: RegionProgress, log: Log) -> None:
         """Find out the last entry of a region, and so the next one to store there."""
         place.made, place.since_s = await self.regions.counted(place.region), asyncio.get_running_loop().time()
         log_head, epoch, place.fence = await log.region.log_head(self.fragment, self.genesis_check, self._known_epoch)
@@ -296,7 +296,7 @@ class Replication:
         else:
             await self._reached(place, self.genesis_check, 0, 0)
 
-    async def _reached(self, place: Place, entry_hash: bytes, version: int, sequence: int) -> None:
+    async def _reached(self, place: RegionProgress, entry_hash: bytes, version: int, sequence: int) -> None:
         async with self._changed:
             place.at, place.version, place.sequence = entry_hash, version, sequence
             number = self._number(entry_hash)
@@ -312,7 +312,7 @@ class Replication:
         first = self._numbered - len(self._entries)
         return next((first + index for index, entry in enumerate(self._entries) if entry.packed.entry_hash == entry_hash), None)
 
-    async def _store_next(self, place: Place, log: Log) -> None:
+    async def _store_next(self, place: RegionProgress, log: Log) -> None:
         """Store the next entry, from memory; look for it in the own region's log, if it has left the memory."""
         packed = next((entry.packed for entry in self._entries if entry.packed.previous == place.at), None)
         if packed is None:
@@ -320,7 +320,7 @@ class Replication:
             return
         await self._store(place, log, packed)
 
-    async def _store(self, place: Place, log: Log, packed: Packed) -> None:
+    async def _store(self, place: RegionProgress, log: Log, packed: Packed) -> None:
         """Store an entry in a region, and every so often a notice of one that is committed: what left the memory is."""
         sequence = await self._append(place, log, packed)
         if place.older:
@@ -331,7 +331,7 @@ class Replication:
         if place.untold >= NOTICE_EVERY and place.stored <= self.committed:
             await self._tell(place, log, packed)
 
-    async def _append(self, place: Place, log: Log, packed: Packed) -> int:
+    async def _append(self, place: RegionProgress, log: Log, packed: Packed) -> int:
         """Store an entry in a region, and return its sequence there; claim again what too many entries would hide."""
         began_s, record = asyncio.get_running_loop().time(), packed.record
         sequence = place.fence = await log.region.append_packed(packed, place.fence)
@@ -345,16 +345,16 @@ class Replication:
             place.copied = 0
         return sequence
 
-    def _took(self, place: Place, began_s: float, size_bytes: int) -> None:
+    def _took(self, place: RegionProgress, began_s: float, size_bytes: int) -> None:
         self.regions.appends[place.region].done(began_s, asyncio.get_running_loop().time(), size_bytes)
 
-    async def _tell(self, place: Place, log: Log, packed: Packed) -> None:
+    async def _tell(self, place: RegionProgress, log: Log, packed: Packed) -> None:
         """Store a notice of the last entry that a region holds, which is committed."""
         record = packed.record
         await log.region.notice(self.fragment, record.version, record.epoch, packed.entry_hash, place.sequence)
         place.untold = 0
 
-    async def _older(self, place: Place, log: Log) -> list[Packed]:
+    async def _older(self, place: RegionProgress, log: Log) -> list[Packed]:
         """Return the entries that a region misses of those that have left the memory; the own region's log has them.
 
         If they are gone there, the region gets a keyframe first, and the entries after that.
@@ -388,7 +388,7 @@ class Replication:
         while len(self._entries) > KEPT and self._numbered - len(self._entries) < min(self.committed, own.stored):
             self._before = self._entries.popleft().packed.entry_hash
 
-    async def _notice(self, place: Place, log: Log) -> None:
+    async def _notice(self, place: RegionProgress, log: Log) -> None:
         number = place.stored
         packed = self._entries[number - self._numbered].packed
         began_s = asyncio.get_running_loop().time()

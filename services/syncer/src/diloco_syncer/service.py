@@ -7,7 +7,7 @@ import sys
 from functools import partial
 
 from diloco.control import creation
-from diloco.control.creation import Run
+from diloco.control.creation import KnownRun
 from diloco.errors import SettingsError
 from diloco.nats.identity import Identity
 from diloco.nats.transport import NatsTransport
@@ -59,7 +59,9 @@ async def _serve(settings: SyncerSettings, exporter: Exporter, log: Logger) -> N
         await transport.close()
 
 
-def _ways(settings: SyncerSettings, run: Run, identity: Identity | None, exporter: Exporter, log: Logger) -> dict[str, Connect]:
+def _ways(
+    settings: SyncerSettings, run: KnownRun, identity: Identity | None, exporter: Exporter, log: Logger
+) -> dict[str, Connect]:
     """Return how to reach the other regions, by name.
 
     Raises:

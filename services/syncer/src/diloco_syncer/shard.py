@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 from diloco import __version__
 from diloco.control import creation
 from diloco.control.changes import ChangesFollower
-from diloco.control.creation import Run
+from diloco.control.creation import KnownRun
 from diloco.control.gate import HeartbeatGate
 from diloco.control.genesis import await_genesis
 from diloco.control.hearing import hear
@@ -24,7 +24,7 @@ from diloco.core.ownership import Ownership
 from diloco.core.roster import Roster
 from diloco.errors import FormatError
 from diloco.log.log import Log
-from diloco.log.stream import Refusal
+from diloco.log.stream import RefusedEntry
 from diloco.process.observe import Counted, Logger, Progress
 from diloco.process.retry import until_available
 from diloco.process.tape import Recorder, Unrecorded
@@ -58,7 +58,7 @@ class Shard:
     def __init__(
         self,
         transport: Transport,
-        run: Run,
+        run: KnownRun,
         fragment_map: FragmentMap,
         settings: SyncerSettings,
         log: Logger,
@@ -230,7 +230,7 @@ class Shard:
                     owner.busy = False
                     self._news.set()
 
-    def _refuse_entry(self, refusal: Refusal) -> None:
+    def _refuse_entry(self, refusal: RefusedEntry) -> None:
         self.context.refuse(refusal.sender, refusal.error, sequence=refusal.sequence)
 
     # ---- heartbeat

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from diloco.core import excess
 from diloco.core.ownership import Ownership
 from diloco.errors import FenceError, FormatError, StorageFullError
-from diloco.log.follower import Copy, Folded
+from diloco.log.follower import FollowedEntry, LogCopy
 from diloco.process.tasks import end
 from diloco_syncer.aggregator import RegionalAggregator
 from diloco_syncer.context import Context, clock_s
@@ -60,7 +60,7 @@ class Standby:
                 self.aggregator.follow(copy.replica.chain, None, 0.0)  # known with the next entry: now are many
         self.context.log.info("standing_by", fragments=len(known))
 
-    async def _folded(self, copy: Copy, event: Folded | None) -> None:
+    async def _folded(self, copy: LogCopy, event: FollowedEntry | None) -> None:
         """Take in that a fragment has a new entry, or (None) was loaded again."""
         context, chain = self.context, copy.replica.chain
         record = None if event is None else event.entry.record

@@ -15,7 +15,7 @@ from diloco.core import codec, quantise
 from diloco.core.fragments import FragmentMap
 from diloco.errors import BrokerError
 from diloco.nats import streams
-from diloco.nats.connection import Link
+from diloco.nats.connection import NatsLink
 from diloco.process.observe import Counted, Logger
 from diloco.wire import subjects
 from diloco.wire.body import ATTEMPT_BYTES, PART_BYTES
@@ -43,7 +43,7 @@ def is_stray(subject: str, parts: Sequence[int]) -> bool:
 class Sweeper:
     """Looks at one server's stream of offers now and then."""
 
-    def __init__(self, link: Link, run: str, fragment_map: FragmentMap, log: Logger) -> None:
+    def __init__(self, link: NatsLink, run: str, fragment_map: FragmentMap, log: Logger) -> None:
         self.link, self.subjects, self.log, self.every_s = link, Subjects(run), log, EVERY_S
         self.swept = Counted(log, "offers_dropped")
         self._parts = most_parts(fragment_map)

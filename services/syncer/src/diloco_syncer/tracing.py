@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from diloco.core.round import Merge, Round
 from diloco.core.tracing import Ids, Span, offer_ids, regional_offer_ids, version_ids
-from diloco.log.follower import Folded
+from diloco.log.follower import FollowedEntry
 from diloco.log.tracing import tell_of_read
 from diloco.process.telemetry import Telemetry
 from diloco.wire.entries import Record
@@ -124,7 +124,7 @@ class RegionalTrace:
         add(Span("upload", ids.child("upload"), ids.span, combined, now))
 
 
-def tell_of_copy(context: Context, folded: Folded) -> None:
+def tell_of_copy(context: Context, folded: FollowedEntry) -> None:
     """Tell of a version that a syncer read which does not own its fragment, if its way is told."""
     telemetry, record, run = context.telemetry, folded.entry.record, context.run.identity
     if telemetry is None or not record.makes_version:

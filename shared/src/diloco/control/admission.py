@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from diloco.control.creation import Run, find_map
-from diloco.control.tables import Table, decoded
+from diloco.control.creation import KnownRun, find_map
+from diloco.control.tables import BucketTable, decoded
 from diloco.core.fragments import FragmentMap, check_same_map
 from diloco.errors import AdmissionError, FenceError, FormatError
 from diloco.nats import grants
@@ -27,7 +27,7 @@ class Admission(msgspec.Struct, array_like=True, forbid_unknown_fields=True, fro
 
 
 @dataclass(frozen=True)
-class Standing:
+class LearnerStanding:
     """A learner's standing in a run."""
 
     incarnation: int | None  # in which it is admitted; None: it is not
@@ -37,7 +37,7 @@ class Standing:
 
 
 async def join(
-    run: Run,
+    run: KnownRun,
     learner: str,
     incarnation: int,
     ours: FragmentMap,
@@ -74,7 +74,7 @@ async def join(
     return admission.incarnation
 
 
-async def _propose(run: Run, packed: bytes) -> bool:
+async def _propose(run: KnownRun, packed: bytes) -> bool:
     """Propose a fragment map; return whether it has become the run's.
 
     The key is read first: once a run was founded, its founder may write it no more, and the server answers nothing.
@@ -88,7 +88,7 @@ async def _propose(run: Run, packed: bytes) -> bool:
     return True
 
 
-async def admitted_incarnation(run: Run, learner: str) -> int | None:
+async def admitted_incarnation(run: KnownRun, learner: str) -> int | None:
     """Return the incarnation that a learner was admitted in last, to whatever settings and map; None: it never was."""
     try:
         admission, _ = await _table(run, learner).read()
@@ -97,29 +97,29 @@ async def admitted_incarnation(run: Run, learner: str) -> int | None:
     return None if admission is None else admission.incarnation
 
 
-async def admitted(run: Run, learner: str, map_digest: bytes) -> Standing:
+async def admitted(run: KnownRun, learner: str, map_digest: bytes) -> LearnerStanding:
     """Return a learner's standing: admitted to this run's settings and map, with a grant where the run has identities."""
     try:
         admission, _ = await _table(run, learner).read()
     except FormatError as error:
-        return Standing(None, reason=str(error))
+        return LearnerStanding(None, reason=str(error))
     if admission is None:
-        return Standing(None, reason="it has not joined")
+        return LearnerStanding(None, reason="it has not joined")
     if (admission.learner, admission.settings_digest, admission.map_digest) != (learner, run.created.digest(), map_digest):
-        return Standing(None, reason="it has joined with another name, other settings or another fragment map")
+        return LearnerStanding(None, reason="it has joined with another name, other settings or another fragment map")
     if run.authority is None:
-        return Standing(admission.incarnation)
+        return LearnerStanding(admission.incarnation)
     try:
-        return Standing(admission.incarnation, grants.opened(admission.grant, run.authority, run.name, learner))
+        return LearnerStanding(admission.incarnation, grants.opened(admission.grant, run.authority, run.name, learner))
     except FormatError as error:
-        return Standing(None, reason=str(error), lacks_grant=True)
+        return LearnerStanding(None, reason=str(error), lacks_grant=True)
 
 
 _DECODER = msgspec.msgpack.Decoder(Admission)
 
 
-def _table(run: Run, learner: str) -> Table[Admission | None]:
+def _table(run: KnownRun, learner: str) -> BucketTable[Admission | None]:
     def unpack(stored: bytes | None) -> Admission | None:
         return None if stored is None else decoded(stored, _DECODER)
 
-    return Table(run.registry, f"member.{learner}", unpack, msgspec.msgpack.encode)
+    return BucketTable(run.registry, f"member.{learner}", unpack, msgspec.msgpack.encode)

@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
 
-from diloco.control.creation import Run
-from diloco.control.tables import Table
+from diloco.control.creation import KnownRun
+from diloco.control.tables import BucketTable
 from diloco.core.changes import Action, Change, Changes, Effective, described, in_force, unpack
 from diloco.errors import BrokerError, MessageError, SettingsError
 from diloco.process.observe import Logger
@@ -21,7 +21,7 @@ GAP_S = 0.2  # between two looks, however often it rings
 class ChangesFollower:
     """Keeps ``run.now`` up to date with the list; calls ``changed`` after each new list."""
 
-    def __init__(self, transport: Transport, run: Run, log: Logger, changed: Callable[[], None]) -> None:
+    def __init__(self, transport: Transport, run: KnownRun, log: Logger, changed: Callable[[], None]) -> None:
         self.transport, self.run, self.log, self.changed = transport, run, log, changed
         self.known = Changes(run.identity)
         self._rung = asyncio.Event()
@@ -75,12 +75,12 @@ class ChangesFollower:
         self._rung.set()
 
 
-def table(run: Run) -> Table[Changes]:
+def table(run: KnownRun) -> BucketTable[Changes]:
     """Return the list of changes made since the run was created.
 
     Reading it raises FormatError or ChainError where the key holds no such list.
     """
-    return Table(
+    return BucketTable(
         run.registry,
         "changes",
         lambda stored: Changes(run.identity) if stored is None else unpack(stored, run.identity),
@@ -88,7 +88,7 @@ def table(run: Run) -> Table[Changes]:
     )
 
 
-async def read_changes(run: Run) -> Changes:
+async def read_changes(run: KnownRun) -> Changes:
     """Read the list of changes.
 
     Raises:
@@ -99,7 +99,7 @@ async def read_changes(run: Run) -> Changes:
 
 
 async def append_changes(
-    transport: Transport, run: Run, decide: Callable[[Effective], Sequence[Action]], *, author: str, reason: str = ""
+    transport: Transport, run: KnownRun, decide: Callable[[Effective], Sequence[Action]], *, author: str, reason: str = ""
 ) -> list[Change]:
     """Append the actions that ``decide`` gives for the changes in force, all or none, and ring; return the new changes.
 

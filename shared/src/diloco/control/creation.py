@@ -52,7 +52,7 @@ _PROTOCOL_DECODER = msgspec.json.Decoder(Protocol)
 
 
 @dataclass
-class Run:
+class KnownRun:
     """A run as its members know it before they know its fragment map."""
 
     name: str
@@ -94,7 +94,7 @@ class Run:
 
 async def create(
     transport: Transport, name: str, settings: RunSettings, offer_bytes: int = -1, *, check_limits: bool = False
-) -> Run:
+) -> KnownRun:
     """Make the run's streams and bucket and store its settings; succeed too if it exists with the same settings.
 
     Raises:
@@ -116,7 +116,7 @@ async def create(
         await check_protocol(registry, name)
         with contextlib.suppress(FenceError):
             await registry.create("run", settings.canonical())
-            return Run(name, settings, registry, transport.authority)
+            return KnownRun(name, settings, registry, transport.authority)
         stored = await registry.get("run")
     await check_protocol(registry, name)  # the right to write may have ended
     difference = first_difference(settings.model_dump(), settings_of(name, stored[0]) if stored else {})
@@ -125,7 +125,7 @@ async def create(
             f"run {name!r} exists on the server with another setting: {difference}; resume it with its own settings, or "
             "choose another run name"
         )
-    return Run(name, settings, registry, transport.authority)
+    return KnownRun(name, settings, registry, transport.authority)
 
 
 async def make_streams(transport: Transport, name: str, settings: RunSettings, offer_bytes: int = -1) -> None:
@@ -146,7 +146,7 @@ async def make_streams(transport: Transport, name: str, settings: RunSettings, o
             observe.get_logger().warning("stream_limited", stream=stream, max_bytes=max_bytes)
 
 
-async def find(transport: Transport, name: str, log: Logger) -> Run:
+async def find(transport: Transport, name: str, log: Logger) -> KnownRun:
     """Wait until the run exists, and read its settings.
 
     Raises:
@@ -175,12 +175,12 @@ async def find(transport: Transport, name: str, log: Logger) -> Run:
     reason = contradiction(settings)
     if reason is not None:
         log.warning("time_limits_contradict", reason=reason)
-    return Run(name, settings, registry, transport.authority)
+    return KnownRun(name, settings, registry, transport.authority)
 
 
-async def open_run(transport: Transport, name: str, settings: RunSettings) -> Run:
+async def open_run(transport: Transport, name: str, settings: RunSettings) -> KnownRun:
     """Open a run whose settings are known."""
-    return Run(name, settings, await transport.bucket(Subjects(name).bucket, create=False), transport.authority)
+    return KnownRun(name, settings, await transport.bucket(Subjects(name).bucket, create=False), transport.authority)
 
 
 async def stored_settings(registry: Bucket, name: str) -> RunSettings | None:
@@ -247,7 +247,7 @@ def settings_of(name: str, stored: bytes) -> dict[str, Any]:
     return values
 
 
-async def find_map(run: Run) -> FragmentMap:
+async def find_map(run: KnownRun) -> FragmentMap:
     """Wait until a learner has proposed the fragment map.
 
     Raises:

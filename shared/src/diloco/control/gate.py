@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from diloco.control.admission import admitted
-from diloco.control.creation import Run
+from diloco.control.creation import KnownRun
 from diloco.control.hearing import decoding, name_in
 from diloco.core.fragments import FragmentMap
-from diloco.core.gate import Gate, Verdict
+from diloco.core.gate import Gate, HeartbeatVerdict
 from diloco.errors import BrokerError, FormatError, MessageError
 from diloco.process.observe import Counted
 from diloco.process.retry import RETRY_S
@@ -25,7 +25,7 @@ class HeartbeatGate:
 
     def __init__(
         self,
-        run: Run,
+        run: KnownRun,
         fragments: FragmentMap,
         refused: Counted | None,
         learner: Callable[[Heartbeat], Awaitable[None]],
@@ -61,7 +61,7 @@ class HeartbeatGate:
         if verdict is None:
             await self._decoded(heard)
             return
-        if verdict is Verdict.CROWDED:
+        if verdict is HeartbeatVerdict.CROWDED:
             self._note("*", FormatError("heartbeats of too many names wait for the learners' admissions to be read"))
         self._dropped += 1
         if self._dropped % YIELD_EVERY == 0:
@@ -98,9 +98,9 @@ class HeartbeatGate:
     async def _pass(self, heartbeat: Heartbeat) -> None:
         """Hand a learner's heartbeat on if it is let in."""
         verdict = self._gate.hear(heartbeat, self._budget, self._clock())
-        if verdict is Verdict.HEARD:
+        if verdict is HeartbeatVerdict.HEARD:
             await self._learner(heartbeat)
-        elif verdict is Verdict.HELD:
+        elif verdict is HeartbeatVerdict.HELD:
             self._held.set()
 
     def _note(self, name: str, error: MessageError) -> None:

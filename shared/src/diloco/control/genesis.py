@@ -11,8 +11,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco.control.creation import POLL_S, Run
-from diloco.control.tables import Table
+from diloco.control.creation import POLL_S, KnownRun
+from diloco.control.tables import BucketTable
 from diloco.errors import AppendUncertainError, BrokerError, FenceError, MessageError, RunError
 from diloco.log.log import Log
 from diloco.process.observe import Logger
@@ -25,7 +25,7 @@ RENEWED_SHARE = 0.25  # of the time after which a founder is replaced: it says s
 
 
 async def await_genesis(
-    run: Run,
+    run: KnownRun,
     log: Log,
     learner: str | None,
     initial: Initial | None,
@@ -47,7 +47,7 @@ async def await_genesis(
     """
     watched: tuple[int, float] | None = None
     clock, complaint = asyncio.get_running_loop().time, Complaint(logger)
-    founder = Table[bytes](run.registry, "founder", lambda stored: stored or b"", bytes)
+    founder = BucketTable[bytes](run.registry, "founder", lambda stored: stored or b"", bytes)
 
     async def values(revision: int) -> AsyncIterator[NDArray[np.float32]]:
         assert learner is not None
@@ -86,7 +86,7 @@ async def await_genesis(
         await asyncio.sleep(POLL_S)
 
 
-async def _was_founded(run: Run, log: Log, founds: bool, complaint: Complaint) -> bool:
+async def _was_founded(run: KnownRun, log: Log, founds: bool, complaint: Complaint) -> bool:
     """Return whether the key ``genesis`` exists; a member that ``founds`` stores the missing record from it."""
     decided = await decided_genesis(run)
     if decided is None or run.regions:  # a region's syncer stores the record, once its log is whole
@@ -110,7 +110,7 @@ async def _is_empty(log: Log) -> bool:
     return False
 
 
-def _emptied(run: Run) -> str:
+def _emptied(run: KnownRun) -> str:
     return (
         f"run {run.name!r}: the bucket's key 'genesis' says that it was founded, but its log is empty: the log was purged or "
         f"lost, and founding it again would begin the training at version 0; go on from a checkpoint (diloco up --resume), or "
@@ -118,12 +118,12 @@ def _emptied(run: Run) -> str:
     )
 
 
-def decision(run: Run) -> Callable[[bytes], Awaitable[bool]]:
+def decision(run: KnownRun) -> Callable[[bytes], Awaitable[bool]]:
     """Return how to find out whether a genesis record is the run's: whether it becomes the bucket's key ``genesis``."""
     return partial(_decide, run)
 
 
-async def _decide(run: Run, genesis_frame: bytes) -> bool:
+async def _decide(run: KnownRun, genesis_frame: bytes) -> bool:
     """Whether a genesis record is the run's: the first one that is asked for."""
     try:
         await run.registry.create("genesis", genesis_frame)
@@ -132,7 +132,7 @@ async def _decide(run: Run, genesis_frame: bytes) -> bool:
     return True
 
 
-async def decided_genesis(run: Run) -> bytes | None:
+async def decided_genesis(run: KnownRun) -> bytes | None:
     """Return the frame of the run's genesis record, which each region's log is to have; None before there is one.
 
     Raises:

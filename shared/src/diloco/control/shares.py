@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping
 
 from diloco.control.admission import admitted
-from diloco.control.creation import Run
+from diloco.control.creation import KnownRun
 from diloco.core import leases
 from diloco.core.claims import step_bounds
 from diloco.core.fragments import FragmentMap
@@ -31,7 +31,7 @@ class Claims:
     newest value that was read, or the own one, is not there any more, and everything is read again.
     """
 
-    def __init__(self, run: Run, learner: str, fragments: FragmentMap, refused: Counted) -> None:
+    def __init__(self, run: KnownRun, learner: str, fragments: FragmentMap, refused: Counted) -> None:
         """``fragments``: the run's. ``refused`` counts claims that are passed over, by their writers' names."""
         self.run, self.learner, self.map_digest, self.refused = run, learner, fragments.digest, refused
         self._bounds = step_bounds(run.created, fragments)

@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from diloco.control.creation import Run
+from diloco.control.creation import KnownRun
 from diloco.core.ownership import OwnersTable
 from diloco.errors import FenceError
 from diloco.transport import Bucket
@@ -15,7 +15,7 @@ from diloco.transport import Bucket
 T = TypeVar("T")
 
 
-class Table(Generic[T]):
+class BucketTable(Generic[T]):
     """One key of the bucket.
 
     ``unpack`` reads its value (None: the key is not set), ``pack`` writes one.
@@ -60,7 +60,7 @@ class Table(Generic[T]):
 _OWNERS_DECODER = msgspec.msgpack.Decoder(OwnersTable)  # made once, by one thread: msgspec crashes where two begin with a class
 
 
-def owners(run: Run, fragments: int) -> Table[OwnersTable | None]:
+def owners(run: KnownRun, fragments: int) -> BucketTable[OwnersTable | None]:
     """Return the table of the owners of so many fragments.
 
     A value that is no such table counts as none, to be replaced.
@@ -70,7 +70,7 @@ def owners(run: Run, fragments: int) -> Table[OwnersTable | None]:
         table = None if stored is None else decoded(stored, _OWNERS_DECODER)
         return table if table is not None and len(table.owners) == fragments else None
 
-    return Table(run.registry, "owners", unpack, msgspec.msgpack.encode)
+    return BucketTable(run.registry, "owners", unpack, msgspec.msgpack.encode)
 
 
 def decoded(stored: bytes, decoder: msgspec.msgpack.Decoder[T]) -> T | None:

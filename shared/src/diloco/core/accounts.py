@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from diloco.core.pace import Average
+from diloco.core.pace import MovingAverage
 from diloco.core.schedule import Moment
 from diloco.wire.entries import Cursor
 
@@ -40,7 +40,7 @@ class StepDone:
     finite: bool | None = None  # of a step that has no loss: whether the values that it led to are; None: not looked at
 
 
-class Traffic(NamedTuple):
+class MemberTraffic(NamedTuple):
     """Bytes that a member has sent and received, and the messages that it has refused."""
 
     bytes_up: int
@@ -76,7 +76,7 @@ class Accounts:
     warming: int | None = None  # steps taken with an optimizer state that began fresh in a run under way
     schedule: tuple[int, int] = (0, 0)  # tokens of all learners as the newest applied version states, own tokens then
     announced: tuple[int, int] = (0, 0)  # tokens of all learners as last announced, own tokens then
-    step_average: Average = field(default_factory=Average)  # seconds
+    step_average: MovingAverage = field(default_factory=MovingAverage)  # seconds
     done: Done = field(default_factory=Done)
 
     def book(self, done: StepDone) -> None:

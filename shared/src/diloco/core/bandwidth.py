@@ -73,7 +73,7 @@ class Moved:
 
 
 @dataclass(frozen=True)
-class Seen:
+class WayState:
     """State of one way of a link."""
 
     moved: Moved
@@ -82,7 +82,7 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Change:
+class LevelChange:
     """Change of a way's level; a way that is cut counts as one at the best level."""
 
     region: str
@@ -176,7 +176,7 @@ class _Way:
         """Note that the link is cut: decide nothing until it is back, and its queue has had time to go."""
         self._bad_looks, self._fits_since_s, self._waited_s = 0, None, now_s
 
-    def look(self, now_s: float, cycle_s: float, seen: Seen) -> Reason | None:
+    def look(self, now_s: float, cycle_s: float, seen: WayState) -> Reason | None:
         """Change the level if it is time to; return the reason."""
         window_s = max(MIN_WINDOW_S, cycle_s * self.level.pace)
         self._count(now_s, seen.moved, window_s)
@@ -212,7 +212,7 @@ class _Way:
         level = self.levels[at]
         return body_bytes(values, level.bits) / (self.bytes_per_s * cycle_s * level.pace)
 
-    def _may_rise(self, now_s: float, cycle_s: float, window_s: float, seen: Seen) -> bool:
+    def _may_rise(self, now_s: float, cycle_s: float, window_s: float, seen: WayState) -> bool:
         above = self.at - 1
         load = self._load(above, cycle_s, seen.values) if above >= 0 else math.inf
         if load >= SPARE or seen.age_s > window_s / 2:
@@ -280,12 +280,12 @@ class Bandwidth:
         wanted = ((region, link.offers.level.bits) for region, link in self._links.items())
         return sorted((region, bits) for region, bits in wanted if bits != best)
 
-    def look(self, now_s: float, cycle_s: float, seen: Mapping[str, tuple[Seen, Seen]]) -> list[Change]:
+    def look(self, now_s: float, cycle_s: float, seen: Mapping[str, tuple[WayState, WayState]]) -> list[LevelChange]:
         """Look at the links, about once a second; return the changes. ``seen``: the offers' way and the records', by region.
 
         A region that is not in ``seen`` is cut off: it keeps its levels and delays no other region.
         """
-        changes: list[Change] = []
+        changes: list[LevelChange] = []
         for region, link in self._links.items():
             present, counted = seen.get(region), link.counts
             link.counts = present is not None
@@ -300,5 +300,5 @@ class Bandwidth:
                     reason = way.look(now_s, cycle_s, present[number]) or reason
                 if reason is not None:
                     level, age_s = (way.level, present[number].age_s) if present else (way.levels[0], 0.0)
-                    changes.append(Change(region, name, level, way.load, way.bytes_per_s, age_s, reason))
+                    changes.append(LevelChange(region, name, level, way.load, way.bytes_per_s, age_s, reason))
         return changes

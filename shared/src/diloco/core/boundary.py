@@ -13,8 +13,8 @@ from typing import TypeAlias
 from diloco.core import apply_step, lockstep
 from diloco.core.accounts import Accounts
 from diloco.core.budget import accounted
-from diloco.core.delta import Apply, Carried
-from diloco.core.fragment_state import Application, FragmentState, Phase, Version
+from diloco.core.delta import ApplyOutcome, VersionWrite
+from diloco.core.fragment_state import Application, FragmentState, FragmentVersion, Phase
 from diloco.core.learner import Activity, Learner
 from diloco.core.pace import first_due_steps
 from diloco.core.schedule import Moment
@@ -51,7 +51,7 @@ class Applied:
     """A version that was applied; ``write`` is None where there are no arrays."""
 
     application: Application
-    write: Apply | None
+    write: VersionWrite | None
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,9 @@ def next_decision(learner: Learner, step_tokens: int) -> Wake:
     return Wake(max(0, min(steps)) if steps else None, at_s)
 
 
-def _take(name: str, accounts: Accounts, state: FragmentState, application: Application) -> tuple[Version, Carried, int | None]:
+def _take(
+    name: str, accounts: Accounts, state: FragmentState, application: Application
+) -> tuple[FragmentVersion, ApplyOutcome, int | None]:
     """Take a version over in a fragment and in the totals; the last value: tokens of forgotten offers (None: of none)."""
     version, carried = state.apply(application, accounts.step)
     chain, unknown = version.chain, None

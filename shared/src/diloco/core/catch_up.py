@@ -25,7 +25,7 @@ QUIET_S = 60.0  # without a new version of a fragment that is behind: the region
 MOST_S = 600.0  # in all: a learner's restart is worth no longer wait, whatever others say
 
 
-class Standing(Enum):
+class LogStanding(Enum):
     """How a region's log stands to what others have."""
 
     UNKNOWN = "unknown"  # the learners have not been listened to for long enough
@@ -72,21 +72,21 @@ class CatchUp:
         versions = sorted((applied[index] for applied in self._applied.values()), reverse=True)
         return versions[len(versions) // 2] if versions else 0
 
-    def judge(self, versions: Sequence[int], now_s: float) -> Standing:
+    def judge(self, versions: Sequence[int], now_s: float) -> LogStanding:
         """Judge the log by its newest version of each fragment, as it is now."""
         wanted = self.wanted(now_s)
         if wanted is None:
-            return Standing.UNKNOWN
+            return LogStanding.UNKNOWN
         behind = [index for index, version in enumerate(versions) if version < wanted[index]]
         if not behind:
-            return Standing.CURRENT
+            return LogStanding.CURRENT
         if not self._seen:
             self._began_s = self._moved_s = now_s
         elif any(versions[index] > self._seen[index] for index in behind):
             self._moved_s = now_s
         self._seen = list(versions)
         over = now_s - self._moved_s >= QUIET_S or now_s - self._began_s >= MOST_S
-        return Standing.GIVEN_UP if over else Standing.BEHIND
+        return LogStanding.GIVEN_UP if over else LogStanding.BEHIND
 
     def furthest(self, versions: Sequence[int], now_s: float) -> tuple[int, int]:
         """Return the fragment of which the log lacks most versions, and the version that it must have."""

@@ -54,7 +54,7 @@ def unpack(pieces: Sequence[bytes], expected_bytes: int) -> Raw:
     return content
 
 
-class Beginning:
+class ContentStart:
     """The first bytes of the content of a zstd frame that comes in pieces, so that only the content is in memory as a whole.
 
     They are written into ``arrays``, uint8 [any], one after another.

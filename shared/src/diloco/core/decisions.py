@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from diloco.core import boundary
 from diloco.core.accounts import StepDone
 from diloco.core.boundary import Decision
-from diloco.core.delta import Carried, Unmerged
-from diloco.core.fragment_state import Application, Event, FragmentState, Phase, Version
+from diloco.core.delta import ApplyOutcome, Unmerged
+from diloco.core.fragment_state import Application, FragmentState, FragmentVersion, OfferEvent, Phase
 from diloco.core.learner import Learner
 from diloco.core.saving import Saves, set_name
 from diloco.core.schedule import Moment
@@ -36,7 +36,7 @@ class _Staging:
 
     number: int
     application: Application
-    carried: Carried
+    carried: ApplyOutcome
     pending: tuple[Pending, ...]
 
 
@@ -51,21 +51,23 @@ class Decisions:
         self._staged: dict[int, set[int]] = {}  # by fragment: processes that have all its rows
         self._numbers = 0
         self._made: tuple[Decision, Decided] | None = None  # not carried out yet
-        self._put_off: list[tuple[Callable[[int, Version], None], int, Version]] = []  # until it is: a rewind, and what follows
+        self._put_off: list[
+            tuple[Callable[[int, FragmentVersion], None], int, FragmentVersion]
+        ] = []  # until it is: a rewind, and what follows
         self._chains: dict[int, bytes] = {}  # by number: of decisions that not all processes have passed
         self._passed = [-1] * processes
         self._early: dict[int, Passed] = {}  # by process: of the decision that was made, not carried out here yet
 
     # ---- facts
 
-    def queue(self, index: int, version: Version) -> None:
+    def queue(self, index: int, version: FragmentVersion) -> None:
         """Take in that a fragment's log has an entry more, or was loaded again."""
         if self._put_off:
             self._put_off.append((self.queue, index, version))
         else:
             self.learner.queue(index, version)
 
-    def rewind(self, index: int, version: Version) -> None:
+    def rewind(self, index: int, version: FragmentVersion) -> None:
         """Take in that the log has lost entries of a fragment, after the decision that was made has been carried out."""
         if self._made is not None:
             self._put_off.append((self.rewind, index, version))
@@ -238,7 +240,7 @@ class Decisions:
     def submit(self, index: int) -> bool:
         """Take a fragment's snapshot as of the boundary that was carried out; return whether it can be offered at all."""
         state = self.learner.fragments[index]
-        if not state.accepts(Event.SNAPSHOT):
+        if not state.accepts(OfferEvent.SNAPSHOT):
             return False  # an offer began since the decision was made, or the value is not finite
         self.learner.submit(index, None)
         return True
@@ -250,7 +252,7 @@ class Decisions:
         forecast = self._forecast(state)
         return [staging.application] if forecast == (staging.application, staging.carried, staging.pending) else []
 
-    def _forecast(self, state: FragmentState) -> tuple[Application, Carried, tuple[Pending, ...]] | None:
+    def _forecast(self, state: FragmentState) -> tuple[Application, ApplyOutcome, tuple[Pending, ...]] | None:
         """Return the next version of a fragment, how it would be applied now, and the offers that would be pending after it."""
         due = boundary.due(self.learner, state)
         if not due:
@@ -259,7 +261,7 @@ class Decisions:
         self.learner.work.settle(after)
         _, carried = after.apply(due[0], self.learner.accounts.step)
         merged = None if carried.merged is None else _pending(carried.merged)
-        plain = Carried(carried.keeps, merged, False, carried.cleared, carried.reset)
+        plain = ApplyOutcome(carried.keeps, merged, False, carried.cleared, carried.reset)
         return due[0], plain, tuple(_pending(offer) for offer in after.delta.pending)
 
 
@@ -296,9 +298,9 @@ def moment(decided: Decided) -> Moment:
     return Moment(decided.tokens, decided.budget, decided.warming)
 
 
-def carried(stage: Stage) -> Carried:
+def carried(stage: Stage) -> ApplyOutcome:
     """Return how a stage's version is applied, as far as arrays are concerned."""
-    return Carried(stage.keeps, stage.merged, False, stage.cleared, stage.reset)
+    return ApplyOutcome(stage.keeps, stage.merged, False, stage.cleared, stage.reset)
 
 
 def _stage(staging: _Staging) -> Stage:

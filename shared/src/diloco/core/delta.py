@@ -51,7 +51,7 @@ _PLAIN_OFFER = ("bits", "dropped")
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedOffer:
     """The arrays of an offer: ``body``, and ``rest``, the body of its quantisation error; both uint8 [bytes]."""
 
     body: Raw
@@ -65,14 +65,14 @@ class Offered:
     ``bits`` are the body's, ``error_bits`` those of ``encoded.rest`` and ``error``, the error before the offer, uint8 [bytes].
     """
 
-    encoded: Encoded
+    encoded: EncodedOffer
     bits: Bits
     error: Raw | None
     error_bits: Bits
 
 
 @dataclass(frozen=True)
-class Reference:
+class Baseline:
     """The value that a learner's progress is counted from: ``base``, float32 [size of the fragment], plus what was offered.
 
     A slice of it is made where it is asked for, so that the whole takes no memory. Its arrays are never written to.
@@ -111,14 +111,14 @@ class Reference:
 
 
 @dataclass(frozen=True)
-class Apply:
+class VersionWrite:
     """How to write a version into the model: ``theta + (value - reference)``, or plainly ``theta`` without a reference.
 
     ``theta`` is float32 [size of the fragment], and so is the reference.
     """
 
     theta: Vector
-    reference: Reference | Vector | None
+    reference: Baseline | Vector | None
     reset: bool = False  # the log was loaded or rolled back: nothing of the value is to be mixed in (apply.alpha)
 
 
@@ -157,7 +157,7 @@ class Unmerged(Protocol):
 
 
 @dataclass(frozen=True)
-class Carried:
+class ApplyOutcome:
     """The outcome of applying a version: whether progress is kept, since the offer that it merges or else since the base."""
 
     keeps: bool
@@ -234,7 +234,7 @@ class DeltaState:
         self.pending.append(offer)
         return offer
 
-    def apply(self, record: Record) -> Carried:
+    def apply(self, record: Record) -> ApplyOutcome:
         """Take over the version that ``record`` makes."""
         mine = next((member for member in record.members if member.learner == self.learner), None)
         if record.rolled_back is not None:
@@ -246,7 +246,7 @@ class DeltaState:
         self.base_version, self.base_hash = record.version, record.state_hash
         return carried
 
-    def reload(self, chain: Chain, *, invalid: bool = False) -> Carried:
+    def reload(self, chain: Chain, *, invalid: bool = False) -> ApplyOutcome:
         """Take over the log's state without the versions in between (a restart, a long absence, an invalid value).
 
         At the version of the base all stays as it is, if the log has merged nothing of this learner meanwhile and its value is
@@ -264,12 +264,12 @@ class DeltaState:
         self.base_version, self.base_hash = chain.version, chain.state_hash
         return replace(carried, reset=True)
 
-    def _missed(self) -> Carried:
+    def _missed(self) -> ApplyOutcome:
         for offer in self.pending:
             offer.dropped = True
         return self._drop()
 
-    def _merged(self, version: int, identity: tuple[int, int]) -> Carried:
+    def _merged(self, version: int, identity: tuple[int, int]) -> ApplyOutcome:
         offer = next((o for o in self.pending if o.identity == identity), None)
         self.after = identity
         self.pending.clear()  # newer offers state an older `after`: they will never be merged
@@ -283,19 +283,19 @@ class DeltaState:
         self.data = ranges.subtract(self.data, stated.data)
         return self._keep(offer) if self.overlap and stated.round == version else self._drop(merged=offer)
 
-    def _begin_again(self) -> Carried:
+    def _begin_again(self) -> ApplyOutcome:
         """Keep nothing: neither the displacement nor what was left over of merged offers, and wait for no offer's fate."""
         self.pending.clear()
         return self._drop(cleared=True)
 
-    def _keep(self, merged: PendingDelta | None = None) -> Carried:
+    def _keep(self, merged: PendingDelta | None = None) -> ApplyOutcome:
         # without tokens there is nothing to keep: what differs from the base may be what a newcomer began with
-        return Carried(self.tokens > 0 and not self.state, merged)
+        return ApplyOutcome(self.tokens > 0 and not self.state, merged)
 
-    def _drop(self, *, merged: PendingDelta | None = None, forgotten: bool = False, cleared: bool = False) -> Carried:
+    def _drop(self, *, merged: PendingDelta | None = None, forgotten: bool = False, cleared: bool = False) -> ApplyOutcome:
         self.lost_tokens += self.tokens
         self.steps, self.tokens, self.data = 0, 0, []
-        return Carried(False, merged, forgotten, cleared)
+        return ApplyOutcome(False, merged, forgotten, cleared)
 
 
 @dataclass
@@ -319,7 +319,7 @@ class DeltaValues:
     as_read: bool
     error_bits: Bits = ERROR_BITS
     error: Raw | None = None
-    held: dict[tuple[int, int], Encoded] = field(default_factory=dict)  # by incarnation and number of an offer
+    held: dict[tuple[int, int], EncodedOffer] = field(default_factory=dict)  # by incarnation and number of an offer
 
     @classmethod
     def of(cls, base: Vector, settings: RunSettings, error_bits: Bits = ERROR_BITS, *, state: bool) -> DeltaValues:
@@ -327,7 +327,7 @@ class DeltaValues:
         return cls(base, settings.codec.error_feedback, state or settings.outer.optimizer == "adamw", error_bits)
 
     @exact
-    def encode(self, snapshot: Vector, bits: Bits) -> Encoded:
+    def encode(self, snapshot: Vector, bits: Bits) -> EncodedOffer:
         """Quantise the outer gradient of ``snapshot``, float32 [size], which is overwritten.
 
         Raises:
@@ -337,13 +337,13 @@ class DeltaValues:
         if self.error is not None:
             _add(self.error, self.error_bits, gradient)
         body = quantise.quantise(gradient, bits, error=gradient)
-        return Encoded(body, quantise.quantise(gradient, self.error_bits))
+        return EncodedOffer(body, quantise.quantise(gradient, self.error_bits))
 
-    def hold(self, identity: tuple[int, int], encoded: Encoded) -> None:
+    def hold(self, identity: tuple[int, int], encoded: EncodedOffer) -> None:
         """Keep the arrays of an offer, named by incarnation and number, until its fate is known, or it is dropped."""
         self.held[identity] = encoded
 
-    def apply(self, carried: Carried, pending: Iterable[Unmerged], theta: Vector) -> Apply:
+    def apply(self, carried: ApplyOutcome, pending: Iterable[Unmerged], theta: Vector) -> VersionWrite:
         """Carry out what the counts have just decided; ``pending`` are the offers whose fate is unknown after it.
 
         ``theta``, float32 [size], becomes the base.
@@ -352,16 +352,16 @@ class DeltaValues:
         self.commit(carried, pending, theta)
         return prepared
 
-    def prepare(self, carried: Carried, theta: Vector) -> Apply:
+    def prepare(self, carried: ApplyOutcome, theta: Vector) -> VersionWrite:
         """Return how a version, ``theta`` float32 [size], is written into the model; nothing changes here."""
         merged, offered = carried.merged, None
         if not carried.keeps:
-            return Apply(theta, None, carried.reset)
+            return VersionWrite(theta, None, carried.reset)
         if merged is not None:
             offered = Offered(self.held[merged.identity], merged.bits, self.error, self.error_bits)
-        return Apply(theta, Reference(self.base, offered), carried.reset)
+        return VersionWrite(theta, Baseline(self.base, offered), carried.reset)
 
-    def commit(self, carried: Carried, pending: Iterable[Unmerged], theta: Vector) -> None:
+    def commit(self, carried: ApplyOutcome, pending: Iterable[Unmerged], theta: Vector) -> None:
         """Take over a version that was written, ``theta`` float32 [size], as the base."""
         merged = carried.merged
         if carried.cleared:
@@ -441,7 +441,7 @@ def load_arrays(values: DeltaValues, pending: Sequence[Unmerged], arrays: Mappin
     restored = replace(values, base=arrays["base"], error=taken("error") if "error" in arrays else None, held={})
     for i, offer in enumerate(pending):
         if not offer.dropped:
-            restored.hold(offer.identity, Encoded(arrays[f"offer/{i}/body"], taken(f"offer/{i}/rest")))
+            restored.hold(offer.identity, EncodedOffer(arrays[f"offer/{i}/body"], taken(f"offer/{i}/rest")))
     return restored
 
 

@@ -25,7 +25,7 @@ from diloco.core import quantise
 from diloco.core.float_mode import exact
 from diloco.core.fold import Replica
 from diloco.core.outer import Average, norm
-from diloco.core.round import Held
+from diloco.core.round import RoundOffer
 from diloco.settings.run import RunSettings
 
 Vector = NDArray[np.float32]
@@ -34,7 +34,7 @@ REST = 0.01
 FIRST = 4
 START = 0.1
 
-H = TypeVar("H", bound=Held)
+H = TypeVar("H", bound=RoundOffer)
 
 
 def norm_of(body: NDArray[np.uint8], size: int, bits: int) -> float:
@@ -54,7 +54,7 @@ def usual(replica: Replica) -> float:
     return max(moved, REST * own)
 
 
-def room(usual: float, held: Sequence[Held], settings: RunSettings) -> float:
+def room(usual: float, held: Sequence[RoundOffer], settings: RunSettings) -> float:
     """Return the largest norm that a merge of offers may have, where ``usual`` is the usual one."""
     factor = settings.quarantine.merge_factor
     if not factor or not usual:

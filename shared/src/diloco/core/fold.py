@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from diloco.core import outer, quantise
 from diloco.core.chain import Chain
-from diloco.core.outer import NESTEROV, Optimizer
+from diloco.core.outer import NESTEROV, OuterOptimizer
 from diloco.errors import HashError, StateError, WrongEntryError
 from diloco.wire.entries import Keyframe, Record
 
@@ -25,7 +25,7 @@ class Replica:
     chain: Chain
     theta: NDArray[np.float32]
     momentum: NDArray[np.float32]
-    optimizer: Optimizer = NESTEROV
+    optimizer: OuterOptimizer = NESTEROV
 
     def copy(self) -> Replica:
         """Return a replica that is folded further by itself."""
@@ -136,7 +136,7 @@ def keyframe_bytes(size: int, moments: int) -> int:
 
 
 def load_keyframe(
-    keyframe: Keyframe, chain: Chain, raw: NDArray[np.uint8], optimizer: Optimizer = NESTEROV
+    keyframe: Keyframe, chain: Chain, raw: NDArray[np.uint8], optimizer: OuterOptimizer = NESTEROV
 ) -> tuple[Replica, NDArray[np.float32]]:
     """Return the replica that a keyframe describes, and the residual, float32 [size]; ``raw`` is its body, uint8 [bytes].
 
@@ -157,7 +157,7 @@ def load_state(
     chain: Chain,
     theta: NDArray[np.float32],
     momentum: NDArray[np.float32],
-    optimizer: Optimizer = NESTEROV,
+    optimizer: OuterOptimizer = NESTEROV,
 ) -> Replica:
     """Return the replica that a keyframe describes, of these arrays, float32 [size] and [moments * size].
 

@@ -1,7 +1,7 @@
 """One fragment of a learner: which offer is under way, which round is open, which versions wait to be applied.
 
-The offer under way is an explicit machine of :class:`Phase` and :class:`Event`; :data:`TRANSITIONS` has every pair. Whether a
-round is open for this learner follows from version numbers (:attr:`FragmentState.wants_answer`).
+The offer under way is an explicit machine of :class:`Phase` and :class:`OfferEvent`; :data:`TRANSITIONS` has every pair.
+Whether a round is open for this learner follows from version numbers (:attr:`FragmentState.wants_answer`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from diloco.core import ranges
 from diloco.core.chain import Chain
-from diloco.core.delta import Carried, DeltaState, DeltaValues, Encoded, PendingDelta
+from diloco.core.delta import ApplyOutcome, DeltaState, DeltaValues, EncodedOffer, PendingDelta
 from diloco.core.fold import Replica
-from diloco.core.pace import Average
+from diloco.core.pace import MovingAverage
 from diloco.wire.control import Announcement
 from diloco.wire.entries import Record
 from diloco.wire.fields import Bits, Range
@@ -40,7 +40,7 @@ class Phase(StrEnum):
     INVALID = "invalid"  # the learner's value is not finite: it begins again from the global one
 
 
-class Event(StrEnum):
+class OfferEvent(StrEnum):
     """An event in the life of a fragment's offer."""
 
     ANNOUNCED = "announced"  # a round is open
@@ -59,28 +59,28 @@ class Event(StrEnum):
 
 
 _J, _R, _E, _S, _I = Phase
-_ROWS: dict[Event, tuple[Phase | None, ...]] = {  # in the order of Phase: the next one; None: this cannot happen
-    Event.ANNOUNCED: (_J, _R, _E, _S, _I),
-    Event.REOPENED: (_J, _R, _E, _S, _I),
-    Event.QUEUED: (_J, _R, _E, _S, _I),
-    Event.REWOUND: (_J, _R, _E, _S, _I),
-    Event.RESTORED: (_R, None, None, None, None),
-    Event.APPLIED: (_R, _R, None, _S, None),
-    Event.RESET: (_R, _R, None, None, _R),
-    Event.SNAPSHOT: (None, _R, None, None, None),
-    Event.DECLINED: (None, _R, None, None, None),
-    Event.OFFERED: (None, _E, None, None, None),
-    Event.ENCODED: (None, None, _S, None, None),
-    Event.NOT_FINITE: (None, None, _I, None, None),
-    Event.SENT: (None, None, None, _R, None),
+_ROWS: dict[OfferEvent, tuple[Phase | None, ...]] = {  # in the order of Phase: the next one; None: this cannot happen
+    OfferEvent.ANNOUNCED: (_J, _R, _E, _S, _I),
+    OfferEvent.REOPENED: (_J, _R, _E, _S, _I),
+    OfferEvent.QUEUED: (_J, _R, _E, _S, _I),
+    OfferEvent.REWOUND: (_J, _R, _E, _S, _I),
+    OfferEvent.RESTORED: (_R, None, None, None, None),
+    OfferEvent.APPLIED: (_R, _R, None, _S, None),
+    OfferEvent.RESET: (_R, _R, None, None, _R),
+    OfferEvent.SNAPSHOT: (None, _R, None, None, None),
+    OfferEvent.DECLINED: (None, _R, None, None, None),
+    OfferEvent.OFFERED: (None, _E, None, None, None),
+    OfferEvent.ENCODED: (None, None, _S, None, None),
+    OfferEvent.NOT_FINITE: (None, None, _I, None, None),
+    OfferEvent.SENT: (None, None, None, _R, None),
 }
-TRANSITIONS: dict[tuple[Phase, Event], Phase | None] = {
+TRANSITIONS: dict[tuple[Phase, OfferEvent], Phase | None] = {
     (phase, event): after for event, row in _ROWS.items() for phase, after in zip(Phase, row, strict=True)
 }
 
 
 @dataclass(frozen=True)
-class Version:
+class FragmentVersion:
     """A fragment after an entry of its log; several learners may share it.
 
     ``record`` made it (None: the log was loaded). ``chain`` is the log's head then, and does not go on; ``theta``,
@@ -92,7 +92,7 @@ class Version:
     theta: Vector | None = None
 
     @classmethod
-    def of(cls, replica: Replica, record: Record | None = None) -> Version:
+    def of(cls, replica: Replica, record: Record | None = None) -> FragmentVersion:
         """Return the present state of ``replica``, which may not be folded meanwhile."""
         return cls(record, replace(replica.chain, cursors=dict(replica.chain.cursors)), replica.theta)
 
@@ -124,7 +124,7 @@ class Application:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class FragmentSnapshot:
     """A fragment as of the last boundary. ``reader`` gives its values, float32 [size]; None where there are none."""
 
     reader: Reader | None
@@ -135,13 +135,13 @@ class Snapshot:
 
 
 @dataclass(frozen=True)
-class Answer:
+class DueOffer:
     """An offer to be made: of a snapshot, to the round that makes ``version``, with so many bits."""
 
     fragment: int
     version: int
     bits: Bits
-    snapshot: Snapshot
+    snapshot: FragmentSnapshot
 
 
 @dataclass
@@ -150,11 +150,11 @@ class FragmentState:
 
     index: int
     delta: DeltaState
-    newest: Version  # folded last
+    newest: FragmentVersion  # folded last
     values: DeltaValues | None = None
-    pending: deque[Version] = field(default_factory=deque)  # in the log's order
+    pending: deque[FragmentVersion] = field(default_factory=deque)  # in the log's order
     phase: Phase = Phase.JOINING
-    snapshot: Snapshot | None = None
+    snapshot: FragmentSnapshot | None = None
     sent: int = 0  # stream sequence of the newest offer's head
     version_step: int = 0  # own step at which the base was applied
     settled_step: int = 0  # own step up to which ``delta`` has counted
@@ -170,9 +170,9 @@ class FragmentState:
     awaited: bool = False  # a step may wait for its version: its owner is the one that announced it first
     opened_at_s: float | None = None  # when it was first heard of
     opened_step: int | None = None  # own steps taken by then
-    period: Average = field(default_factory=Average)  # seconds from round to round
+    period: MovingAverage = field(default_factory=MovingAverage)  # seconds from round to round
 
-    def happen(self, event: Event) -> None:
+    def happen(self, event: OfferEvent) -> None:
         """Go to the next phase.
 
         Raises:
@@ -183,7 +183,7 @@ class FragmentState:
             raise ValueError(f"fragment {self.index}: {event.value} while {self.phase.value}")
         self.phase = after
 
-    def accepts(self, event: Event) -> bool:
+    def accepts(self, event: OfferEvent) -> bool:
         """Whether an event can happen in this phase."""
         return TRANSITIONS[self.phase, event] is not None
 
@@ -210,27 +210,27 @@ class FragmentState:
 
     def restored(self, version_step: int) -> None:
         """Take the learner's value for the version that waits, which was applied after ``version_step`` steps."""
-        self.happen(Event.RESTORED)
+        self.happen(OfferEvent.RESTORED)
         self.ends = self.pending.popleft().chain.ends
         self.version_step = version_step
 
-    def queue(self, version: Version) -> None:
+    def queue(self, version: FragmentVersion) -> None:
         """Have a later boundary apply ``version``, unless its entry makes none."""
-        self.happen(Event.QUEUED)
+        self.happen(OfferEvent.QUEUED)
         self.newest = version
         if version.record is None or version.record.makes_version:
             self.pending.append(version)
 
-    def rewind(self, version: Version) -> None:
+    def rewind(self, version: FragmentVersion) -> None:
         """Go back to what the log has; rounds of versions that are gone are forgotten."""
-        self.happen(Event.REWOUND)
+        self.happen(OfferEvent.REWOUND)
         self.pending.clear()
         self.queue(version)
         self.open_version = self.answered = self.epoch = 0
         self.closing, self.opened_at_s, self.opened_step = False, None, None
         self.answer_step, self.awaited = None, False
 
-    def apply(self, application: Application, step: int) -> tuple[Version, Carried]:
+    def apply(self, application: Application, step: int) -> tuple[FragmentVersion, ApplyOutcome]:
         """Take over the version that ``application`` names; return it, and how much of the displacement stays.
 
         Raises:
@@ -241,7 +241,7 @@ class FragmentState:
         found = version and ("reset" if reset else version.how, version.chain.version)
         if version is None or found != (application.how, application.version):
             raise ValueError(f"fragment {self.index}: {application} is to be applied, the next one is {found}")
-        self.happen(Event.RESET if reset else Event.APPLIED)
+        self.happen(OfferEvent.RESET if reset else OfferEvent.APPLIED)
         if reset or version.record is None:
             carried = self.delta.reload(version.chain, invalid=reset)
         else:
@@ -250,7 +250,7 @@ class FragmentState:
         self.version_step = step
         return version, carried
 
-    def _next(self, reset: bool) -> Version | None:
+    def _next(self, reset: bool) -> FragmentVersion | None:
         if not reset:
             return self.pending.popleft() if self.pending else None
         while self.pending and self.pending[0].chain.sequence <= self.newest.chain.sequence:
@@ -264,7 +264,7 @@ class FragmentState:
 
         ``steps``, between two rounds, and ``closing`` are as believed.
         """
-        self.happen(Event.ANNOUNCED)
+        self.happen(OfferEvent.ANNOUNCED)
         # by the log alone: one that announced a greater epoch may have lost its takeover entry with a server's last writes
         if announced.epoch > self.epoch:
             # a new owner, or the same again after a fence, may have nothing of what its predecessor was sent
@@ -284,7 +284,7 @@ class FragmentState:
 
     def reopen(self) -> None:
         """Answer the open round again: its answer is gone."""
-        self.happen(Event.REOPENED)
+        self.happen(OfferEvent.REOPENED)
         self.answered = 0
 
     def answer_again(self, refused: int) -> None:
@@ -292,26 +292,26 @@ class FragmentState:
         if refused == self.delta.next_number - 1 and not self.sending:
             self.reopen()
 
-    def answer(self) -> Answer | None:
+    def answer(self) -> DueOffer | None:
         """Answer the open round with the snapshot; None if it holds no step."""
         self.answered = self.open_version
         if self.answer_step is None and self.snapshot is not None:
             self.answer_step = self.snapshot.step
         if self.snapshot is None or not self.snapshot.steps:
-            self.happen(Event.DECLINED)
+            self.happen(OfferEvent.DECLINED)
             return None
         return self.offer(self.open_version, self.bits)
 
-    def offer(self, round_version: int, bits: Bits) -> Answer:
+    def offer(self, round_version: int, bits: Bits) -> DueOffer:
         """Begin to make an offer of the snapshot to a round."""
-        self.happen(Event.OFFERED)
+        self.happen(OfferEvent.OFFERED)
         assert self.snapshot is not None
-        answer, self.snapshot = Answer(self.index, round_version, bits, self.snapshot), None
+        answer, self.snapshot = DueOffer(self.index, round_version, bits, self.snapshot), None
         return answer
 
-    def encoded(self, answer: Answer, encoded: Encoded | None) -> PendingDelta:
+    def encoded(self, answer: DueOffer, encoded: EncodedOffer | None) -> PendingDelta:
         """Count the offer that was quantised."""
-        self.happen(Event.ENCODED)
+        self.happen(OfferEvent.ENCODED)
         snapshot = answer.snapshot
         pending = self.delta.offer(snapshot.steps, snapshot.tokens, snapshot.data, answer.version, answer.bits)
         if self.values is not None and encoded is not None:

@@ -30,7 +30,7 @@ READS, READS_PER_S = 64, 32.0  # looks at admissions at once, and for ever: a ru
 SLACK_STEPS = 1000  # steps whose heartbeats were late or lost, and tokens of offers that an earlier process had made
 
 
-class Verdict(Enum):
+class HeartbeatVerdict(Enum):
     """The fate of a heartbeat."""
 
     HEARD = "heard"  # its learner is admitted in its incarnation
@@ -66,15 +66,15 @@ class Gate:
         """Whether it is known that no learner of this name is admitted."""
         return name in self._strangers
 
-    def glance(self, name: str, now_s: float) -> Verdict | None:
+    def glance(self, name: str, now_s: float) -> HeartbeatVerdict | None:
         """Return the fate of a heartbeat on a name's subject, whatever it says; None: it is to be decoded."""
         if name in self._members or name in self._held:
             return None
         if now_s - self._strangers.get(name, -AGAIN_S) < AGAIN_S:
-            return Verdict.DROPPED
-        return Verdict.CROWDED if len(self._held) >= MAX_HELD else None
+            return HeartbeatVerdict.DROPPED
+        return HeartbeatVerdict.CROWDED if len(self._held) >= MAX_HELD else None
 
-    def hear(self, heartbeat: Heartbeat, budget: int, now_s: float) -> Verdict:
+    def hear(self, heartbeat: Heartbeat, budget: int, now_s: float) -> HeartbeatVerdict:
         """Judge a learner's heartbeat whose name is that of its subject; ``budget``: the run's tokens.
 
         Raises:
@@ -89,11 +89,11 @@ class Gate:
             check_claims(heartbeat, first, now_s - first_s, budget)
             member.first = first, first_s
             member.heard_s = now_s
-            return Verdict.HEARD
+            return HeartbeatVerdict.HEARD
         if member is not None and now_s - member.read_s < AGAIN_S:
-            return Verdict.DROPPED
+            return HeartbeatVerdict.DROPPED
         self._held[name] = heartbeat
-        return Verdict.HELD
+        return HeartbeatVerdict.HELD
 
     def wanted(self, now_s: float) -> list[str]:
         """Return the learners whose admissions are to be read now; those that were admitted before come first."""

@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 
 from diloco import __version__
 from diloco.core import bandwidth, budget, delta
-from diloco.core.accounts import Accounts, StepDone, Traffic
+from diloco.core.accounts import Accounts, MemberTraffic, StepDone
 from diloco.core.changes import Effective
-from diloco.core.delta import ERROR_BITS, DeltaState, DeltaValues, Encoded, PendingDelta
-from diloco.core.fragment_state import Answer, Event, FragmentState, Phase, Reader, Snapshot, Version
+from diloco.core.delta import ERROR_BITS, DeltaState, DeltaValues, EncodedOffer, PendingDelta
+from diloco.core.fragment_state import DueOffer, FragmentSnapshot, FragmentState, FragmentVersion, OfferEvent, Phase, Reader
 from diloco.core.fragments import STATE_BITS, Fragment
 from diloco.core.markers import Markers
 from diloco.core.work import Work
@@ -66,7 +66,7 @@ class Learner:
 
     # ---- joining
 
-    def seat(self, version: Version, *, state: bool = False) -> FragmentState:
+    def seat(self, version: FragmentVersion, *, state: bool = False) -> FragmentState:
         """Begin the next fragment with the log's state, which the first boundary applies; ``state``: it is of state."""
         chain, settings = version.chain, self.settings
         after = chain.cursor(self.name)
@@ -80,7 +80,7 @@ class Learner:
         self.fragments.append(begun)
         return begun
 
-    def seat_all(self, versions: Sequence[Version], fragments: Sequence[Fragment]) -> None:
+    def seat_all(self, versions: Sequence[FragmentVersion], fragments: Sequence[Fragment]) -> None:
         """Begin all fragments with the log's states, in place of any before, and count on from the log."""
         self.fragments.clear()
         for fragment, version in zip(fragments, versions, strict=True):
@@ -139,11 +139,11 @@ class Learner:
             self.work.settle(state)
         self.work.forget()
 
-    def queue(self, index: int, version: Version) -> None:
+    def queue(self, index: int, version: FragmentVersion) -> None:
         """Have the next boundary apply a version that was folded, or loaded."""
         self.fragments[index].queue(version)
 
-    def rewind(self, index: int, version: Version) -> None:
+    def rewind(self, index: int, version: FragmentVersion) -> None:
         """Go back to what the log has of a fragment, after it lost entries."""
         self.fragments[index].rewind(version)
         self.markers.forget()
@@ -201,12 +201,12 @@ class Learner:
         With ``outer.optimizer = adamw`` it gives the gradients since the version applied last, not the values.
         """
         state = self.fragments[index]
-        state.happen(Event.SNAPSHOT)
+        state.happen(OfferEvent.SNAPSHOT)
         self.work.settle(state)
         held = state.delta
-        state.snapshot = Snapshot(reader, held.steps, held.tokens, held.data, self.accounts.step)
+        state.snapshot = FragmentSnapshot(reader, held.steps, held.tokens, held.data, self.accounts.step)
 
-    def try_answer(self, index: int) -> Answer | None:
+    def try_answer(self, index: int) -> DueOffer | None:
         """Answer the fragment's open round if that can be done now; return the offer to be made, if one is."""
         state = self.fragments[index]
         if not state.wants_answer or state.snapshot is None or self.silent or (state.closing and not self.stopped):
@@ -217,7 +217,7 @@ class Learner:
             self._joined = True
         return state.answer()
 
-    def encode(self, answer: Answer) -> Encoded:
+    def encode(self, answer: DueOffer) -> EncodedOffer:
         """Read and quantise an offer.
 
         It takes time, and may run beside other events: until it is :meth:`encoded`, none touches its arrays.
@@ -230,18 +230,18 @@ class Learner:
         assert reader is not None
         return values.encode(reader(), answer.bits)
 
-    def encoded(self, answer: Answer, encoded: Encoded | None = None) -> PendingDelta:
+    def encoded(self, answer: DueOffer, encoded: EncodedOffer | None = None) -> PendingDelta:
         """Count an offer that was quantised (None: there are no arrays); it is sent next."""
         return self.fragments[answer.fragment].encoded(answer, encoded)
 
     def not_finite(self, index: int) -> None:
         """Give up an offer whose values are not finite; the next boundary begins again from the global model."""
-        self.fragments[index].happen(Event.NOT_FINITE)
+        self.fragments[index].happen(OfferEvent.NOT_FINITE)
 
     def sent(self, index: int, sequence: int) -> None:
         """Note that the offer under way is stored, with its head at ``sequence`` of its stream."""
         state = self.fragments[index]
-        state.happen(Event.SENT)
+        state.happen(OfferEvent.SENT)
         state.sent = sequence
 
     # ---- what others are told, and what is saved
@@ -251,7 +251,7 @@ class Learner:
         """Whether nothing of this learner is unmerged."""
         return not any(self.work.unmerged(state) or state.sending or state.pending for state in self.fragments)
 
-    def heartbeat(self, trained: list[Range], batch_tokens: int, traffic: Traffic) -> Heartbeat:
+    def heartbeat(self, trained: list[Range], batch_tokens: int, traffic: MemberTraffic) -> Heartbeat:
         """Return the heartbeat: what others are told of this learner now."""
         self.settle()
         states, accounts = self.fragments, self.accounts
@@ -341,7 +341,7 @@ class Learner:
             found.append((counts, stays))
         return found
 
-    def _stands(self, loaded: Version, counts: DeltaState) -> bool:
+    def _stands(self, loaded: FragmentVersion, counts: DeltaState) -> bool:
         """Whether the log, as it was loaded, is where a fragment's counts are."""
         chain = loaded.chain
         found = chain.version, chain.state_hash, chain.cursor(self.name)

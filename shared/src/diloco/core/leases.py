@@ -9,8 +9,8 @@ revisions, which the server gives: the first one has the share. A learner that t
 that was let go, voids all claims of up to a revision that it names. Numbers that rise with each holder would do too, but a
 learner could choose one that cannot be outbid; it cannot name a revision beyond its own.
 
-Who is gone is judged by each learner for itself (:class:`Watch`), and changes nothing until it claims the share. So the table
-follows from the claims alone, and no other service has a part in it.
+Who is gone is judged by each learner for itself (:class:`LeaseWatch`), and changes nothing until it claims the share. So the
+table follows from the claims alone, and no other service has a part in it.
 
 Everything here is pure: claims and tables in, claims and tables out. None instead of a claim: no change.
 """
@@ -247,7 +247,7 @@ def _taken_over(freed: ClaimedShare, lease: Lease) -> bool:
 
 
 @dataclass
-class Watch:
+class LeaseWatch:
     """Tells one learner which of the run's shares it is to take, by heartbeats and the time of its own clock.
 
     A learner that was silent for ``lease_s`` is gone. Its shares, and those that were free for ``lease_s`` (a run's learners

@@ -25,7 +25,7 @@ MAX_ERRORS = 100
 
 
 @dataclass(frozen=True)
-class Line:
+class BatchRange:
     """A contiguous range of one share, whose batches all have the same history in one fragment."""
 
     share: int
@@ -118,7 +118,7 @@ class Ledger:
                     )
         return wrong
 
-    def lines(self, fragment: int) -> Iterator[Line]:
+    def lines(self, fragment: int) -> Iterator[BatchRange]:
         """Yield the history of all data in one fragment, by share and batch."""
         trained = _cuts(self.trained)
         merged = _cuts(self.merged[fragment])
@@ -133,7 +133,7 @@ class Ledger:
                     continue
                 if any(holding):
                     count = changes[i + 1][0] - batch
-                    yield Line(share, batch, count, tuple(sorted(holding[0])), tuple(sorted(holding[1])))
+                    yield BatchRange(share, batch, count, tuple(sorted(holding[0])), tuple(sorted(holding[1])))
 
     def shares(self) -> list[ShareSummary]:
         """Summarise every share's batches over all fragments."""

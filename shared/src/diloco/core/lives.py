@@ -17,19 +17,19 @@ from diloco.core.tape import (
     Elapsed,
     End,
     ErrorBits,
-    Event,
     Fresh,
     Gap,
     Lent,
     Machine,
     Mesh,
-    Offer,
     Processes,
     Reload,
     Restored,
     Sent,
     Start,
     Step,
+    TapeEvent,
+    TapeOffer,
 )
 from diloco.errors import FormatError
 
@@ -50,7 +50,7 @@ class Life:
     fresh: bool = False  # the optimizer state was reset in a run under way
     steps: int = 0
     data: list[tuple[int, int, int, int]] = field(default_factory=list)  # first step, share, first batch, count
-    at: dict[int, list[Event]] = field(default_factory=dict)  # by steps taken: the events before the next step
+    at: dict[int, list[TapeEvent]] = field(default_factory=dict)  # by steps taken: the events before the next step
     copies: dict[tuple[int, int], bytes] = field(default_factory=dict)  # digests of copies, by their place in ``at``
     end: End | None = None
     step_ms: list[int] = field(default_factory=list)  # from the start or the end of a step to the end of the next
@@ -73,11 +73,11 @@ class Life:
         """Return (share, first batch, count) of all batches that it trained on, in order."""
         return [(share, first, count) for _, share, first, count in self.data]
 
-    def offers(self) -> Iterator[Offer]:
+    def offers(self) -> Iterator[TapeOffer]:
         """Yield all its offers."""
         for done in self.at.values():
             for event in done:
-                if isinstance(event, Offer):
+                if isinstance(event, TapeOffer):
                     yield event
 
     def step(self, share: int, batch: int) -> None:
@@ -91,7 +91,7 @@ class Life:
         self.data.append((self.steps, share, batch, 1))
         self.steps += 1
 
-    def note(self, event: Event) -> bool:
+    def note(self, event: TapeEvent) -> bool:
         """Note an event about the process's start or end, or about its pace; return False if it is about none of them."""
         match event:
             case Machine():
@@ -123,7 +123,7 @@ class Life:
         return True
 
 
-def read_lives(tape: Iterable[Event]) -> list[Life]:
+def read_lives(tape: Iterable[TapeEvent]) -> list[Life]:
     """Return the lives on a learner's tape, one for each of its starts.
 
     An event that is dated ``ago`` steps back stands between the steps where it happened, in the tape's order.
@@ -164,9 +164,9 @@ def read_lives(tape: Iterable[Event]) -> list[Life]:
     return found
 
 
-def _place(life: Life, event: Event) -> tuple[int, int]:
+def _place(life: Life, event: TapeEvent) -> tuple[int, int]:
     """Put an event between the steps where it happened; return its place in ``life.at``."""
-    step = life.steps - (event.ago if isinstance(event, Offer) else 0)
+    step = life.steps - (event.ago if isinstance(event, TapeOffer) else 0)
     if step < 0:
         raise FormatError(f"tape: {event} is of {-step} steps before the start")
     done = life.at.setdefault(step, [])

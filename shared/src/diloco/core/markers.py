@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from diloco.core.fragment_state import FragmentState, Version
+from diloco.core.fragment_state import FragmentState, FragmentVersion
 from diloco.errors import MessageError
 from diloco.wire.control import MarkerAnswer, MarkerDeclined, SnapshotMarker
 
@@ -60,7 +60,7 @@ class Markers:
         """Drop the marker: the log has lost versions that it may name."""
         self.marker = self.held_back = None
 
-    def may_apply(self, version: Version, fragments: Sequence[FragmentState]) -> bool:
+    def may_apply(self, version: FragmentVersion, fragments: Sequence[FragmentState]) -> bool:
         """Return whether a version that waits is to be applied now.
 
         Entries are read in the log's order: when one beyond the marker comes, the whole of the marker has come. If it has not,

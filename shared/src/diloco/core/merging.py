@@ -17,7 +17,7 @@ from diloco.core.float_mode import exact
 from diloco.core.fold import Replica
 from diloco.core.fragments import Fragment
 from diloco.core.merge import Accumulator
-from diloco.core.round import Held, Merge
+from diloco.core.round import Merge, RoundOffer
 from diloco.core.schedule import scheduled_rate
 from diloco.core.weights import weight
 from diloco.errors import MessageError, NonFiniteError, UnmergeableError
@@ -25,14 +25,14 @@ from diloco.settings.run import MAX_NAME, Bits, RunSettings
 from diloco.wire import framing
 from diloco.wire.body import Body, describe_body
 from diloco.wire.entries import Record, Repaired, RolledBack
-from diloco.wire.offers import Member, RegionalMembers, RegionalOffer
+from diloco.wire.offers import MergeMember, RegionalMembers, RegionalOffer
 
 Vector = NDArray[np.float32]
-H = TypeVar("H", bound=Held)
+H = TypeVar("H", bound=RoundOffer)
 ANY_NAME = MAX_NAME * "x"
 
 
-def bases_of(fragment: Fragment, settings: RunSettings, held: Sequence[Held]) -> set[int]:
+def bases_of(fragment: Fragment, settings: RunSettings, held: Sequence[RoundOffer]) -> set[int]:
     """Return the versions whose values :func:`accumulate` needs for these offers; none unless ``merge.against`` is "current".
 
     The settings refuse "current" together with regional offers, whose members may have several bases.
@@ -55,7 +55,7 @@ def keep_bases(settings: RunSettings, bases: Mapping[int, Vector], version: int,
 
 @exact
 def accumulate(
-    fragment: Fragment, settings: RunSettings, held: Sequence[Held], bases: Mapping[int, Vector], theta: Vector
+    fragment: Fragment, settings: RunSettings, held: Sequence[RoundOffer], bases: Mapping[int, Vector], theta: Vector
 ) -> Accumulator:
     """Return the weighted merge of outer gradients of one fragment, added in the order given.
 
@@ -79,7 +79,7 @@ def accumulate(
 
 @exact
 def merged(
-    fragment: Fragment, settings: RunSettings, held: Sequence[Held], bases: Mapping[int, Vector], theta: Vector
+    fragment: Fragment, settings: RunSettings, held: Sequence[RoundOffer], bases: Mapping[int, Vector], theta: Vector
 ) -> Vector:
     """Return the merged outer gradient that an owner makes of offers, float32 [size]; arguments as of :func:`accumulate`.
 
@@ -113,7 +113,7 @@ def sound(
         names = _learners(breaking)
         raise UnmergeableError("merge_unreadable", names, f"{what}: the entry with offers of {_list(names)} cannot be read")
 
-    def together(held: Sequence[Held]) -> Vector:
+    def together(held: Sequence[RoundOffer]) -> Vector:
         return merged(fragment, settings, held, bases, replica.theta)
 
     delta, moved = together(merge.held), replica.optimizer.moved(replica.momentum)
@@ -150,10 +150,10 @@ def within(
     raise UnmergeableError("merge_not_finite", names, f"{theirs} is not finite")
 
 
-def unreadable(chain: Chain, merge: Merge, settings: RunSettings, run: bytes) -> list[Held]:
+def unreadable(chain: Chain, merge: Merge, settings: RunSettings, run: bytes) -> list[RoundOffer]:
     """Return the offers with which a version would not be readable: none, or those of the greatest claims that break it."""
 
-    def is_readable(held: Sequence[Held]) -> bool:
+    def is_readable(held: Sequence[RoundOffer]) -> bool:
         entry = version_record(
             chain,
             replace(merge, held=tuple(held)),
@@ -174,7 +174,7 @@ def unreadable(chain: Chain, merge: Merge, settings: RunSettings, run: bytes) ->
 
     if not merge.held or is_readable(merge.held):
         return []
-    kept: list[Held] = []
+    kept: list[RoundOffer] = []
     for item in sorted(merge.held, key=lambda item: sum(m.tokens + m.lost_tokens for m in item.offer.members)):
         if is_readable([*kept, item]):
             kept.append(item)
@@ -190,7 +190,7 @@ def readable(entry: Record, run: bytes, inline: bytes = b"") -> Record:
     return framing.unpack(framing.pack(entry, run, inline), Record, run)[0]
 
 
-def _learners(held: Sequence[Held]) -> tuple[str, ...]:
+def _learners(held: Sequence[RoundOffer]) -> tuple[str, ...]:
     return tuple(sorted(member.learner for item in held for member in item.offer.members))
 
 
@@ -289,7 +289,7 @@ def version_record(
     place = {offer.learner: i for i, offer in enumerate(offers)}
     combined = [item.offer for item in merge.held if isinstance(item.offer, RegionalOffer)]
     tokens_merged, tokens_lost = chain.totals_with((offer.learner, offer.tokens, offer.lost_tokens) for offer in offers)
-    members = [Member.of(offer, weight(offer.tokens, offer.steps, settings.merge.weights)) for offer in offers]
+    members = [MergeMember.of(offer, weight(offer.tokens, offer.steps, settings.merge.weights)) for offer in offers]
     return Record(
         fragment=chain.fragment,
         entry="version",

@@ -29,19 +29,19 @@ CHUNK = 1 << 16  # values folded and hashed at a time, so that they are still in
 EPSILON = 1e-8  # of AdamW, outer and inner alike
 
 
-class Step(Protocol):
+class OuterStep(Protocol):
     """One version's outer step, in place, on the slice of a fragment that begins at ``start``."""
 
     def __call__(self, start: int, theta: Vector, moments: list[Vector], delta: Vector) -> None: ...
 
 
-class Optimizer(Protocol):
+class OuterOptimizer(Protocol):
     """A fragment's outer optimizer; the momentum is one array of ``moments`` vectors of the fragment's size."""
 
     @property
     def moments(self) -> int: ...
 
-    def at(self, version: int, learning_rate: float, momentum: float) -> Step:
+    def at(self, version: int, learning_rate: float, momentum: float) -> OuterStep:
         """Return the step of a version, with the learning rate and momentum of its record."""
 
     def moved(self, momentum: Vector) -> float:
@@ -59,7 +59,7 @@ class Nesterov:
         return norm(momentum)
 
     @exact
-    def at(self, version: int, learning_rate: float, momentum: float) -> Step:
+    def at(self, version: int, learning_rate: float, momentum: float) -> OuterStep:
         rate, mu = np.float32(learning_rate), np.float32(momentum)
 
         def step(start: int, theta: Vector, moments: list[Vector], delta: Vector) -> None:
@@ -93,7 +93,7 @@ class AdamW:
         return cls(settings.inner.beta2, tuple(decays))
 
     @exact
-    def at(self, version: int, learning_rate: float, momentum: float) -> Step:
+    def at(self, version: int, learning_rate: float, momentum: float) -> OuterStep:
         betas = momentum, self.beta2
         kept = np.array(betas, np.float32)
         taken = np.array([1 - beta for beta in betas], np.float32)
@@ -127,7 +127,7 @@ class Average(Nesterov):
 NESTEROV, AVERAGE = Nesterov(), Average()
 
 
-def optimizer(settings: RunSettings, fragment: Fragment) -> Optimizer:
+def optimizer(settings: RunSettings, fragment: Fragment) -> OuterOptimizer:
     """Return the outer optimizer of a fragment."""
     if fragment.state:
         return AVERAGE
@@ -146,7 +146,7 @@ def power(base: float, exponent: int) -> float:
 
 
 def fold(
-    theta: Vector, momentum: Vector, body: NDArray[np.uint8], bits: int, step: Step, *, theta_out: Vector | None = None
+    theta: Vector, momentum: Vector, body: NDArray[np.uint8], bits: int, step: OuterStep, *, theta_out: Vector | None = None
 ) -> bytes:
     """Decode a valid body, uint8 [bytes], take the outer step, and hash the result; return the state hash (32 bytes).
 
@@ -163,14 +163,16 @@ def fold(
     return _stepped(theta.size, slices, body, bits, step)
 
 
-def folded_hash(theta: Vector, momentum: Vector, body: NDArray[np.uint8], bits: int, step: Step) -> bytes:
+def folded_hash(theta: Vector, momentum: Vector, body: NDArray[np.uint8], bits: int, step: OuterStep) -> bytes:
     """Return the state hash that :func:`fold` would give, of ``theta`` float32 [size] and the rest alike; nothing changes."""
     vectors = theta, *_moments(theta, momentum)
     return _stepped(theta.size, lambda start, stop: [vector[start:stop].copy() for vector in vectors], body, bits, step)
 
 
 @exact
-def _stepped(size: int, slices: Callable[[int, int], list[Vector]], body: NDArray[np.uint8], bits: int, step: Step) -> bytes:
+def _stepped(
+    size: int, slices: Callable[[int, int], list[Vector]], body: NDArray[np.uint8], bits: int, step: OuterStep
+) -> bytes:
     """Take the outer step on slices of theta and moments, one after another; return the state hash of the results."""
     hashes: list[blake3] = []
     delta = np.empty(min(CHUNK, size), np.float32)

@@ -16,7 +16,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from diloco.core.syncers import Heard, Presence, Syncers
+from diloco.core.syncers import SyncerNews, SyncerPresence, Syncers
 from diloco.wire.control import ShardHeartbeat
 from diloco.wire.fields import MAX_FRAGMENTS, MAX_SYNCERS, MemberName
 
@@ -175,7 +175,7 @@ class Ownership:
             self._hear_own(heartbeat, now_s)
             return False
         heard = self._others.hear(heartbeat, now_s)
-        return heard is Heard.NEWS or (heard is Heard.ALIVE and heartbeat.revision > self.revision)
+        return heard is SyncerNews.NEWS or (heard is SyncerNews.ALIVE and heartbeat.revision > self.revision)
 
     def _hear_own(self, heartbeat: ShardHeartbeat, now_s: float) -> None:
         if heartbeat.incarnation == self.incarnation:
@@ -285,7 +285,7 @@ class Ownership:
         return {*self.table.holders, *self.table.owners} if self.table else set()
 
     def _is_gone(self, name: str, now_s: float) -> bool:
-        return self._others.presence(name, now_s) is Presence.GONE
+        return self._others.presence(name, now_s) is SyncerPresence.GONE
 
     def _regions(self) -> dict[str, str]:
         return {self.name: self.region} | self._others.regions()

@@ -13,7 +13,7 @@ HIGH = 0.9  # so many of them are no longer
 
 
 @dataclass
-class Average:
+class MovingAverage:
     """Exponential moving average, exact for the first value; ``weight`` is the newest value's share."""
 
     weight: float = 0.2

@@ -24,9 +24,9 @@ from diloco.core import merging, quantise
 from diloco.core.chain import Chain
 from diloco.core.float_mode import exact
 from diloco.core.fragments import Fragment
-from diloco.core.pace import Average, grace_s
+from diloco.core.pace import MovingAverage, grace_s
 from diloco.core.roster import Roster
-from diloco.core.round import Held, fitting, identity, unfit
+from diloco.core.round import RoundOffer, fitting, identity, unfit
 from diloco.settings.run import Bits, RunSettings
 from diloco.wire.control import Announcement
 from diloco.wire.entries import Record
@@ -39,7 +39,7 @@ PENDING = 4  # regional offers whose fate is unknown: the residuals of older one
 
 
 @dataclass(frozen=True, eq=False)
-class HeldOffer(Held):
+class HeldOffer(RoundOffer):
     """One learner's own offer with its checked, uncompressed body."""
 
     offer: Offer
@@ -71,7 +71,7 @@ class RegionalRound:
     heard_s: tuple[float, float] = (0.0, 0.0)  # when the round was first heard of, and last
     since_s: float | None = None  # when there was first an answer that no regional offer holds
     combined_s: float = -math.inf  # when answers to it were last combined
-    quorum_average: Average = field(default_factory=Average)
+    quorum_average: MovingAverage = field(default_factory=MovingAverage)
     usual: float = 0.0  # norm of a merge of the fragment (:func:`diloco.core.excess.usual`); 0: not known
     left_out: set[str] = field(default_factory=set)  # learners whose answers no merge can have: none of theirs is waited for
     residual: Vector | None = None  # of quantisation: of the last regional offer that was merged; None: none
@@ -189,7 +189,7 @@ class RegionalRound:
             UnmergeableError: some offers cannot be merged; they are to be left out.
         """
 
-        def together(held: Sequence[Held]) -> Vector:
+        def together(held: Sequence[RoundOffer]) -> Vector:
             nothing = np.empty(0, np.float32)
             return merging.accumulate(self.fragment, self.settings, held, {}, nothing).result()
 

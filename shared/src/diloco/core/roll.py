@@ -14,14 +14,14 @@ LEADER = 0  # place of the leader in its generation; its index among all process
 
 
 @dataclass(frozen=True)
-class Standing:
+class ProcessStanding:
     """The standing of a process that listens for others, as it says."""
 
     leader: int  # the process that it has gone to, or it itself
     generation: int | None = None  # that it leads; None: it has not begun one
 
 
-def goes_to(own: int, *, may_lead: bool, at: int | None, heard: Mapping[int, Standing]) -> int | None:
+def goes_to(own: int, *, may_lead: bool, at: int | None, heard: Mapping[int, ProcessStanding]) -> int | None:
     """Return the process to which process ``own`` goes to meet the others; itself: it has them come; None: there is none.
 
     A generation that goes on comes first, since no other one can begin beside it; then the smallest index. Who has come to a

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from diloco.core import budget, claims
 from diloco.core.chain import Chain
 from diloco.core.claims import OWN_TASK, StepBounds
-from diloco.core.slots import ReferenceClock, Seen
+from diloco.core.slots import ReferenceClock, SeenHeartbeat
 from diloco.settings.run import RunSettings
 from diloco.wire.control import Heartbeat
 from diloco.wire.fields import MAX_COUNT, MAX_MEMBERS
@@ -43,13 +43,17 @@ class Roster:
         self.settings, self.bounds = settings, bounds
         self.grants = {} if grants is None else grants  # by learner, in a run with identities; one for all rosters of a syncer
         self.excluded: frozenset[str] = frozenset()  # learners that are not listened to
-        self.learners: dict[str, Seen] = {}
+        self.learners: dict[str, SeenHeartbeat] = {}
         self.ending = False
         self._clock = ReferenceClock()
-        self._clock_of: list[Seen] | None = None  # the live learners that it was last read of: every fragment asks, as of these
+        self._clock_of: list[SeenHeartbeat] | None = (
+            None  # the live learners that it was last read of: every fragment asks, as of these
+        )
         self._began_s: float | None = None  # when a step of any learner was first heard to end
         self._first_s: float | None = None  # when any learner was first heard
-        self._live: tuple[float, list[Seen]] | None = None  # at one moment, about which every fragment asks several times
+        self._live: tuple[float, list[SeenHeartbeat]] | None = (
+            None  # at one moment, about which every fragment asks several times
+        )
 
     def hear(self, heartbeat: Heartbeat, now_s: float) -> bool:
         """Take in a heartbeat of an admitted learner. Return False for one of an excluded learner, or older than the newest."""
@@ -61,9 +65,9 @@ class Roster:
         if known is None:
             if len(self.learners) >= MAX_MEMBERS:
                 del self.learners[min(self.learners, key=lambda name: self.learners[name].at_s)]
-            seen = self.learners[heartbeat.learner] = Seen(heartbeat, now_s, now_s, now_s)
+            seen = self.learners[heartbeat.learner] = SeenHeartbeat(heartbeat, now_s, now_s, now_s)
         elif known.heartbeat.incarnation != heartbeat.incarnation:
-            seen = self.learners[heartbeat.learner] = Seen(heartbeat, now_s, known.first_s, now_s)
+            seen = self.learners[heartbeat.learner] = SeenHeartbeat(heartbeat, now_s, known.first_s, now_s)
         else:
             seen = known
             self._note_step(seen, heartbeat, now_s)
@@ -73,7 +77,7 @@ class Roster:
                 seen.since[fragment] = (version, heartbeat.step)
         return True
 
-    def _note_step(self, seen: Seen, heartbeat: Heartbeat, now_s: float) -> None:
+    def _note_step(self, seen: SeenHeartbeat, heartbeat: Heartbeat, now_s: float) -> None:
         taken = heartbeat.step - seen.heartbeat.step
         if not taken:
             return
@@ -100,7 +104,7 @@ class Roster:
         for offer in offers:
             claims.judge(offer, chain, self.settings, self.bounds, self.grants.get(offer.learner), elapsed_s)
 
-    def live(self, now_s: float) -> list[Seen]:
+    def live(self, now_s: float) -> list[SeenHeartbeat]:
         """Return the learners that take part, by name.
 
         They were heard within ``liveness.dead_s``, and do not stand still while they say that they step.
@@ -142,7 +146,7 @@ class Roster:
             return max(0, self.settings.learners - len(here))
         return len(chain.cursors.keys() - here - self.excluded)
 
-    def stands_still(self, seen: Seen, now_s: float) -> bool:
+    def stands_still(self, seen: SeenHeartbeat, now_s: float) -> bool:
         """Whether a learner has taken no step for longer than it ever needs, while others step."""
         since_s, usual_s = seen.stepped_s, seen.step_times.value
         if usual_s is None:
@@ -151,7 +155,7 @@ class Roster:
             return now_s - max(since_s, self._began_s) >= max(self.settings.liveness.dead_s, FIRST_STEP_S)
         return now_s - since_s >= max(self.settings.liveness.dead_s, PATIENCE * usual_s)
 
-    def patience_s(self, seen: Seen, *, closing: bool = False) -> float:
+    def patience_s(self, seen: SeenHeartbeat, *, closing: bool = False) -> float:
         """Return for how long others wait for a learner: a multiple of the time that its steps between two rounds take it."""
         floor_s = (CLOSING_DEAD_S if closing else ANSWER_DEAD_S) * self.settings.liveness.dead_s
         return max(floor_s, PATIENCE * self.settings.round.steps * seen.step_times.get())

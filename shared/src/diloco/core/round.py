@@ -21,9 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diloco.core.chain import Chain
-from diloco.core.pace import Average, first_due_steps, grace_s
+from diloco.core.pace import MovingAverage, first_due_steps, grace_s
 from diloco.core.roster import Roster
-from diloco.core.slots import LongRounds, Seen, first_slot
+from diloco.core.slots import LongRounds, SeenHeartbeat, first_slot
 from diloco.settings.run import RunSettings
 from diloco.wire.fields import MAX_MEMBERS
 from diloco.wire.offers import MAX_MEMBERS_BYTES, Answer, Offer, RegionalOffer, members_bytes
@@ -32,7 +32,7 @@ STUCK_HEARTBEATS = 4  # heartbeats for which all live learners must have been wa
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
+class RoundOffer:
     """An offer, one learner's or a regional one, with its checked, uncompressed body."""
 
     offer: Offer | RegionalOffer
@@ -45,13 +45,13 @@ class Merge:
     """Close the round: merge these offers, in this order, into the next version."""
 
     version: int
-    held: tuple[Held, ...]
+    held: tuple[RoundOffer, ...]
     closing: bool
     quorum_s: float
     round_s: float
 
 
-H = TypeVar("H", bound=Held)
+H = TypeVar("H", bound=RoundOffer)
 
 
 def fitting(offered: Iterable[H], size_bytes: Callable[[H], int]) -> tuple[H, ...]:
@@ -69,7 +69,7 @@ def fitting(offered: Iterable[H], size_bytes: Callable[[H], int]) -> tuple[H, ..
     return tuple(sorted(held, key=_first))
 
 
-def _first(held: Held) -> str:
+def _first(held: RoundOffer) -> str:
     return held.offer.members[0].learner
 
 
@@ -105,11 +105,11 @@ def unfit(offer: Offer | Answer, chain: Chain, hashes: Mapping[int, bytes], max_
 class _Look:
     """The live learners as a fragment's round sees them at one moment."""
 
-    live: list[Seen]
+    live: list[SeenHeartbeat]
     log: tuple[bool, int, int]  # whether some log is closed; tokens merged and lost in this one
     used_up: bool  # whether the budget is
     halted: tuple[str, ...]  # states of learners that take no further step, and are merged before anything else
-    present: list[Seen]  # the learners that a quorum is made of
+    present: list[SeenHeartbeat]  # the learners that a quorum is made of
 
 
 @dataclass
@@ -120,7 +120,7 @@ class Round:
     chain: Chain
     fragments: int
     hashes: dict[int, bytes] = field(default_factory=dict)  # state hash by version, as far back as offers may go
-    held: dict[str, Held] = field(default_factory=dict)  # by learner: the newest acceptable offer that holds its steps
+    held: dict[str, RoundOffer] = field(default_factory=dict)  # by learner: the newest acceptable offer that holds its steps
     opened_at_s: float | None = None
     closing: bool = False
     quorum_at_s: float | None = None
@@ -130,9 +130,9 @@ class Round:
     left_out: set[str] = field(default_factory=set)  # learners whose answers no merge can have: the round waits for no other
     wanted_at_s: float | None = None  # since when learners are waited for that others wait for
     in_vain: set[str] = field(default_factory=set)  # learners that were waited for in vain, and have delivered nothing since
-    quorum_average: Average = field(default_factory=Average)
-    sync_average: Average = field(default_factory=Average)  # from a round's end until its version is stored
-    answer_average: Average = field(default_factory=Average)  # from a round's announcement to its first answer
+    quorum_average: MovingAverage = field(default_factory=MovingAverage)
+    sync_average: MovingAverage = field(default_factory=MovingAverage)  # from a round's end until its version is stored
+    answer_average: MovingAverage = field(default_factory=MovingAverage)  # from a round's announcement to its first answer
     long_rounds: LongRounds = field(default_factory=LongRounds)  # those that were in slots
     _steps: int = 0  # inner steps between two rounds, as they were when it was last asked whether one is due
     _answered: bool = False  # whether the open round has an answer
@@ -177,7 +177,7 @@ class Round:
             self.roster.judge(offer.members, self.chain, elapsed_s)
         return reason
 
-    def hold(self, held: Held) -> str | None:
+    def hold(self, held: RoundOffer) -> str | None:
         """Keep an offer for the next merge. Return the reason if it is refused, else None; raise as :meth:`refuse` does."""
         reason = self.refuse(held.offer, held.elapsed_s)
         if reason is None:
@@ -258,7 +258,7 @@ class Round:
     def _are_enough(self, ready: int, now_s: float) -> bool:
         return ready >= max(1, self.quorum(now_s))
 
-    def _is_ready(self, seen: Seen, needed: int) -> bool:
+    def _is_ready(self, seen: SeenHeartbeat, needed: int) -> bool:
         """Whether a learner knows the newest version and has ``needed`` steps for the next one."""
         fragment = self.chain.fragment
         version, first_step = seen.since.get(fragment, (-1, 0))
@@ -359,11 +359,11 @@ class Round:
         """Drop the held offers that are unfit by now: the log, the settings or the excluded learners are others."""
         self.held = {name: held for name, held in self.held.items() if all(self._unfit(o) is None for o in held.offer.members)}
 
-    def _held(self) -> list[Held]:
+    def _held(self) -> list[RoundOffer]:
         """Return each held offer once."""
         return list(dict.fromkeys(self.held.values()))
 
-    def _over(self, offer: Offer | RegionalOffer) -> set[Held]:
+    def _over(self, offer: Offer | RegionalOffer) -> set[RoundOffer]:
         """Return the offers held of an offer's members."""
         return {self.held[member.learner] for member in offer.members if member.learner in self.held}
 
@@ -377,7 +377,7 @@ class Round:
         sync_s = self.sync_average.get() + self.answer_average.get() / 2
         return grace_s(self.settings.round, self.roster.long_step_s(now_s), self.quorum_average.get(), sync_s)
 
-    def _waiting_for(self, answers: Collection[str], now_s: float) -> list[Seen]:
+    def _waiting_for(self, answers: Collection[str], now_s: float) -> list[SeenHeartbeat]:
         return [seen for seen in self._present(now_s) if seen.heartbeat.learner not in answers]
 
     def _look(self, now_s: float) -> _Look:
@@ -404,7 +404,7 @@ class Round:
         """Whether the budget is used up, for good or as the learners are now."""
         return self._look(now_s).used_up
 
-    def _blame(self, missing: Iterable[Seen], now_s: float) -> None:
+    def _blame(self, missing: Iterable[SeenHeartbeat], now_s: float) -> None:
         """Note that others wait for ``missing``, and wait no more for those that have had their time."""
         if self.wanted_at_s is None:
             self.wanted_at_s = now_s
@@ -414,24 +414,24 @@ class Round:
                 self.in_vain.add(seen.heartbeat.learner)
                 self._seen = None
 
-    def _present(self, now_s: float) -> list[Seen]:
+    def _present(self, now_s: float) -> list[SeenHeartbeat]:
         """Return the learners that a quorum is made of.
 
         Not of those that take no further step and hold none of this fragment, nor of those that stopped long before the end.
         """
         return self._look(now_s).present
 
-    def _given_up(self, now_s: float) -> list[Seen]:
+    def _given_up(self, now_s: float) -> list[SeenHeartbeat]:
         """Return the live learners that were waited for in vain: they deliver nothing before a round opens."""
         return [seen for seen in self.roster.live(now_s) if seen.heartbeat.learner in self.in_vain]
 
-    def _leavers(self, now_s: float) -> list[Seen]:
+    def _leavers(self, now_s: float) -> list[SeenHeartbeat]:
         """Return the learners that take no further step, know the newest version and hold steps beyond it."""
         fragment, version, look = self.chain.fragment, self.chain.version, self._look(now_s)
         halted = [seen for seen in look.present if seen.heartbeat.state in look.halted]
         return [seen for seen in halted if seen.heartbeat.versions[fragment] == version]
 
-    def _not_in(self, now_s: float) -> list[Seen]:
+    def _not_in(self, now_s: float) -> list[SeenHeartbeat]:
         """Return the live learners that a closing round waits for.
 
         An answer is not enough: its learner may have given it to an owner before this one, and have stepped on since.

@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco.core.delta import Reference
+from diloco.core.delta import Baseline
 from diloco.core.fragments import Piece
 
 Vector = NDArray[np.float32]
@@ -19,7 +19,7 @@ VALUE_BYTES = 4
 
 
 @dataclass(frozen=True)
-class Rows:
+class FragmentRows:
     """Places in a fragment's vector, in an order that all processes know; a fragment may lie there in part, or not at all."""
 
     parts: tuple[tuple[Piece, Where], ...]
@@ -29,7 +29,7 @@ class Rows:
         """Number of values."""
         return sum(_size(_ranges(piece, where)) for piece, where in self.parts)
 
-    def take(self, vector: Reference | Vector) -> Vector:
+    def take(self, vector: Baseline | Vector) -> Vector:
         """Return these values of a fragment's vector, float32 [size of the fragment], as float32 [size].
 
         They may be a view of it. Of a reference no other rows are computed.
@@ -57,31 +57,31 @@ class Rows:
             target[...] = values[place : place + target.size].reshape(target.shape)
             place += target.size
 
-    def cut(self, most_bytes: int) -> Iterator[Rows]:
+    def cut(self, most_bytes: int) -> Iterator[FragmentRows]:
         """Yield rows of at most so many bytes, one behind another, that are these together."""
         parts, size_bytes = list[tuple[Piece, Where]](), 0
         for piece, where in self.parts:
             for box in _cut(_ranges(piece, where), most_bytes // VALUE_BYTES):
                 box_bytes = _size(box) * VALUE_BYTES
                 if size_bytes + box_bytes > most_bytes:
-                    yield Rows(tuple(parts))
+                    yield FragmentRows(tuple(parts))
                     parts, size_bytes = [], 0
                 if box_bytes:
                     parts.append((piece, tuple(slice(along.start, along.stop, along.step) for along in box)))
                     size_bytes += box_bytes
         if parts:
-            yield Rows(tuple(parts))
+            yield FragmentRows(tuple(parts))
 
 
 @dataclass(frozen=True)
 class RowLayout:
     """By process, the rows of one fragment: those that it hands over when the fragment is read, and those that it has."""
 
-    read: Sequence[Rows]  # each value once
-    held: Sequence[Rows]
+    read: Sequence[FragmentRows]  # each value once
+    held: Sequence[FragmentRows]
 
 
-def at(vector: Reference | Vector, piece: Piece, where: Where = ()) -> Vector:
+def at(vector: Baseline | Vector, piece: Piece, where: Where = ()) -> Vector:
     """Return the values at a place of a piece, float32 [their shape], of its fragment's vector, float32 [size]: a view of it.
 
     Of a reference the rows at this place are computed, and no others; they must not be written to.

@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from diloco.core.pace import Average, Recent
+from diloco.core.pace import MovingAverage, Recent
 from diloco.wire.control import Heartbeat
 
 LIKE = 1.5  # learners whose steps are at most so many times as long, or as short, as another's are as fast: times vary
@@ -26,7 +26,7 @@ LONG_ROUNDS = 3  # in a row: a single one may have waited for a learner that was
 
 
 @dataclass
-class Seen:
+class SeenHeartbeat:
     """The newest heartbeat of a learner and when it came."""
 
     heartbeat: Heartbeat
@@ -35,7 +35,7 @@ class Seen:
     stepped_s: float  # when it was first heard with its present step
     since: dict[int, tuple[int, int]] = field(default_factory=dict)  # fragment: (version applied, step when first seen so)
     steps: bool = False  # whether a step was heard to end: the time from then on is that of the next one
-    step_times: Average = field(default_factory=Average)  # seconds of a step, as heard
+    step_times: MovingAverage = field(default_factory=MovingAverage)  # seconds of a step, as heard
     recent_steps: Recent = field(default_factory=Recent)  # the same, of the newest
 
     @property
@@ -101,12 +101,12 @@ class ReferenceClock:
     have taken while they were the reference; it never goes back, so it measures how long ago something was.
     """
 
-    reference: Seen | None = None
+    reference: SeenHeartbeat | None = None
     position: float = 0.0
     elapsed: float = 0.0
     _known: tuple[str, int] = ("", 0)  # name and incarnation of the reference before
 
-    def look(self, stepping: Sequence[Seen], quorum: int, heartbeat_s: float, now_s: float) -> None:
+    def look(self, stepping: Sequence[SeenHeartbeat], quorum: int, heartbeat_s: float, now_s: float) -> None:
         """Choose the reference among learners that step, sorted by name, and read its step.
 
         It is the first one by name of those whose steps are about as short as those of the ``quorum``-th fastest, so all
@@ -123,7 +123,7 @@ class ReferenceClock:
             self.elapsed += position - self.position
         self._known, self.position = known, position
 
-    def _chosen(self, stepping: Sequence[Seen], quorum: int, now_s: float) -> Seen | None:
+    def _chosen(self, stepping: Sequence[SeenHeartbeat], quorum: int, now_s: float) -> SeenHeartbeat | None:
         if not stepping:
             return None
         names = [(seen.heartbeat.learner, seen.heartbeat.incarnation) for seen in stepping]
@@ -150,7 +150,7 @@ class ReferenceClock:
         return (self.position - offset(steps, fragment, fragments)) % steps
 
 
-def _present_step_s(seen: Seen, now_s: float) -> float:
+def _present_step_s(seen: SeenHeartbeat, now_s: float) -> float:
     """Return the seconds of a learner's usual steps, more if the present one lasts far longer; inf if they are not known.
 
     On a busy machine the mean of the newest steps goes up and down, and learners would take turns as the reference.
@@ -159,7 +159,7 @@ def _present_step_s(seen: Seen, now_s: float) -> float:
     return math.inf if usual_s is None else max(usual_s, (now_s - seen.stepped_s) / STALLED)
 
 
-def _position(seen: Seen, heartbeat_s: float, now_s: float) -> float:
+def _position(seen: SeenHeartbeat, heartbeat_s: float, now_s: float) -> float:
     """Return a learner's step as it presumably is: it says so at least every ``heartbeat_s`` seconds, if it takes any."""
     heartbeat, step_s = seen.heartbeat, seen.step_s
     if heartbeat.state != "stepping" or step_s is None:

@@ -1,7 +1,7 @@
 """The other syncers as one syncer hears them, by its own clock: the last heartbeat of each, and what follows from its age.
 
-Each of them is *heard*, *silent* or *gone* (:class:`Presence`). A silence is its own if others of its region are heard, or it
-is of this syncer's region: then it is gone after ``takeover_s``. Else the region may be cut off, and has ``away_s``.
+Each of them is *heard*, *silent* or *gone* (:class:`SyncerPresence`). A silence is its own if others of its region are heard,
+or it is of this syncer's region: then it is gone after ``takeover_s``. Else the region may be cut off, and has ``away_s``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from diloco.wire.fields import MAX_SYNCERS
 RETURN = 2.0  # so many times away_s a syncer has to be there again before it is given anything
 
 
-class Presence(Enum):
+class SyncerPresence(Enum):
     """The consequence of the last time that a syncer was heard."""
 
     HEARD = "heard"  # within half of takeover_s
@@ -25,7 +25,7 @@ class Presence(Enum):
     GONE = "gone"  # silent for so long that its fragments are for others to take over
 
 
-class Heard(Enum):
+class SyncerNews(Enum):
     """The news of a heartbeat of another syncer."""
 
     NOTHING = "nothing"  # repeated or late, or there is no room for one more syncer
@@ -34,7 +34,7 @@ class Heard(Enum):
 
 
 @dataclass
-class Syncer:
+class OtherSyncer:
     """Another syncer: its newest heartbeat and when that came."""
 
     heartbeat: ShardHeartbeat
@@ -52,10 +52,10 @@ class Syncers:
     def __init__(self, region: str, takeover_s: float, away_s: float) -> None:
         """``region``: empty in a run without regions."""
         self.region, self.takeover_s, self.away_s = region, takeover_s, away_s
-        self._known: dict[str, Syncer] = {}
+        self._known: dict[str, OtherSyncer] = {}
         self._echo_at_s = self._hearing_since_s = -math.inf
 
-    def __iter__(self) -> Iterator[tuple[str, Syncer]]:
+    def __iter__(self) -> Iterator[tuple[str, OtherSyncer]]:
         """Iterate over the others that were ever heard, by name."""
         return iter(self._known.items())
 
@@ -80,32 +80,32 @@ class Syncers:
 
     # ---- the others
 
-    def hear(self, heartbeat: ShardHeartbeat, now_s: float) -> Heard:
+    def hear(self, heartbeat: ShardHeartbeat, now_s: float) -> SyncerNews:
         """Take in another syncer's heartbeat."""
         known = self._known.get(heartbeat.syncer)
         if known is None:
             if not self._make_room(now_s):
-                return Heard.NOTHING
-            self._known[heartbeat.syncer] = Syncer(heartbeat, now_s, now_s)
-            return Heard.NEWS
-        gone = self.presence(heartbeat.syncer, now_s) is Presence.GONE
+                return SyncerNews.NOTHING
+            self._known[heartbeat.syncer] = OtherSyncer(heartbeat, now_s, now_s)
+            return SyncerNews.NEWS
+        gone = self.presence(heartbeat.syncer, now_s) is SyncerPresence.GONE
         before = known.heartbeat
         # one that is gone may have been started again with its clock set back
         if _age(heartbeat) <= _age(before) and not (gone and heartbeat.incarnation != before.incarnation):
-            return Heard.NOTHING
+            return SyncerNews.NOTHING
         known.heartbeat, known.at_s = heartbeat, now_s
         if gone or (before.state == "unable" and heartbeat.state != "unable"):
             known.since_s = now_s
         same = (heartbeat.state, heartbeat.fragments, heartbeat.closed) == (before.state, before.fragments, before.closed)
-        return Heard.ALIVE if same and not gone else Heard.NEWS
+        return SyncerNews.ALIVE if same and not gone else SyncerNews.NEWS
 
-    def presence(self, name: str, now_s: float) -> Presence:
+    def presence(self, name: str, now_s: float) -> SyncerPresence:
         """Return whether a syncer, heard before or not, is heard, silent or gone."""
         known = self._known.get(name)
         heard_at_s = known.at_s if known else -math.inf
         if self.hears(now_s) and now_s - max(heard_at_s, self._hearing_since_s) >= self._patience_s(known, now_s):
-            return Presence.GONE
-        return Presence.HEARD if self._is_heard(heard_at_s, now_s) else Presence.SILENT
+            return SyncerPresence.GONE
+        return SyncerPresence.HEARD if self._is_heard(heard_at_s, now_s) else SyncerPresence.SILENT
 
     def is_back(self, name: str | None, now_s: float) -> bool:
         """Whether a syncer that is not gone (None: this one) is there for long enough to be given fragments.
@@ -126,12 +126,12 @@ class Syncers:
     def _make_room(self, now_s: float) -> bool:
         """Forget those that are gone if there is no room for another one. Return whether there is."""
         if len(self._known) >= MAX_SYNCERS:
-            gone = [name for name in self._known if self.presence(name, now_s) is Presence.GONE]
+            gone = [name for name in self._known if self.presence(name, now_s) is SyncerPresence.GONE]
             for name in gone:
                 del self._known[name]
         return len(self._known) < MAX_SYNCERS
 
-    def _patience_s(self, known: Syncer | None, now_s: float) -> float:
+    def _patience_s(self, known: OtherSyncer | None, now_s: float) -> float:
         """Return for how long a syncer may be silent."""
         if not self.region:
             return self.takeover_s

@@ -38,12 +38,12 @@ MAX_ITEMS = 4096
 _MAX_INT_BYTES = 9  # 63 bits
 
 
-class Event:
+class TapeEvent:
     """Base of all events; fields have the same order on the tape."""
 
 
 @dataclass(frozen=True, slots=True)
-class Start(Event):
+class Start(TapeEvent):
     """A process began; a learner has joined the run and loaded its log. Steps are counted from here."""
 
     at_ms: int  # Unix time by its own clock: a label
@@ -52,7 +52,7 @@ class Start(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Machine(Event):
+class Machine(TapeEvent):
     """Processor and libraries, and their flags: the bits of a step depend on them besides the program."""
 
     text: str
@@ -73,7 +73,7 @@ class Machine(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Mesh(Event):
+class Mesh(TapeEvent):
     """A learner of several devices: so many along each axis of its mesh. The bits of a step depend on them, too."""
 
     data: int
@@ -87,40 +87,40 @@ class Mesh(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Processes(Event):
+class Processes(TapeEvent):
     """A learner of so many processes: the tape is its leader's, and has what all of them did."""
 
     count: int
 
 
 @dataclass(frozen=True, slots=True)
-class Apart(Event):
+class Apart(TapeEvent):
     """A step is two programs, one that makes the gradients and one that uses them: its bits may be others than those of one."""
 
 
 @dataclass(frozen=True, slots=True)
-class Bare(Event):
+class Bare(TapeEvent):
     """The checkpoint at the start has no arrays of a fragment's accounts: they were a process's that is gone."""
 
     fragment: int
 
 
 @dataclass(frozen=True, slots=True)
-class ErrorBits(Event):
+class ErrorBits(TapeEvent):
     """Quantisation errors are kept in so many bits from one offer to the next; without this event in 32."""
 
     bits: int
 
 
 @dataclass(frozen=True, slots=True)
-class Restored(Event):
+class Restored(TapeEvent):
     """Parameters, optimizer state and delta state are those of the own checkpoint with this digest."""
 
     digest: bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Borrowed(Event):
+class Borrowed(TapeEvent):
     """The optimizer state is the one that ``peer`` lent, with this digest."""
 
     peer: str
@@ -128,12 +128,12 @@ class Borrowed(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Fresh(Event):
+class Fresh(TapeEvent):
     """The optimizer state is reset in a run under way: the learning rate rises over ``inner.restart_warmup_steps``."""
 
 
 @dataclass(frozen=True, slots=True)
-class Data(Event):
+class Data(TapeEvent):
     """The next step takes this batch; each later one the next batch of the same share, until another such event."""
 
     share: int
@@ -141,12 +141,12 @@ class Data(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Step(Event):
+class Step(TapeEvent):
     """One inner step."""
 
 
 @dataclass(frozen=True, slots=True)
-class Apply(Event):
+class Apply(TapeEvent):
     """A version was written into the model, after the step before and before the next."""
 
     fragment: int
@@ -154,7 +154,7 @@ class Apply(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Reload(Event):
+class Reload(TapeEvent):
     """The newest version of a fragment was loaded and written; ``invalid``: the learner's own value was invalid."""
 
     fragment: int
@@ -163,7 +163,7 @@ class Reload(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Offer(Event):
+class TapeOffer(TapeEvent):
     """A round was answered with the fragment as it was ``ago`` steps before; written before the offer is sent."""
 
     ago: int
@@ -175,26 +175,26 @@ class Offer(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Copied(Event):
+class Copied(TapeEvent):
     """A copy of the state was begun here; the next Checkpoint or Lent, if any, is of the last such copy."""
 
 
 @dataclass(frozen=True, slots=True)
-class Changed(Event):
+class Changed(TapeEvent):
     """From here on the first ``changes`` of the run's changes are in force at the learner."""
 
     changes: int
 
 
 @dataclass(frozen=True, slots=True)
-class Elapsed(Event):
+class Elapsed(TapeEvent):
     """So much time since the Start or the last such event; one behind each Step: how long steps take, waits included."""
 
     ms: int
 
 
 @dataclass(frozen=True, slots=True)
-class Sent(Event):
+class Sent(TapeEvent):
     """The server has acknowledged the fragment's last offer, so many milliseconds after it was begun to be made."""
 
     fragment: int
@@ -202,21 +202,21 @@ class Sent(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint(Event):
+class Checkpoint(TapeEvent):
     """The copy is on the disk; the digest names it."""
 
     digest: bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Lent(Event):
+class Lent(TapeEvent):
     """The copy's optimizer state was lent to a peer; the digest is of its hash."""
 
     digest: bytes
 
 
 @dataclass(frozen=True, slots=True)
-class End(Event):
+class End(TapeEvent):
     """The process ends by itself: the run is ``finished``, or it leaves. ``digest`` is of the parameters."""
 
     finished: bool
@@ -224,14 +224,14 @@ class End(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Gap(Event):
+class Gap(TapeEvent):
     """``events`` events could not be written."""
 
     events: int
 
 
 @dataclass(frozen=True, slots=True)
-class Owners(Event):
+class Owners(TapeEvent):
     """A syncer's share of the fragments, by a revision of the owners table."""
 
     at_ms: int
@@ -240,7 +240,7 @@ class Owners(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Gone(Event):
+class Gone(TapeEvent):
     """A member has not been heard for ``liveness.dead_s``."""
 
     at_ms: int
@@ -248,23 +248,23 @@ class Gone(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Back(Event):
+class Back(TapeEvent):
     """A member is heard, for the first time or again."""
 
     at_ms: int
     member: str
 
 
-KINDS: dict[int, type[Event]] = {
+KINDS: dict[int, type[TapeEvent]] = {
     1: Start, 2: Machine, 3: Restored, 4: Borrowed, 5: Data, 6: Step, 7: Apply, 8: Reload,
-    9: Offer, 10: Checkpoint, 11: Lent, 12: End, 13: Gap, 14: Fresh, 15: Copied, 16: Changed,
+    9: TapeOffer, 10: Checkpoint, 11: Lent, 12: End, 13: Gap, 14: Fresh, 15: Copied, 16: Changed,
     17: Elapsed, 18: Sent, 19: Mesh, 20: Processes, 21: Apart, 22: Bare, 23: ErrorBits,
     32: Owners, 33: Gone, 34: Back,
 }  # fmt: skip
 _CODES = {cls: code for code, cls in KINDS.items()}
 
 
-def fields_of(cls: type[Event]) -> list[tuple[str, Any]]:
+def fields_of(cls: type[TapeEvent]) -> list[tuple[str, Any]]:
     """Return names and types of an event's fields, in their order on the tape."""
     hints = get_type_hints(cls)
     return [(field.name, hints[field.name]) for field in fields(cls)] if is_dataclass(cls) else []
@@ -307,7 +307,7 @@ class Scan:
     damaged_at: int | None = None
 
 
-def encode(event: Event) -> bytes:
+def encode(event: TapeEvent) -> bytes:
     """Return an event's bytes."""
     out = bytes([_CODES[type(event)]])
     for name, _ in _TYPES[type(event)]:
@@ -361,7 +361,7 @@ def scan(data: bytes | memoryview) -> Scan:
     return Scan(header, found, place)
 
 
-def events(data: bytes | memoryview, whole: Scan) -> Iterator[Event]:
+def events(data: bytes | memoryview, whole: Scan) -> Iterator[TapeEvent]:
     """Yield the events of a tape that :func:`scan` has checked.
 
     Raises:
@@ -372,7 +372,7 @@ def events(data: bytes | memoryview, whole: Scan) -> Iterator[Event]:
         yield from decode(bytes(data[start:stop]))
 
 
-def decode(block: bytes) -> Iterator[Event]:
+def decode(block: bytes) -> Iterator[TapeEvent]:
     """Yield the events of one block.
 
     Raises:

@@ -10,7 +10,7 @@ from diloco.core.chain import Chain, WrongEntries
 from diloco.core.fold import Replica
 from diloco.core.quorum import MAX_UNCOMMITTED, UncommittedEntries
 from diloco.errors import ChainError, FormatError, MessageError, StateError, WrongEntryError
-from diloco.log.stream import Entry, Head, LogStream, Packed, Refusal, Refuse
+from diloco.log.stream import EntryHead, LogEntry, LogStream, Packed, Refuse, RefusedEntry
 from diloco.process import observe
 from diloco.process.retry import until_available
 from diloco.process.tasks import unbroken
@@ -20,7 +20,7 @@ from diloco.wire.assemble import ChunkAssembler, part_index
 from diloco.wire.body import ATTEMPT_BYTES, Body, check_body_size
 from diloco.wire.entries import CommitNotice, Record
 
-H = TypeVar("H", bound=Head)
+H = TypeVar("H", bound=EntryHead)
 
 
 class Bodies:
@@ -37,7 +37,7 @@ class Bodies:
         while self.kept_bytes > self.most_bytes:
             self._pop(next(iter(self._kept)))
 
-    def take(self, head: Head) -> Packed | None:
+    def take(self, head: EntryHead) -> Packed | None:
         """Return an entry with its body, and forget it; None if it was not kept."""
         return self._pop(head.sequence) if head.sequence in self._kept else None
 
@@ -55,7 +55,7 @@ class Entries:
 
     async def follow(
         self, fragments: Collection[int], start_sequence: int, refuse: Refuse, stop_sequence: int | None = None
-    ) -> AsyncIterator[Entry]:
+    ) -> AsyncIterator[LogEntry]:
         """Yield committed entries from ``start_sequence`` on, in order: for ever, or up to and with ``stop_sequence``.
 
         A message that cannot be an entry is told to ``refuse`` and passed over. With ``stop_sequence`` every entry is held
@@ -76,13 +76,13 @@ class Entries:
                     packed = bodies.take(head) or await self._again(head)
                     body = await self.stream.open(packed)
                 except MessageError as error:
-                    refuse(Refusal("log", stored.subject, packed.sequence, error))
+                    refuse(RefusedEntry("log", stored.subject, packed.sequence, error))
                 else:
-                    yield Entry(packed.record, packed.entry_hash, packed.sequence, body, packed.size_bytes, stored.sequence)
+                    yield LogEntry(packed.record, packed.entry_hash, packed.sequence, body, packed.size_bytes, stored.sequence)
 
     async def heads(
         self, refuse: Refuse, start_sequence: int = 1, stop_sequence: int | None = None, *, fragment: int | None = None
-    ) -> AsyncIterator[Head]:
+    ) -> AsyncIterator[EntryHead]:
         """Yield the heads of committed entries as :meth:`follow` does, of all fragments or one; no body is read."""
         names, count = self.stream.subjects, len(self.stream.map.fragments)
         of = "*" if fragment is None else fragment
@@ -99,9 +99,9 @@ class Entries:
             try:
                 message = self.stream.decode(stored)
             except MessageError as error:
-                refuse(Refusal("log", stored.subject, stored.sequence, error))
+                refuse(RefusedEntry("log", stored.subject, stored.sequence, error))
                 continue
-            if isinstance(message, Head | CommitNotice):
+            if isinstance(message, EntryHead | CommitNotice):
                 for head in _commit(uncommitted, message, regions=self.stream.regions):
                     yield head
 
@@ -114,7 +114,7 @@ class Entries:
             RewoundError: the stream lost the message to stop at.
         """
 
-        def refuse(refusal: Refusal) -> None:
+        def refuse(refusal: RefusedEntry) -> None:
             observe.log.warning("entry_refused", subject=refusal.subject, sequence=refusal.sequence, reason=str(refusal.error))
 
         async for _, message in self._read([fragment], start_sequence, refuse, stop_sequence):
@@ -130,7 +130,7 @@ class Entries:
         *,
         judge: bool = False,
         doubtful: int | None = None,
-    ) -> AsyncIterator[Entry]:
+    ) -> AsyncIterator[LogEntry]:
         """Fold the entries after a replica's into its arrays, up to a message of the stream; yield each that was folded.
 
         ``judge``: tell wrong entries, which takes the time of a second fold of each; they are refused like others that do
@@ -160,11 +160,11 @@ class Entries:
                     raise StateError(str(error), doubtful) from None
                 elif judge and not follows_wrong and entry.record.version > chain.version + 1:
                     raise FormatError(f"{error}: entries are missing") from None
-                refuse(Refusal(entry.record.syncer, self.stream.subjects.record(chain.fragment), entry.sequence, error))
+                refuse(RefusedEntry(entry.record.syncer, self.stream.subjects.record(chain.fragment), entry.sequence, error))
             else:
                 yield entry
 
-    def is_repeated(self, chain: Chain, entry: Entry) -> bool:
+    def is_repeated(self, chain: Chain, entry: LogEntry) -> bool:
         """Return whether an entry is the chain's newest once more, and note where.
 
         Two may give a region the same snapshot at once, each with the entry that it stands after.
@@ -194,7 +194,7 @@ class Entries:
                 try:
                     message = await self._assembled(stored, fragment, parts)
                 except MessageError as error:
-                    refuse(Refusal("log", stored.subject, stored.sequence, error))
+                    refuse(RefusedEntry("log", stored.subject, stored.sequence, error))
                 else:
                     if message is not None:
                         yield stored, message
@@ -212,7 +212,7 @@ class Entries:
             MessageError: it is no entry, or has not all its parts.
         """
         message = self.stream.decode(stored)
-        if not isinstance(message, Head):
+        if not isinstance(message, EntryHead):
             return message if isinstance(message, CommitNotice) else None
         record, pieces = message.record, []
         if record.body is not None:
@@ -220,7 +220,7 @@ class Entries:
             pieces = await self._parts(stored, record, record.body) if taken is None else taken
         return Packed(record, message.entry_hash, message.sequence, message.inline, pieces)
 
-    async def _again(self, head: Head) -> Packed:
+    async def _again(self, head: EntryHead) -> Packed:
         """Read an entry once more, whose body was not kept until it was committed.
 
         Raises:
@@ -239,17 +239,17 @@ class Entries:
         return await until_available(lambda: self.stream.parts(stored.subject, body, what, stored.sequence), observe.log)
 
 
-def fold(replica: Replica, entry: Entry, *, in_place: bool = True) -> None:
+def fold(replica: Replica, entry: LogEntry, *, in_place: bool = True) -> None:
     """Fold an entry into a replica, as :meth:`diloco.core.fold.Replica.fold` does and raises."""
     replica.fold(entry.record, entry.entry_hash, entry.sequence, entry.body, in_place=in_place)
 
 
-def judged(replica: Replica, entry: Entry) -> None:
+def judged(replica: Replica, entry: LogEntry) -> None:
     """Fold an entry into a replica, unless it is wrong, as :meth:`diloco.core.fold.Replica.judge` does and raises."""
     replica.judge(entry.record, entry.entry_hash, entry.sequence, entry.body)
 
 
-def _held_back(fragments: Iterable[int], stop_sequence: int | None) -> dict[int, UncommittedEntries[Head]]:
+def _held_back(fragments: Iterable[int], stop_sequence: int | None) -> dict[int, UncommittedEntries[EntryHead]]:
     """Return what a reader holds entries back by, for each fragment: all of them where the stream is read to an end."""
     limit = MAX_UNCOMMITTED if stop_sequence is None else None
     return {fragment: UncommittedEntries(limit) for fragment in fragments}

@@ -1,9 +1,9 @@
 """The one follower of a log: it loads fragments, folds the entries that come, and loads a fragment again if it must.
 
-The follower holds a :class:`Copy` of each fragment, loaded to the log's end (:meth:`LogFollower.load`). One task then iterates
-:meth:`LogFollower.follow`, for ever. For each entry that comes, one of these happens:
+The follower holds a :class:`LogCopy` of each fragment, loaded to the log's end (:meth:`LogFollower.load`). One task then
+iterates :meth:`LogFollower.follow`, for ever. For each entry that comes, one of these happens:
 
-* It follows its chain: it is folded, in a thread. Event :class:`Folded`.
+* It follows its chain: it is folded, in a thread. Event :class:`FollowedEntry`.
 * It is the newest once more (a region may be given a snapshot twice): it is passed over. No event.
 * It does not follow: it is told to ``refuse`` and passed over, as by every other reader. No event.
 * Entries before it are missing (purged below a keyframe): the fragment is loaded again, up to this entry. Event
@@ -35,7 +35,7 @@ from diloco.core.fold import Replica
 from diloco.errors import ChainError, FormatError, MessageError, RewoundError, StateError
 from diloco.log.entries import fold
 from diloco.log.log import Log
-from diloco.log.stream import Entry, Refusal, Refuse
+from diloco.log.stream import LogEntry, Refuse, RefusedEntry
 from diloco.process.observe import Logger
 from diloco.process.retry import until_available
 from diloco.process.tasks import side_by_side, unbroken
@@ -49,7 +49,7 @@ Vector = NDArray[np.float32]
 
 
 @dataclass
-class Copy:
+class LogCopy:
     """A fragment as its log has it: the replica, and the facts that its owner needs beside it."""
 
     replica: Replica
@@ -67,11 +67,11 @@ class Copy:
 
 
 @dataclass(frozen=True)
-class Folded:
+class FollowedEntry:
     """An entry follows, and was folded into the copy."""
 
-    copy: Copy
-    entry: Entry
+    copy: LogCopy
+    entry: LogEntry
     came_s: float  # when all of it was there, by the loop's clock
 
 
@@ -79,7 +79,7 @@ class Folded:
 class Reloaded:
     """A fragment was loaded again; with ``rewound`` all are, since the log had lost entries that were read."""
 
-    copy: Copy
+    copy: LogCopy
     rewound: bool
 
 
@@ -87,11 +87,11 @@ class Reloaded:
 class Wrong:
     """An entry states another state than it folds to. All readers pass over it, and its writer has to be replaced."""
 
-    copy: Copy  # as of the entry before
-    entry: Entry
+    copy: LogCopy  # as of the entry before
+    entry: LogEntry
 
 
-Event: TypeAlias = Folded | Reloaded | Wrong
+Event: TypeAlias = FollowedEntry | Reloaded | Wrong
 
 
 class LogFollower:
@@ -103,13 +103,13 @@ class LogFollower:
 
     def __init__(self, store: Log, genesis: tuple[Genesis, bytes], refuse: Refuse, log: Logger, *, in_place: bool) -> None:
         self.store, self.genesis, self.refuse, self.log, self.in_place = store, genesis, refuse, log, in_place
-        self.copies: dict[int, Copy] = {}
+        self.copies: dict[int, LogCopy] = {}
         self.wrong: dict[int, WrongEntries] = {fragment.index: WrongEntries() for fragment in store.map.fragments}
         self._heads: dict[int, Chain] = {}  # as of the newest entry: a thread may be folding the next one
         self._loads, self._held_loads = 1, 0  # how often all was loaded; as of the last time that all heads were there
         self._lost = False  # all is to be loaded again
 
-    async def load(self, fragment: int) -> Copy:
+    async def load(self, fragment: int) -> LogCopy:
         """Load a fragment to its log's end, wherever that is by then; wait for a server that is away."""
         while True:
             try:
@@ -117,13 +117,13 @@ class LogFollower:
             except RewoundError as error:
                 self.log.error("log_rewound", fragment=fragment, reason=str(error))
 
-    async def load_all(self, fragments: Sequence[int] | None = None) -> list[Copy]:
+    async def load_all(self, fragments: Sequence[int] | None = None) -> list[LogCopy]:
         """Load fragments (by default all) as :meth:`load` does, :data:`LOADS` at a time; return them in order."""
         if fragments is None:
             fragments = range(len(self.store.map.fragments))
         return await side_by_side(len(fragments), LOADS, lambda place: self.load(fragments[place]))
 
-    async def load_once(self, fragment: int, stop_sequence: int | None = None, before: int | None = None) -> Copy:
+    async def load_once(self, fragment: int, stop_sequence: int | None = None, before: int | None = None) -> LogCopy:
         """Load a fragment to its log's end, or up to a message of it, as a copy that the follower does not keep.
 
         Wrong entries are passed over. A keyframe that no learner vouches for may stand after one, so it has to be what the log
@@ -152,17 +152,17 @@ class LogFollower:
         copy.doubtful = None
         return copy
 
-    def _is_ahead(self, copy: Copy, older: Copy) -> bool:
+    def _is_ahead(self, copy: LogCopy, older: LogCopy) -> bool:
         """Whether a region's keyframe stands after an entry of which the region has no notice yet: its maker knew that one."""
         judged = copy.loaded_entry in self.wrong[copy.replica.chain.fragment]
         return self.store.entries.stream.regions and not judged and older.replica.chain.sequence < copy.loaded_sequence
 
-    async def _load_once(self, fragment: int, stop_sequence: int | None, before: int | None) -> Copy:
+    async def _load_once(self, fragment: int, stop_sequence: int | None, before: int | None) -> LogCopy:
         """Load a fragment from the newest keyframe that nothing speaks against, one of an entry before ``before`` if given."""
         while True:
             loaded = await self.store.reader.load(fragment, *self.genesis, before, self.wrong[fragment], residual=self.in_place)
             chain, kept = loaded.replica.chain, loaded.residual if self.in_place else None
-            copy = Copy(loaded.replica, kept, loaded.keyframe_sequence, chain.version, loaded.refused)
+            copy = LogCopy(loaded.replica, kept, loaded.keyframe_sequence, chain.version, loaded.refused)
             copy.loaded_version, copy.vouched = chain.version, copy.keyframe_sequence
             copy.loaded_entry, copy.loaded_sequence = chain.head, chain.sequence
             if chain.sequence and (before is None or chain.sequence < before):
@@ -176,7 +176,7 @@ class LogFollower:
             else:
                 return copy
 
-    async def to_end(self, copy: Copy, stop_sequence: int | None = None, *, judge: bool = False) -> None:
+    async def to_end(self, copy: LogCopy, stop_sequence: int | None = None, *, judge: bool = False) -> None:
         """Fold the entries that a loaded copy lacks, up to its log's end or to a message of it; ``judge`` them all, or none.
 
         Its arrays are not shared yet, so that they are folded in place.
@@ -241,7 +241,7 @@ class LogFollower:
                 if event is not None:
                     yield event
 
-    async def _take_in(self, copy: Copy, entry: Entry) -> Event | None:
+    async def _take_in(self, copy: LogCopy, entry: LogEntry) -> Event | None:
         """Fold an entry, pass it over, or load the fragment again up to it."""
         came_s = asyncio.get_running_loop().time()
         record, before = entry.record, copy.replica.chain
@@ -254,7 +254,7 @@ class LogFollower:
             await unbroken(self._fold(copy, entry))
         except ChainError as error:
             if follows_wrong or record.version <= before.version + 1:
-                self.refuse(Refusal(record.syncer, self.store.subjects.record(index), entry.sequence, error))
+                self.refuse(RefusedEntry(record.syncer, self.store.subjects.record(index), entry.sequence, error))
                 return None
             reason: MessageError = error  # entries are missing: purged below a keyframe
             load = partial(self.load_once, index, entry.known_sequence)
@@ -262,7 +262,7 @@ class LogFollower:
             reason = error
             load = partial(self.load_once, index, entry.known_sequence, error.sequence)
         else:
-            return Folded(copy, entry, came_s)
+            return FollowedEntry(copy, entry, came_s)
         del self.copies[index]
         self.log.warning("log_reloaded", fragment=index, version=record.version, reason=str(reason))
         again = await self._keep(load)
@@ -270,22 +270,22 @@ class LogFollower:
             return Wrong(again, entry)
         return Reloaded(again, rewound=False)
 
-    async def _fold(self, copy: Copy, entry: Entry) -> None:
+    async def _fold(self, copy: LogCopy, entry: LogEntry) -> None:
         await asyncio.to_thread(fold, copy.replica, entry, in_place=self.in_place)
         _note(copy, entry)
         self._heads[entry.record.fragment] = replace(copy.replica.chain)
 
-    async def _load(self, fragment: int) -> Copy:
+    async def _load(self, fragment: int) -> LogCopy:
         return await self._keep(partial(self.load_once, fragment))
 
-    async def _keep(self, load: Callable[[], Awaitable[Copy]]) -> Copy:
+    async def _keep(self, load: Callable[[], Awaitable[LogCopy]]) -> LogCopy:
         copy = await until_available(load, self.log)
         chain = copy.replica.chain
         self.copies[chain.fragment], self._heads[chain.fragment] = copy, replace(chain)
         return copy
 
 
-def _note(copy: Copy, entry: Entry) -> None:
+def _note(copy: LogCopy, entry: LogEntry) -> None:
     """Account for an entry that was folded: the residual is of the version before."""
     if entry.record.makes_version:
         copy.residual = None

@@ -19,7 +19,7 @@ from diloco.core.chain import NO_ENTRY, Chain, WrongEntries
 from diloco.core.fold import Replica
 from diloco.errors import BrokerError, FenceError, FormatError, HashError, MessageError, RunError
 from diloco.log.entries import Entries
-from diloco.log.stream import Head, LogStream, Refusal, Refuse, decode_keyframe, open_body, pass_over
+from diloco.log.stream import EntryHead, LogStream, Refuse, RefusedEntry, decode_keyframe, open_body, pass_over
 from diloco.process import observe
 from diloco.transport import Stored
 from diloco.wire import framing
@@ -30,7 +30,7 @@ PARTS_AT_ONCE = 64  # of a keyframe, in memory while they are decompressed: 32 M
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedFragment:
     """A fragment as the newest whole keyframe has it."""
 
     replica: Replica
@@ -87,7 +87,7 @@ class Reader:
         wrong: Container[bytes] = (),
         *,
         residual: bool = True,
-    ) -> Loaded:
+    ) -> LoadedFragment:
         """Load a fragment from its newest whole keyframe after genesis, or from version 0.
 
         A keyframe that is damaged, or misses a part, or stands after one of the ``wrong`` entries, is named in the log, and
@@ -132,7 +132,7 @@ class Reader:
         wrong: Container[bytes],
         *,
         residual: bool,
-    ) -> tuple[Loaded | None, dict[int, str]]:
+    ) -> tuple[LoadedFragment | None, dict[int, str]]:
         """Return the newest keyframe that serves, and the faults of those after it, by stream sequence."""
         faults: dict[int, str] = {}
         async for stored in self._from_newest(fragment, newest):
@@ -163,7 +163,9 @@ class Reader:
         except (MessageError, RunError) as error:
             return None, faults | {0: str(error)}
 
-    async def load_first(self, fragment: int, genesis: Genesis, genesis_check: bytes, *, residual: bool = True) -> Loaded:
+    async def load_first(
+        self, fragment: int, genesis: Genesis, genesis_check: bytes, *, residual: bool = True
+    ) -> LoadedFragment:
         """Load version 0 of a fragment, with its ``residual`` or without as :meth:`load` does.
 
         Raises:
@@ -223,7 +225,7 @@ class Reader:
             raise RunError(f"{about} is not in the log, {has}")
         return replica
 
-    async def keyframes(self, fragment: int, refuse: Refuse) -> AsyncIterator[Loaded]:
+    async def keyframes(self, fragment: int, refuse: Refuse) -> AsyncIterator[LoadedFragment]:
         """Yield the fragment's keyframes after genesis that are stored by now, the oldest first.
 
         A message that cannot be one is told to ``refuse`` and passed over.
@@ -236,7 +238,7 @@ class Reader:
                         keyframe, Chain.from_keyframe(keyframe, self.stream.epoch_step), inline, stored.sequence
                     )
             except MessageError as error:
-                refuse(Refusal("log", stored.subject, stored.sequence, error))
+                refuse(RefusedEntry("log", stored.subject, stored.sequence, error))
 
     async def newest_keyframe(self, fragment: int) -> tuple[Keyframe, int] | None:
         """Return the newest keyframe after an entry of the log, its head whole, without its body, and that head's sequence."""
@@ -304,7 +306,7 @@ class Reader:
         """Return the stream sequences of the fragment's keyframes, the oldest first."""
         return [stored.sequence async for stored in self.stream.by_now(self.stream.subjects.keyframe(fragment))]
 
-    async def newest(self, fragment: int) -> Head | None:
+    async def newest(self, fragment: int) -> EntryHead | None:
         """Return the head of the fragment's last entry; None before there is one.
 
         Raises:
@@ -345,7 +347,7 @@ class Reader:
                 with contextlib.suppress(MessageError):
                     message = self.stream.decode(stored)
                     assert not isinstance(message, CommitNotice)  # notices have a subject of their own
-                    if ends_turn(message.record if isinstance(message, Head) else message):
+                    if ends_turn(message.record if isinstance(message, EntryHead) else message):
                         return None
         except FenceError:
             return None
@@ -357,7 +359,9 @@ class Reader:
         stored = await self.stream.last(subject)
         return stored.sequence if stored else 0
 
-    async def _load(self, keyframe: Keyframe, chain: Chain, inline: bytes, sequence: int, *, residual: bool = True) -> Loaded:
+    async def _load(
+        self, keyframe: Keyframe, chain: Chain, inline: bytes, sequence: int, *, residual: bool = True
+    ) -> LoadedFragment:
         fragment, body = keyframe.fragment, keyframe.body
         optimizer, size = self.stream.optimizers[fragment], self.stream.map.fragments[fragment].size
         raw_bytes = fold.keyframe_bytes(size, optimizer.moments)
@@ -366,17 +370,17 @@ class Reader:
         head = self.stream.subjects.keyframe(fragment)
         if not residual and body.parts:
             arrays = [in_memory(4 * size), self.room_for_moments(4 * optimizer.moments * size)]
-            beginning = codec.Beginning(raw_bytes, arrays)
+            beginning = codec.ContentStart(raw_bytes, arrays)
             await self._read_beginning(beginning, head, body, what, sequence)
             theta, momentum = (array.view("<f4").astype(np.float32, copy=False) for array in beginning.arrays)
             replica = await asyncio.to_thread(fold.load_state, keyframe, chain, theta, momentum, optimizer)
-            return Loaded(replica, np.empty(0, np.float32), sequence)
+            return LoadedFragment(replica, np.empty(0, np.float32), sequence)
         pieces = await self.stream.parts(head, body, what, sequence)
         raw = await asyncio.to_thread(open_body, body, inline, pieces, raw_bytes, what)
         replica, rest = await asyncio.to_thread(fold.load_keyframe, keyframe, chain, raw, optimizer)
-        return Loaded(replica, rest, sequence)
+        return LoadedFragment(replica, rest, sequence)
 
-    async def _read_beginning(self, beginning: codec.Beginning, head: str, body: Body, what: str, sequence: int) -> None:
+    async def _read_beginning(self, beginning: codec.ContentStart, head: str, body: Body, what: str, sequence: int) -> None:
         """Read the parts of a body that hold its beginning, few at a time.
 
         Raises:

@@ -12,7 +12,7 @@ from diloco.core.chain import NO_ENTRY, Chain
 from diloco.core.quorum import MAX_COPIED, NOTICE_EVERY, LogHead, UncommittedEntries, counts
 from diloco.errors import FenceError, MessageError, RunError
 from diloco.log.reader import Reader
-from diloco.log.stream import Head, LogStream, Packed, decode_keyframe
+from diloco.log.stream import EntryHead, LogStream, Packed, decode_keyframe
 from diloco.log.writer import Writer
 from diloco.process import observe
 from diloco.transport import Fence, Stored
@@ -44,18 +44,18 @@ class RegionalLog:
             if not counts(message, max(epoch, known_epoch)):
                 continue
             epoch = max(epoch, message.epoch)
-            if isinstance(found, Head):
+            if isinstance(found, EntryHead):
                 record = found.record
                 last = LogHead(record.epoch, record.version, record.closing, found.entry_hash, found.sequence)
                 if last.rank >= log_head.rank:  # else it follows nothing: it is an old entry, stored once more
                     log_head = last
         return log_head, epoch, newest.sequence
 
-    async def _newest_heads(self, subject: str, last_sequence: int) -> list[Head | Claim]:
+    async def _newest_heads(self, subject: str, last_sequence: int) -> list[EntryHead | Claim]:
         """Return entries and claims up to a message, more than :data:`MAX_COPIED` entries or all, the oldest first."""
         span = FIRST_SPAN
         while True:
-            start, found, entries = max(1, last_sequence - span), list[Head | Claim](), 0
+            start, found, entries = max(1, last_sequence - span), list[EntryHead | Claim](), 0
             async for stored in self.stream.by_now(subject, start):
                 try:
                     message = self.stream.decode(stored)
@@ -64,7 +64,7 @@ class RegionalLog:
                 else:
                     assert not isinstance(message, CommitNotice)  # notices have a subject of their own
                     found.append(message)
-                    entries += isinstance(message, Head)
+                    entries += isinstance(message, EntryHead)
                 if stored.sequence >= last_sequence:
                     break
             if entries > MAX_COPIED or start == 1:

@@ -1,7 +1,7 @@
 """One run's log stream as one process reaches it, and how its messages are decoded; every other module here builds on it.
 
 Nothing else in this project turns a message of the log into an entry. A message that cannot be one raises. A reader that
-goes on tells it as a :class:`Refusal`: all readers pass over the same messages.
+goes on tells it as a :class:`RefusedEntry`: all readers pass over the same messages.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from diloco.wire.subjects import Subjects
 
 
 @dataclass(frozen=True)
-class Refusal:
+class RefusedEntry:
     """A message that is no entry of the log, and that all readers pass over."""
 
     sender: str  # the syncer that the entry names; "log" where no entry could be read
@@ -43,15 +43,15 @@ MOST_BEHIND, MOST_BEHIND_BYTES = 10_000, 64 << 20  # of messages behind a fence:
 LOOK_S = 2.0  # how often to ask whether a message that does not come is still there: longer than a usual reconnection
 
 Of = TypeVar("Of", Record, Keyframe, CommitNotice, Claim)
-Refuse: TypeAlias = Callable[[Refusal], None]
+Refuse: TypeAlias = Callable[[RefusedEntry], None]
 
 
-def pass_over(refusal: Refusal) -> None:
+def pass_over(refusal: RefusedEntry) -> None:
     """Refuse without a word, where another reader of the log tells it."""
 
 
 @dataclass(frozen=True)
-class Head:
+class EntryHead:
     """One entry's head, decoded; its body is left alone."""
 
     record: Record
@@ -65,7 +65,7 @@ class Head:
 
 
 @dataclass(frozen=True)
-class Packed(Head):
+class Packed(EntryHead):
     """One entry as it is stored, its body not opened."""
 
     parts: Sequence[bytes]  # of the body, without their attempt; none where the head carries it
@@ -75,9 +75,9 @@ class Packed(Head):
         """Of the body as it is here."""
         return len(self.inline) + sum(map(len, self.parts))
 
-    def bare(self) -> Head:
+    def bare(self) -> EntryHead:
         """Return its head, without any of the body."""
-        return Head(self.record, self.entry_hash, self.sequence, b"")
+        return EntryHead(self.record, self.entry_hash, self.sequence, b"")
 
     @property
     def size_bytes(self) -> int:
@@ -86,7 +86,7 @@ class Packed(Head):
 
 
 @dataclass(frozen=True)
-class Entry:
+class LogEntry:
     """One committed entry: checked by itself, not yet against its chain."""
 
     record: Record
@@ -179,7 +179,7 @@ class LogStream:
         except RewoundError as error:
             raise FenceError(f"{subject}: {error}") from None
 
-    def decode(self, message: Stored) -> Head | CommitNotice | Claim:
+    def decode(self, message: Stored) -> EntryHead | CommitNotice | Claim:
         """Decode a head, a notice or, in a run with regions, a claim among a fragment's entries.
 
         Raises:
@@ -191,7 +191,7 @@ class LogStream:
             return _of_subject(message, framing.unpack(message.data, Claim, self.run)[0])
         return self.head(message)
 
-    def head(self, message: Stored) -> Head:
+    def head(self, message: Stored) -> EntryHead:
         """Decode the head of an entry of this run.
 
         Raises:
@@ -267,14 +267,14 @@ class LogStream:
         return found
 
 
-def decode_head(message: Stored, run: bytes) -> Head:
+def decode_head(message: Stored, run: bytes) -> EntryHead:
     """Decode the head of an entry, of a run with any features.
 
     Raises:
         MessageError: it is none.
     """
     record, entry_hash, inline = framing.unpack(message.data, Record, run)
-    return Head(_of_subject(message, record), entry_hash, message.sequence, inline)
+    return EntryHead(_of_subject(message, record), entry_hash, message.sequence, inline)
 
 
 def decode_keyframe(message: Stored, run: bytes) -> tuple[Keyframe, bytes]:

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 
 from diloco.control import admission
-from diloco.control.creation import Run
+from diloco.control.creation import KnownRun
 from diloco.core import claims
 from diloco.core.fragments import FragmentMap
 from diloco.errors import AdmissionError, RunError
@@ -21,7 +21,7 @@ READMITTED_S = 0.5  # between two looks at changes that a follower keeps up to d
 class AdmissionClient:
     """The admission of learner ``name``, in an incarnation of its process."""
 
-    def __init__(self, transport: Transport, run: Run, name: str, fragments: FragmentMap, log: Logger) -> None:
+    def __init__(self, transport: Transport, run: KnownRun, name: str, fragments: FragmentMap, log: Logger) -> None:
         self.transport, self.run, self.name, self.map, self.log = transport, run, name, fragments, log
         self.incarnation = int(transport.wall_s() * 1000)
 

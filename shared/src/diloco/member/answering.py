@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Sequence
 from typing import Protocol
 
-from diloco.control.creation import Run
+from diloco.control.creation import KnownRun
 from diloco.core import codec
 from diloco.core import tape as events
-from diloco.core.delta import Encoded
-from diloco.core.fragment_state import Answer
+from diloco.core.delta import EncodedOffer
+from diloco.core.fragment_state import DueOffer
 from diloco.errors import BrokerError, NonFiniteError, StorageFullError
 from diloco.log.offers import append_offer
 from diloco.member.shared import SharedLearner
@@ -42,7 +42,7 @@ class Answering:
     def __init__(
         self,
         transport: Transport,
-        run: Run,
+        run: KnownRun,
         shared: SharedLearner,
         tape: Recorder,
         log: Logger,
@@ -65,7 +65,7 @@ class Answering:
         with self.shared.lock:
             self.begin(index)
 
-    async def _answer(self, answer: Answer) -> None:
+    async def _answer(self, answer: DueOffer) -> None:
         index, began_s = answer.fragment, self.shared.loop.time()
         trace = self.traces.offer(index, answer.version)
         if trace is not None:
@@ -83,7 +83,7 @@ class Answering:
         with self.shared.lock:
             pending = self.learner.encoded(answer, encoded)
             ago, digest = self.learner.accounts.step - answer.snapshot.step, content_hash[: events.DIGEST_BYTES]
-            self.tape.record(events.Offer(ago, index, pending.stated.number, answer.version, answer.bits, digest))
+            self.tape.record(events.TapeOffer(ago, index, pending.stated.number, answer.version, answer.bits, digest))
             self.shared.tell()
         self.tape.flush()  # before it is sent: all that is merged of this learner is on its tape
         body, inline, parts = describe_body(packed, content_hash, self.transport.random_bytes(ATTEMPT_BYTES))
@@ -97,7 +97,7 @@ class Answering:
             self.tape.record(events.Sent(index, int(1000 * (self.shared.loop.time() - began_s))))
             self.shared.tell()
 
-    def _encode(self, answer: Answer) -> tuple[Encoded, bytes, bytes]:
+    def _encode(self, answer: DueOffer) -> tuple[EncodedOffer, bytes, bytes]:
         """Return an offer's arrays, the zstd frame of its body, and its content's hash; called in a thread of its own."""
         encoded = self.learner.encode(answer)
         return encoded, codec.pack(encoded.body, self.run.created.codec.zstd_level), codec.content_hash(encoded.body)

@@ -16,15 +16,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco.control.creation import Run
+from diloco.control.creation import KnownRun
 from diloco.core import codec, decisions
 from diloco.core.chain import Chain
-from diloco.core.delta import Apply, DeltaValues, Encoded, Reference, Unmerged, dump_arrays, load_arrays
+from diloco.core.delta import Baseline, DeltaValues, EncodedOffer, Unmerged, VersionWrite, dump_arrays, load_arrays
 from diloco.core.learner import ACCOUNTS
 from diloco.core.leases import LOOKS_A_LEASE
 from diloco.core.roll import LEADER
 from diloco.errors import BrokerError, NonFiniteError
-from diloco.log.follower import Copy
+from diloco.log.follower import LogCopy
 from diloco.log.log import Log
 from diloco.member.answering import store_answer
 from diloco.member.following import Following
@@ -57,7 +57,7 @@ class _Carried:
     came: dict[int, set[int]] = field(default_factory=dict)  # by number of a snapshot: processes whose rows are here
     bits: Bits = 32
     shipping: asyncio.Lock = field(default_factory=asyncio.Lock)  # one version's rows after another's
-    encoded: Encoded | None = None
+    encoded: EncodedOffer | None = None
     trace: OfferTrace | None = None  # of the offer that is being made
     packed: tuple[bytes, bytes] | None = None  # of it: the zstd frame, and its content's hash
 
@@ -76,7 +76,7 @@ class _Carried:
 class _Staged:
     stage: Stage
     theta: Vector
-    reference: Reference | Vector | None = None
+    reference: Baseline | Vector | None = None
 
 
 class Carrier:
@@ -85,7 +85,7 @@ class Carrier:
     def __init__(
         self,
         transport: Transport,
-        run: Run,
+        run: KnownRun,
         store: Log,
         links: Links,
         shipping: Shipping,
@@ -126,7 +126,7 @@ class Carrier:
             self._following.begin()
             self.spawn(self._audit())
 
-    def _tell(self, copy: Copy, record: Record | None, rewound: bool) -> None:
+    def _tell(self, copy: LogCopy, record: Record | None, rewound: bool) -> None:
         chain = copy.replica.chain
         carried = self._carried[chain.fragment]
         if rewound:
@@ -193,7 +193,7 @@ class Carrier:
         """Note that a decision has come, of which :meth:`write` is told all; ``remember`` what was before it."""
         self._before = {} if remember else None
 
-    def write(self, write: Write) -> Apply | None:
+    def write(self, write: Write) -> VersionWrite | None:
         """Take over a version that was decided; return how it is written into the model, None where no row of it is here.
 
         Raises:
@@ -214,7 +214,7 @@ class Carrier:
             carried.values.commit(decisions.carried(staged.stage), staged.stage.pending, staged.theta)
             carried.version, carried.pending = write.version, list(staged.stage.pending)
             carried.forget(staged.theta)
-        return Apply(staged.theta, staged.reference if write.keeps else None, write.reset)
+        return VersionWrite(staged.theta, staged.reference if write.keeps else None, write.reset)
 
     # ---- offers
 
@@ -245,7 +245,7 @@ class Carrier:
         if trace is not None:
             trace.read()
 
-        def encode() -> tuple[Encoded, bytes, bytes]:
+        def encode() -> tuple[EncodedOffer, bytes, bytes]:
             encoded = carried.values.encode(snapshot, bits)
             return encoded, codec.pack(encoded.body, level), codec.content_hash(encoded.body)
 
@@ -281,7 +281,7 @@ class Carrier:
         sequence = await store_answer(self.transport, self.subjects, run, offer, inline, parts, self.log)
         if trace is not None:
             trace.stored(offer)
-        self.links.write(LEADER, island.Stored(offer.fragment, sequence))
+        self.links.write(LEADER, island.OfferStored(offer.fragment, sequence))
 
     # ---- checkpoints
 

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
 
-from diloco.control.creation import Run
+from diloco.control.creation import KnownRun
 from diloco.control.gate import HeartbeatGate
 from diloco.control.hearing import hear
-from diloco.core.catch_up import CatchUp, Standing
+from diloco.core.catch_up import CatchUp, LogStanding
 from diloco.log.log import Log
 from diloco.process.observe import Counted, Logger
 from diloco.process.retry import until_available
@@ -24,7 +24,7 @@ HearRound = Callable[[Announcement, Heard], Awaitable[None]]
 
 
 async def listen(
-    run: Run, store: Log, region: str, tasks: Tasks, refused: Counted, log: Logger, alive: HearAlive, open_round: HearRound
+    run: KnownRun, store: Log, region: str, tasks: Tasks, refused: Counted, log: Logger, alive: HearAlive, open_round: HearRound
 ) -> Catching:
     """Begin to hear the others, for good; heartbeats and, once the log is loaded, rounds are handed on to the learner."""
     catching = Catching(run, store, region, tasks, log, alive, open_round)
@@ -40,7 +40,7 @@ class Catching:
     """
 
     def __init__(
-        self, run: Run, store: Log, region: str, tasks: Tasks, log: Logger, alive: HearAlive, open_round: HearRound
+        self, run: KnownRun, store: Log, region: str, tasks: Tasks, log: Logger, alive: HearAlive, open_round: HearRound
     ) -> None:
         self.store, self.log, self._alive, self._open_round = store, log, alive, open_round
         self._clock = asyncio.get_running_loop().time
@@ -82,11 +82,11 @@ class Catching:
                     versions[index] = await until_available(partial(self._newest, index), self.log)
             now_s = self._clock()
             standing = known.judge(versions, now_s)
-            if standing is Standing.CURRENT:
+            if standing is LogStanding.CURRENT:
                 return
             fragment, stated = known.furthest(versions, now_s)
             about = {"region": known.region, "fragment": fragment, "version": versions[fragment], "stated_version": stated}
-            if standing is Standing.GIVEN_UP:
+            if standing is LogStanding.GIVEN_UP:
                 self.log.warning("region_is_old", **about, remedy="look at the links between this region and the others")
                 return
             if not logged:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from diloco.control.creation import Run, find_map
+from diloco.control.creation import KnownRun, find_map
 from diloco.log.log import Log
 from diloco.member.group import Group
 from diloco.process.observe import Logger
@@ -16,7 +16,7 @@ from diloco.wire.island import Facts
 OVER_S = 2.0  # between two looks whether the run is over, while the others do not come
 
 
-async def meet(group: Group, facts: Facts, generation: int, run: Run, transport: Transport, log: Logger) -> bool:
+async def meet(group: Group, facts: Facts, generation: int, run: KnownRun, transport: Transport, log: Logger) -> bool:
     """Meet the learner's other processes, as :meth:`Group.meet` does; return whether they have met.
 
     Of a learner that goes on with fewer, processes begin one by one: they have not if the run is over.
@@ -42,7 +42,7 @@ async def meet(group: Group, facts: Facts, generation: int, run: Run, transport:
         await end(meeting, over)
 
 
-async def _until_over(run: Run, transport: Transport, log: Logger) -> None:
+async def _until_over(run: KnownRun, transport: Transport, log: Logger) -> None:
     """Wait until every fragment's log is closed."""
     fragments = await until_available(lambda: find_map(run), log)
     store = Log(transport, run.name, run.identity, fragments, run.created)

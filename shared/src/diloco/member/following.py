@@ -6,17 +6,17 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from diloco.control.creation import Run
+from diloco.control.creation import KnownRun
 from diloco.errors import MachineError
-from diloco.log.follower import Copy, Folded, LogFollower, Wrong
+from diloco.log.follower import FollowedEntry, LogCopy, LogFollower, Wrong
 from diloco.log.log import Log
-from diloco.log.stream import Refusal
+from diloco.log.stream import RefusedEntry
 from diloco.process.observe import Counted, Logger
 from diloco.process.tasks import end
 from diloco.wire.entries import Genesis, Record
 from diloco.wire.subjects import fragment_of
 
-Tell = Callable[[Copy, Record | None, bool], None]
+Tell = Callable[[LogCopy, Record | None, bool], None]
 
 
 class Following:
@@ -29,7 +29,7 @@ class Following:
     def __init__(
         self,
         store: Log,
-        run: Run,
+        run: KnownRun,
         name: str,
         fragments: Sequence[int],
         refused: Counted,
@@ -46,7 +46,7 @@ class Following:
         self._follower: LogFollower
         self._task: asyncio.Task[None]
 
-    async def load(self, genesis: tuple[Genesis, bytes]) -> list[Copy]:
+    async def load(self, genesis: tuple[Genesis, bytes]) -> list[LogCopy]:
         """Load the fragments to the log's end; return them in order."""
         self._follower = LogFollower(self.store, genesis, self._refuse, self.log, in_place=False)
         return await self._follower.load_all(self.fragments)
@@ -72,14 +72,14 @@ class Following:
 
     async def _follow(self) -> None:
         async for event in self._follower.follow(self.fragments):
-            if isinstance(event, Folded):
+            if isinstance(event, FollowedEntry):
                 if self.folded is not None:
                     self.folded(event.entry.record, event.came_s)
                 self._tell(event.copy, event.entry.record, False)
             elif not isinstance(event, Wrong):  # else the versions that were told are right
                 self._tell(event.copy, None, event.rewound)
 
-    def _refuse(self, refusal: Refusal) -> None:
+    def _refuse(self, refusal: RefusedEntry) -> None:
         """Note an entry that is passed over.
 
         Raises:

@@ -30,7 +30,7 @@ R = TypeVar("R")
 S = TypeVar("S", Told, Candidate)
 
 
-class Rescue(Protocol):
+class Rescuer(Protocol):
     """Keeps a process's state where another process is lost. Its methods are called in the thread that ends this one."""
 
     def settle(self) -> Kept:
@@ -66,7 +66,7 @@ class Group:
         self.links = Links(run, log, self._take, self._lost)
         self.beats: dict[int, Ping] = {}  # by process: what it has moved, as it said last
         self.may_renew: Callable[[], bool] = lambda: False
-        self.rescue: Rescue | None = None
+        self.rescue: Rescuer | None = None
         self._again: set[int] = set()  # places of those that begin again because one is lost
         self._kept: Kept | None = None  # the leader's answer to them
         self._answered = threading.Event()

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco.control.creation import Run
+from diloco.control.creation import KnownRun
 from diloco.core import decisions
 from diloco.core import tape as events
-from diloco.core.accounts import StepDone, Traffic
+from diloco.core.accounts import MemberTraffic, StepDone
 from diloco.core.decisions import Decisions
-from diloco.core.fragment_state import Answer, Phase, Reader, Version
+from diloco.core.fragment_state import DueOffer, FragmentVersion, Phase, Reader
 from diloco.core.fragments import Fragment, FragmentMap
 from diloco.core.markers import MarkerReply
 from diloco.core.rows import RowLayout
@@ -52,7 +52,7 @@ class Leader(Member):
     def __init__(
         self,
         transport: Transport,
-        run: Run,
+        run: KnownRun,
         fragment_map: FragmentMap,
         settings: LearnerSettings,
         log: Logger,
@@ -81,7 +81,7 @@ class Leader(Member):
         self._over = False  # what comes now is of no account any more
         self._saved_at: tuple[int, list[int]] = 0, []  # steps then, and by fragment the version applied
         self._optimizer: tuple[Layout, Owners]
-        self._loaded: dict[int, Version] = {}
+        self._loaded: dict[int, FragmentVersion] = {}
         self._all_loaded = asyncio.Event()
 
     @property
@@ -99,7 +99,7 @@ class Leader(Member):
     async def _initial(self, initial: Callable[[Fragment], Vector] | None, index: int) -> Vector:
         return await self.part.gather(index)
 
-    async def _load(self, genesis: tuple[Genesis, bytes]) -> list[Version]:
+    async def _load(self, genesis: tuple[Genesis, bytes]) -> list[FragmentVersion]:
         """Return what the carriers have loaded of each fragment, in order."""
         await self.part.carrier.load(genesis)
         await self._all_loaded.wait()
@@ -127,7 +127,7 @@ class Leader(Member):
                 case island.Encoded():
                     self._check_carrier(source, message.fragment)
                     self._offers.encoded(message)
-                case island.Stored():
+                case island.OfferStored():
                     self._check_carrier(source, message.fragment)
                     self._offers.stored(message)
                 case island.Passed():
@@ -148,9 +148,9 @@ class Leader(Member):
         index = folded.fragment
         self._check_carrier(source, index)
         chain = chain_of(index, folded.head)
-        version = Version(folded.record, chain)
+        version = FragmentVersion(folded.record, chain)
         if len(self.learner.fragments) < len(self.map.fragments):
-            self._loaded[index] = Version(None, chain)  # what came since is in it
+            self._loaded[index] = FragmentVersion(None, chain)  # what came since is in it
             if len(self._loaded) == len(self.map.fragments):
                 self._all_loaded.set()
         elif folded.rewound:
@@ -203,11 +203,11 @@ class Leader(Member):
         await super().close()
         await self.part.close()
 
-    def _traffic(self) -> Traffic:
+    def _traffic(self) -> MemberTraffic:
         """Return that of all processes together."""
         beats = self.part.group.beats.values()
-        others = (Traffic(beat.bytes_up, beat.bytes_down, beat.refused) for beat in beats)
-        return Traffic(*map(sum, zip(super()._traffic(), *others, strict=True)))
+        others = (MemberTraffic(beat.bytes_up, beat.bytes_down, beat.refused) for beat in beats)
+        return MemberTraffic(*map(sum, zip(super()._traffic(), *others, strict=True)))
 
     def note_optimizer(self, loan: Loan | None) -> None:
         """Note with which optimizer state all processes begin: one that each has borrowed its part of, or a fresh one."""
@@ -374,7 +374,7 @@ class _Offers:
 
     def __init__(self, leader: Leader) -> None:
         self.leader, self.learner = leader, leader.learner
-        self._answers: dict[int, tuple[Answer, float]] = {}  # by fragment: being quantised or stored, since when
+        self._answers: dict[int, tuple[DueOffer, float]] = {}  # by fragment: being quantised or stored, since when
 
     def begin(self, index: int) -> None:
         """Answer the fragment's open round if that can be done now; the lock is held."""
@@ -406,12 +406,12 @@ class _Offers:
         pending = self.learner.encoded(answer)
         taped = self.learner.accounts.step - leader.untaped
         ago, digest = taped - answer.snapshot.step, message.content[: events.DIGEST_BYTES]
-        leader.tape.record(events.Offer(ago, index, pending.stated.number, answer.version, answer.bits, digest))
+        leader.tape.record(events.TapeOffer(ago, index, pending.stated.number, answer.version, answer.bits, digest))
         leader.tape.flush()  # before it is sent: all that is merged of this learner is on its tape
         store = island.Store(index, answer.bits, pending.stated)
         leader.part.loop.call_soon(leader.part.links.write, leader.part.carriers[index], store)
 
-    def stored(self, message: island.Stored) -> None:
+    def stored(self, message: island.OfferStored) -> None:
         """Note that an offer is stored; the lock is held."""
         _, began_s = self._answers.pop(message.fragment)
         self.learner.sent(message.fragment, message.sequence)

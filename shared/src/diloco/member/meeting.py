@@ -47,7 +47,7 @@ class _Heard:
     """A process that listens, as it is heard."""
 
     stream: Stream
-    standing: roll.Standing
+    standing: roll.ProcessStanding
 
 
 @dataclass
@@ -380,7 +380,7 @@ class Meeting:
                     message = await stream.receive_any(WORDS)
                 if isinstance(message, Standing):
                     self._problems.pop(index, None)
-                    self._heard[index] = _Heard(stream, roll.Standing(message.leader, message.generation))
+                    self._heard[index] = _Heard(stream, roll.ProcessStanding(message.leader, message.generation))
                 elif index != self._at:
                     raise FormatError(f"a message {message.kind!r}, and this process has not come to it")
                 else:

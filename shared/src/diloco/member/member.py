@@ -20,21 +20,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diloco.control.changes import ChangesFollower
-from diloco.control.creation import Run
+from diloco.control.creation import KnownRun
 from diloco.control.genesis import await_genesis
 from diloco.control.hearing import hear, name_in
 from diloco.core import tape as events
-from diloco.core.accounts import StepDone, Traffic
+from diloco.core.accounts import MemberTraffic, StepDone
 from diloco.core.boundary import apply, decide
 from diloco.core.chunks import Chunk
-from diloco.core.delta import Apply
-from diloco.core.fragment_state import Reader, Version
+from diloco.core.delta import VersionWrite
+from diloco.core.fragment_state import FragmentVersion, Reader
 from diloco.core.fragments import Fragment, FragmentMap
 from diloco.core.learner import Dump, Learner
 from diloco.core.markers import MarkerReply
 from diloco.core.schedule import Moment
 from diloco.errors import EjectedError
-from diloco.log.follower import Copy
+from diloco.log.follower import LogCopy
 from diloco.log.log import Log
 from diloco.member.admission import AdmissionClient
 from diloco.member.answering import Answering, Answers
@@ -70,7 +70,7 @@ LEAVE_TIMEOUT_S = 10.0  # quantising a fragment takes less; it ends without the 
 class Boundary:
     """The trainer's work between two steps, in this order."""
 
-    applies: list[tuple[int, Apply]]  # by fragment
+    applies: list[tuple[int, VersionWrite]]  # by fragment
     reads: list[int]  # fragments to hand over a reader for, with :meth:`Member.submit`
     stop: bool  # the token budget is used up: take no further step
     wait: bool  # take no step yet: a version is on its way (``round.learners_wait``)
@@ -84,7 +84,7 @@ class Member:
     def __init__(
         self,
         transport: Transport,
-        run: Run,
+        run: KnownRun,
         fragment_map: FragmentMap,
         settings: LearnerSettings,
         log: Logger,
@@ -162,7 +162,7 @@ class Member:
         assert initial is not None, "a learner alone founds a run, and has parameters"
         return initial(self.map.fragments[index])
 
-    async def _load(self, genesis: tuple[Genesis, bytes]) -> list[Version]:
+    async def _load(self, genesis: tuple[Genesis, bytes]) -> list[FragmentVersion]:
         """Return what the log has of each fragment, in order."""
         others = self.run.created.learners - (self.settings.role == "learner")
         indexes, spawn, tell = range(len(self.map.fragments)), self._shared.tasks.spawn, self._take_in
@@ -170,7 +170,7 @@ class Member:
             self.store, self.run, self.settings.name, indexes, self.refused, self.log, others=others, spawn=spawn, tell=tell
         )
         self._following.folded = self._traces.folded
-        return [Version.of(copy.replica) for copy in await self._following.load(genesis)]
+        return [FragmentVersion.of(copy.replica) for copy in await self._following.load(genesis)]
 
     async def _listen_early(self) -> Catching:
         own, handlers = self.settings.region or "", (self._hear_alive, self._hear_round)
@@ -243,8 +243,8 @@ class Member:
         self.lender.close()
         self.tape.flush()
 
-    def _take_in(self, copy: Copy, record: Record | None, rewound: bool) -> None:
-        version = Version.of(copy.replica, record)
+    def _take_in(self, copy: LogCopy, record: Record | None, rewound: bool) -> None:
+        version = FragmentVersion.of(copy.replica, record)
         with self._shared.lock:
             take_in = self.learner.rewind if rewound else self.learner.queue
             take_in(copy.replica.chain.fragment, version)
@@ -281,8 +281,8 @@ class Member:
         with self._shared.lock:
             return self.learner.heartbeat(self.shares.trained(), self.shares.batch_tokens, traffic)
 
-    def _traffic(self) -> Traffic:
-        return Traffic(self.transport.bytes_out, self.transport.bytes_in, self.refused.total)
+    def _traffic(self) -> MemberTraffic:
+        return MemberTraffic(self.transport.bytes_out, self.transport.bytes_in, self.refused.total)
 
     # ---- trainer thread
 

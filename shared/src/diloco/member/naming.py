@@ -48,7 +48,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Part:
+class RowRange:
     """Rows ``first`` to ``stop`` of one of our tensors, which lie in one place."""
 
     place: Place
@@ -114,18 +114,18 @@ class Naming:
         path = self._of[name]
         return f"; {self._names.at(path)}: it is the model's {path!r}" if path in self._names.entries else ""
 
-    def parts(self, fragment: Fragment) -> Iterator[Part]:
+    def parts(self, fragment: Fragment) -> Iterator[RowRange]:
         """Yield the parts of a fragment, place by place."""
         for piece in fragment.pieces:
             yield from self._parts(piece)
 
-    def _parts(self, piece: Piece) -> Iterator[Part]:
+    def _parts(self, piece: Piece) -> Iterator[RowRange]:
         row_size = piece.size // (piece.row_stop - piece.row_start)
         for place in self._places[piece.path]:
             first, stop = max(place.first, piece.row_start), min(place.stop, piece.row_stop)
             if first < stop:
                 begin, end = (piece.offset + (row - piece.row_start) * row_size for row in (first, stop))
-                yield Part(place, first, stop, slice(begin, end), (stop - first, *piece.shape[1:]))
+                yield RowRange(place, first, stop, slice(begin, end), (stop - first, *piece.shape[1:]))
 
 
 def read_names(path: Path, source: str) -> Names:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-from diloco.control.creation import Run
+from diloco.control.creation import KnownRun
 from diloco.member.shared import SharedLearner
 from diloco.transport import Transport
 from diloco.wire import framing
@@ -24,7 +24,7 @@ Sent: TypeAlias = Heartbeat | MarkerAnswer | MarkerDeclined | Sample
 class Outbox:
     """Sends the messages of one member."""
 
-    def __init__(self, transport: Transport, run: Run, name: str, shared: SharedLearner) -> None:
+    def __init__(self, transport: Transport, run: KnownRun, name: str, shared: SharedLearner) -> None:
         self._transport, self._run, self._name, self._shared = transport, run, name, shared
 
     async def send(self, message: Sent) -> None:

@@ -18,12 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diloco.control.changes import ChangesFollower
-from diloco.control.creation import Run
+from diloco.control.creation import KnownRun
 from diloco.control.genesis import await_genesis
 from diloco.core import decisions
 from diloco.core.accounts import StepDone
 from diloco.core.decisions import Course
-from diloco.core.delta import Apply
+from diloco.core.delta import VersionWrite
 from diloco.core.fragment_state import Reader
 from diloco.core.fragments import FragmentMap
 from diloco.core.roll import LEADER
@@ -67,7 +67,7 @@ class _Due:
     """A decision that came, and this process's part in it."""
 
     decided: Decided
-    writes: list[tuple[int, Apply]]
+    writes: list[tuple[int, VersionWrite]]
     saving: Saving | None
 
 
@@ -77,7 +77,7 @@ class Part:
     def __init__(
         self,
         transport: Transport,
-        run: Run,
+        run: KnownRun,
         group: Group,
         store: Log,
         layouts: Sequence[RowLayout],
@@ -160,7 +160,7 @@ class Part:
                 raise IslandError(f"process {source} takes process {self.links.place} for the leader ({message.kind})")
 
     def _take(self, decided: Decided) -> None:
-        writes: list[tuple[int, Apply]] = []
+        writes: list[tuple[int, VersionWrite]] = []
         self._newest = decided.number
         self.carrier.begin_decision(remember=self.group.rescue is not None)
         for write in decided.writes:
@@ -177,7 +177,7 @@ class Part:
             self._decided.append(_Due(decided, writes, saving))
             self._news.notify_all()
 
-    def _written(self, write: Write) -> Apply | None:
+    def _written(self, write: Write) -> VersionWrite | None:
         try:
             return self.carrier.write(write)
         except LookupError as error:
@@ -273,7 +273,7 @@ class Part:
 
     # ---- the trainer's thread
 
-    def boundary(self) -> tuple[Decided, list[tuple[int, Apply]]]:
+    def boundary(self) -> tuple[Decided, list[tuple[int, VersionWrite]]]:
         """Wait for the next decision, and go on by it; return it, and what is to be written into the model.
 
         Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 
-from diloco.control.creation import Run
+from diloco.control.creation import KnownRun
 from diloco.core.refusals import RefusalAccount
 from diloco.errors import BrokerError
 from diloco.member.shared import SharedLearner
@@ -19,7 +19,7 @@ UNMERGED_S = 300.0  # from the first stored offer: many rounds, also of learners
 class RefusalWatch:
     """Reads the reports of refused offers, warns of each reason once, and ends the learner where nothing else helps."""
 
-    def __init__(self, run: Run, name: str, shared: SharedLearner, log: Logger) -> None:
+    def __init__(self, run: KnownRun, name: str, shared: SharedLearner, log: Logger) -> None:
         self._run, self._name, self._shared, self._log = run, name, shared, log
         self._learner = shared.learner
         self._account = RefusalAccount()

@@ -19,7 +19,7 @@ from diloco.member import state
 from diloco.member.group import OTHERS_S
 from diloco.member.leader import Leader
 from diloco.member.part import Follower
-from diloco.member.state import Content, Part
+from diloco.member.state import Content, StateFilePart
 from diloco.process.observe import Logger
 from diloco.settings.service import LearnerSettings, MeshSettings
 from diloco.wire.island import Kept
@@ -52,7 +52,7 @@ class Changing:
 
 
 class Rescue:
-    """A process's part in that (:class:`diloco.member.group.Rescue`)."""
+    """A process's part in that (:class:`diloco.member.group.Rescuer`)."""
 
     def __init__(self, model: Callable[[], Content], member: Leader | Follower, settings: LearnerSettings, log: Logger) -> None:
         """``model`` gives the model as of the last boundary; a leader's is asked, in the thread that ends this process."""
@@ -94,7 +94,7 @@ class Rescue:
             content = self.model() + content
         group = part.group
         path = state.kept(settings.state_dir, settings.name, group.place)
-        which = Part(group.place, group.size, kept.name)
+        which = StateFilePart(group.place, group.size, kept.name)
         saved = state.save(path, part.run.identity, settings.name, self._accounts, content, part=which)
         if isinstance(self.member, Leader):
             self.member.note_saved(saved.digest)

@@ -15,11 +15,11 @@ from typing import TypeAlias
 
 import msgspec
 
-from diloco.control.creation import Run
+from diloco.control.creation import KnownRun
 from diloco.control.shares import Claims
 from diloco.core import leases
 from diloco.core.fragments import FragmentMap
-from diloco.core.leases import ShareClaim, Shares, Watch
+from diloco.core.leases import LeaseWatch, ShareClaim, Shares
 from diloco.errors import BrokerError, FenceError
 from diloco.process.observe import Counted, Logger
 from diloco.settings.service import LearnerSettings
@@ -35,13 +35,13 @@ class LeaseClient:
     """One learner's leases. ``take`` and ``look`` change its claim."""
 
     def __init__(
-        self, run: Run, settings: LearnerSettings, incarnation: int, fragments: FragmentMap, refused: Counted, log: Logger
+        self, run: KnownRun, settings: LearnerSettings, incarnation: int, fragments: FragmentMap, refused: Counted, log: Logger
     ) -> None:
         """``fragments``: the map that learners are admitted with; ``refused`` counts claims passed over."""
         self.run, self.settings, self.incarnation, self.log = run, settings, incarnation, log
         self.name, self.learners, self.refused = settings.name, run.created.learners, refused
         self._claims = Claims(run, settings.name, fragments, refused)
-        self._watch = Watch(settings.name, run.created.liveness.lease_s)
+        self._watch = LeaseWatch(settings.name, run.created.liveness.lease_s)
         self._held: dict[int, int] = {}  # by share: the batch that the lease begins at
         self._positions: dict[int, int] = {}  # by share: the batch after the last one trained
         self._newest: dict[int, tuple[int, int]] = {}  # by share, newest last: first and number of the batches trained last

@@ -13,8 +13,8 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from diloco.core.delta import Reference
-from diloco.core.rows import VALUE_BYTES, RowLayout, Rows
+from diloco.core.delta import Baseline
+from diloco.core.rows import VALUE_BYTES, FragmentRows, RowLayout
 from diloco.errors import FormatError, HashError
 from diloco.member.links import Links
 from diloco.wire import island
@@ -39,10 +39,10 @@ class Shipping:
 
     def __init__(self, links: Links, layouts: Sequence[RowLayout], sizes: Sequence[int]) -> None:
         self.links, self.layouts, self.sizes = links, layouts, sizes
-        self._pieces: dict[tuple[int, int, bool], list[Rows]] = {}  # by fragment, process, and whether it is read
+        self._pieces: dict[tuple[int, int, bool], list[FragmentRows]] = {}  # by fragment, process, and whether it is read
         self._incoming: dict[tuple[int, What], _Incoming] = {}  # by fragment and kind: the newest
 
-    def rows(self, fragment: int, process: int, what: What) -> Rows:
+    def rows(self, fragment: int, process: int, what: What) -> FragmentRows:
         """Return which rows of a fragment a process hands over, or has."""
         layout = self.layouts[fragment]
         return (layout.read if what in READ else layout.held)[process]
@@ -59,7 +59,7 @@ class Shipping:
                 found.append([process])
         return found
 
-    async def send(self, to: Sequence[int], fragment: int, number: int, what: What, vector: Reference | Vector) -> None:
+    async def send(self, to: Sequence[int], fragment: int, number: int, what: What, vector: Baseline | Vector) -> None:
         """Send rows of a fragment's vector to processes that have the same ones.
 
         ``vector``, float32 [size of the fragment], must not change any more.
@@ -123,7 +123,7 @@ class Shipping:
             newest = self._incoming[fragment, what] = _Incoming(number, begun)
         return newest if newest.number == number else None
 
-    def _cut(self, fragment: int, process: int, what: What) -> list[Rows]:
+    def _cut(self, fragment: int, process: int, what: What) -> list[FragmentRows]:
         """Return the pieces in which a process's rows travel."""
         key = fragment, process, what in READ
         if key not in self._pieces:
@@ -131,7 +131,7 @@ class Shipping:
         return self._pieces[key]
 
 
-def _contents(pieces: Sequence[Rows], vector: Reference | Vector) -> list[tuple[memoryview, bytes]]:
+def _contents(pieces: Sequence[FragmentRows], vector: Baseline | Vector) -> list[tuple[memoryview, bytes]]:
     """Return the bytes of each piece of a fragment's vector, float32 [its size], and their hash."""
     contents = [piece.take(vector).view(np.uint8).data for piece in pieces]
     return [(content, blake3(content).digest()) for content in contents]

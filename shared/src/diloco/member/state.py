@@ -51,7 +51,7 @@ class Content:
 
 
 @dataclass(frozen=True)
-class Part:
+class StateFilePart:
     """Which part of which state a file is: part ``index`` of ``count``, whose files all have the same ``set_name``."""
 
     index: int = 0
@@ -79,16 +79,16 @@ class State:
     """A state as read: ``accounts`` and ``state_hash`` are those of the first file, chunks those of all."""
 
     def __init__(
-        self, accounts: dict[str, Any], state_hash: bytes, stored: Iterable[statefile.Stored], set_name: str = ""
+        self, accounts: dict[str, Any], state_hash: bytes, stored: Iterable[statefile.StoredChunk], set_name: str = ""
     ) -> None:
         self.accounts, self.state_hash, self.set_name = accounts, state_hash, set_name
         self.files: list[Path] = []  # its parts that were found, in their order
         self.missing = 0  # those that were not
-        self._stored: dict[str, list[statefile.Stored]] = {}
-        self._checked: set[statefile.Stored] = set()
+        self._stored: dict[str, list[statefile.StoredChunk]] = {}
+        self._checked: set[statefile.StoredChunk] = set()
         self.add(stored)
 
-    def add(self, stored: Iterable[statefile.Stored]) -> None:
+    def add(self, stored: Iterable[statefile.StoredChunk]) -> None:
         """Take in the chunks of another part, but for those that are here: several processes have them."""
         for each in stored:
             known = self._stored.setdefault(each.chunk.name, [])
@@ -223,7 +223,7 @@ def save(
     accounts: Mapping[str, Any],
     content: Content,
     previous: Path | None = None,
-    part: Part = Part(),
+    part: StateFilePart = StateFilePart(),
 ) -> Saved:
     """Write a state; the one that ``path`` was until then becomes ``previous``, if given. A crash leaves one of them whole.
 
@@ -325,7 +325,7 @@ def set_of(path: Path, run: bytes, learner: str) -> str | None:
     return metadata.get("set", "")
 
 
-def _part_of(path: Path, run: bytes, learner: str, set_name: str) -> list[statefile.Stored] | None:
+def _part_of(path: Path, run: bytes, learner: str, set_name: str) -> list[statefile.StoredChunk] | None:
     """Return the chunks of a file that is a part of a learner's state of that name; None if there is no such file."""
     try:
         metadata, stored = statefile.open_file(path, run, learner)

@@ -66,7 +66,7 @@ class OpenFile:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredChunk:
     """A chunk in a file."""
 
     chunk: Chunk
@@ -101,7 +101,7 @@ class Stored:
             raise RunError(f"{self.path}: not a whole state: array {self.chunk.name!r} does not have the hash that it lists")
 
 
-def open_file(path: Path, run: bytes, learner: str) -> tuple[dict[str, str], list[Stored]]:
+def open_file(path: Path, run: bytes, learner: str) -> tuple[dict[str, str], list[StoredChunk]]:
     """Return metadata and chunks of a file; of the chunks it is only known where they are.
 
     Raises:
@@ -120,7 +120,7 @@ def open_file(path: Path, run: bytes, learner: str) -> tuple[dict[str, str], lis
         raise RunError(f"{path}: not a whole state of learner {learner}: {error}") from None
 
 
-def _chunks_in(file: OpenFile, described: Mapping[str, Any], begin: int, metadata: Mapping[str, str]) -> Iterator[Stored]:
+def _chunks_in(file: OpenFile, described: Mapping[str, Any], begin: int, metadata: Mapping[str, str]) -> Iterator[StoredChunk]:
     """Yield the chunks of a file of which is known that the others described them, and where the first one begins."""
     hashes, partial = json.loads(metadata["hashes"]), json.loads(metadata.get("chunks", "{}"))
     if sorted(described) != sorted(hashes) or not partial.keys() <= described.keys():
@@ -134,7 +134,7 @@ def _chunks_in(file: OpenFile, described: Mapping[str, Any], begin: int, metadat
         if not isinstance(name, str) or any(last > whole for last, whole in zip(stop, shape, strict=True)):
             raise ValueError(f"array {entry!r} lies nowhere in one of shape {shape}")
         chunk = Chunk(name, tuple(shape), dtype, tuple(start), stop)
-        yield Stored(chunk, file, begin + about["data_offsets"][0], hashes[entry])
+        yield StoredChunk(chunk, file, begin + about["data_offsets"][0], hashes[entry])
 
 
 def _check_metadata(metadata: Mapping[str, str], run: bytes, learner: str) -> None:

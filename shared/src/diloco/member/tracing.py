@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco.core.fragment_state import Answer
+from diloco.core.fragment_state import DueOffer
 from diloco.core.tracing import Ids, Span, offer_ids, version_ids
 from diloco.log.tracing import tell_of_read
 from diloco.process.telemetry import Telemetry
@@ -72,7 +72,7 @@ class OfferTrace:
         self._traces, self._telemetry, self._version = traces, telemetry, version
         self._began_s = self._snapshot_s = self._encoded_s = traces.clock()
 
-    def take(self, answer: Answer) -> Answer:
+    def take(self, answer: DueOffer) -> DueOffer:
         """Return the same answer; its reader says when it has read. The snapshot is not kept here."""
         reader = answer.snapshot.reader
         if reader is None:

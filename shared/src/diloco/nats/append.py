@@ -23,7 +23,7 @@ from nats.aio.client import Client
 
 from diloco.errors import AppendUncertainError, BrokerError, FenceError, StorageFullError
 from diloco.nats import streams
-from diloco.nats.connection import Link, wait_connected
+from diloco.nats.connection import NatsLink, wait_connected
 from diloco.transport import Fence
 from diloco.wire.plain import json_object
 
@@ -44,7 +44,7 @@ _FIRST, _MIDDLE, _LAST = 0, 1, 2
 
 
 async def append(
-    link: Link,
+    link: NatsLink,
     subject: str,
     data: bytes,
     *,
@@ -92,7 +92,7 @@ async def append(
 
 
 async def _append_batch(
-    link: Link,
+    link: NatsLink,
     subject: str,
     data: bytes,
     parts: Sequence[bytes | memoryview],

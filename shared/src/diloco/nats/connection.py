@@ -43,7 +43,7 @@ def malloc_environment() -> dict[str, str]:
     }
 
 
-class Link:
+class NatsLink:
     """Two connections that are remade for ever. Made by :meth:`open`."""
 
     def __init__(

@@ -29,7 +29,7 @@ import nats.js.errors
 
 from diloco.errors import AppendUncertainError, BrokerError, RewoundError
 from diloco.nats import streams
-from diloco.nats.connection import Link, check_open, wait_connected
+from diloco.nats.connection import NatsLink, check_open, wait_connected
 from diloco.nats.consumers import ConsumerNames
 from diloco.process.retry import RETRY_S
 from diloco.transport import Stored
@@ -50,7 +50,7 @@ _NAME_IN_USE = 10148  # error code of the JetStream API
 
 
 @dataclass(frozen=True)
-class Message(Stored):
+class PulledMessage(Stored):
     """A stored message; ``pending`` is the number of messages for the reader that were stored behind it."""
 
     pending: int
@@ -76,7 +76,7 @@ class Puller:
 
     def __init__(
         self,
-        link: Link,
+        link: NatsLink,
         stream: str,
         subjects: Sequence[str],
         start_sequence: int,
@@ -93,7 +93,7 @@ class Puller:
         self._singles = max(REQUESTS, window_bytes // largest_bytes)  # requests of one message each that fit into the window
         self._singly = False
 
-    async def __aiter__(self) -> AsyncGenerator[Message, None]:
+    async def __aiter__(self) -> AsyncGenerator[PulledMessage, None]:
         names = self.link.consumer_names(self.stream)
         while True:
             consumer = await self._take(names)
@@ -211,7 +211,7 @@ class Puller:
         subject = f"$JS.API.CONSUMER.MSG.NEXT.{self.stream}.{consumer}"
         await self.link.bulk.publish(subject, json.dumps(request).encode(), reply=f"{inbox}.{number}")
 
-    async def _read(self, consumer: str, inbox: str, queue: asyncio.Queue[Any]) -> AsyncIterator[Message]:
+    async def _read(self, consumer: str, inbox: str, queue: asyncio.Queue[Any]) -> AsyncIterator[PulledMessage]:
         """Yield messages until the consumer seems lost.
 
         Raises (while iterating):
@@ -239,7 +239,7 @@ class Puller:
         except (nats.errors.Error, TimeoutError):
             return
 
-    def _take_in(self, raw: Any, delivered: int) -> Message:
+    def _take_in(self, raw: Any, delivered: int) -> PulledMessage:
         """Return a stored message, the consumer's delivery of this number.
 
         Raises:
@@ -249,7 +249,7 @@ class Puller:
         tokens = raw.reply.split(".")
         if int(tokens[-3]) != delivered:  # also if another consumer has its name, or another process of this name reads it
             raise _AgainError(singly=True)
-        return Message(raw.subject, int(tokens[-4]), raw.data, int(tokens[-1]), stored_at_s=int(tokens[-2]) / 1e9)
+        return PulledMessage(raw.subject, int(tokens[-4]), raw.data, int(tokens[-1]), stored_at_s=int(tokens[-2]) / 1e9)
 
     def _goes_on(self, headers: Mapping[str, str], delivered: int) -> bool:
         """Whether the server's word, which is no message, leaves the consumer as it is: idle, or with a request less.

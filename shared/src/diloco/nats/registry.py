@@ -14,7 +14,7 @@ from nats.js import JetStreamContext
 
 from diloco.errors import AppendUncertainError, BrokerError, FenceError, FormatError
 from diloco.nats.append import HEADER_BYTES, ID_HEADER, append_one
-from diloco.nats.connection import Link, check_open
+from diloco.nats.connection import NatsLink, check_open
 from diloco.nats.streams import MAX_VALUE_BYTES, OTHER_CONFIGURATION, TIMEOUT_S, configured, look_up
 from diloco.process.retry import RETRY_S
 from diloco.transport import Fence, Stored
@@ -33,11 +33,11 @@ class Registry:
     So a compare-and-set succeeds for one caller alone, also if another one sets the same value.
     """
 
-    def __init__(self, link: Link, bucket: str) -> None:
+    def __init__(self, link: NatsLink, bucket: str) -> None:
         self._link, self._name = link, bucket
 
     @classmethod
-    async def open(cls, link: Link, bucket: str, *, create: bool, replicas: int = 1) -> Registry:
+    async def open(cls, link: NatsLink, bucket: str, *, create: bool, replicas: int = 1) -> Registry:
         """Open the bucket, and make it if ``create``; one that an earlier version made is as good.
 
         Raises:

@@ -16,7 +16,7 @@ import nats.js.errors
 
 from diloco.errors import AppendUncertainError, BrokerError, RunError
 from diloco.nats.client import Client
-from diloco.nats.connection import Link
+from diloco.nats.connection import NatsLink
 from diloco.nats.received import headers
 from diloco.transport import Room, Stored
 from diloco.wire.plain import json_object
@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 
 async def ensure(
-    link: Link, stream: str, subjects: list[str], *, max_msgs_per_subject: int = -1, max_bytes: int = -1, replicas: int = 1
+    link: NatsLink, stream: str, subjects: list[str], *, max_msgs_per_subject: int = -1, max_bytes: int = -1, replicas: int = 1
 ) -> int | None:
     """Make a stream, or find that it exists as it should; more room or more replicas than asked for are as good.
 
@@ -87,7 +87,7 @@ async def ensure(
     return None
 
 
-async def rooms(link: Link, names: Sequence[str]) -> list[Room]:
+async def rooms(link: NatsLink, names: Sequence[str]) -> list[Room]:
     """Return how full streams are that have a bound, and the account if it has one; what does not exist is left out.
 
     Raises:
@@ -158,7 +158,7 @@ def _plain(value: object) -> object:
     return value.value if isinstance(value, enum.Enum) else value
 
 
-async def last(link: Link, stream: str, subject: str) -> Stored | None:
+async def last(link: NatsLink, stream: str, subject: str) -> Stored | None:
     """Return the last message on a subject, or None.
 
     Raises:
@@ -168,17 +168,17 @@ async def last(link: Link, stream: str, subject: str) -> Stored | None:
     return await _get(link, stream, subject=subject)
 
 
-async def get(link: Link, stream: str, sequence: int) -> Stored | None:
+async def get(link: NatsLink, stream: str, sequence: int) -> Stored | None:
     """Return the message with a stream sequence, or None if it is gone; raise as :func:`last`."""
     return await _get(link, stream, seq=sequence)
 
 
-async def first(link: Link, stream: str, subject: str, start_sequence: int) -> Stored | None:
+async def first(link: NatsLink, stream: str, subject: str, start_sequence: int) -> Stored | None:
     """Return the first message on a subject from a stream sequence on, or None; raise as :func:`last`."""
     return await _get(link, stream, subject, start_sequence)
 
 
-async def last_sequence(link: Link, subject: str) -> int:
+async def last_sequence(link: NatsLink, subject: str) -> int:
     """Return the stream sequence of the last message on a subject that we may write to, 0 if there is none.
 
     The server states it when it refuses an append behind a sequence that no message ever has. So a member that may write the
@@ -202,7 +202,7 @@ async def last_sequence(link: Link, subject: str) -> int:
     raise BrokerError(f"{subject}: the server refuses: {description} (code {code})")
 
 
-async def purge(link: Link, stream: str, subject: str, below_sequence: int) -> None:
+async def purge(link: NatsLink, stream: str, subject: str, below_sequence: int) -> None:
     """Drop a subject's messages (wildcards allowed) with a smaller sequence; raises as :func:`last`."""
     api = link.bulk.jetstream(timeout=TIMEOUT_S)
     try:
@@ -211,7 +211,7 @@ async def purge(link: Link, stream: str, subject: str, below_sequence: int) -> N
         raise _missing(stream) from None
 
 
-async def subjects(link: Link, stream: str, within: str) -> list[str]:
+async def subjects(link: NatsLink, stream: str, within: str) -> list[str]:
     """Return all subjects of stored messages that match ``within``; raises as :func:`last`."""
     found: list[str] = []
     while True:
@@ -225,7 +225,7 @@ async def subjects(link: Link, stream: str, within: str) -> list[str]:
             return found
 
 
-async def drop(link: Link, stream: str, sequences: Iterable[int]) -> None:
+async def drop(link: NatsLink, stream: str, sequences: Iterable[int]) -> None:
     """Drop single messages; ones that are gone already are as good. Raises as :func:`last`."""
     limit = asyncio.Semaphore(DROPS_AT_ONCE)
 
@@ -238,7 +238,7 @@ async def drop(link: Link, stream: str, sequences: Iterable[int]) -> None:
             group.create_task(drop_one(sequence))
 
 
-async def delete(link: Link, stream: str) -> None:
+async def delete(link: NatsLink, stream: str) -> None:
     """Drop a stream and all it holds; none is as good."""
     try:
         await _answer(link.bulk.jetstream(timeout=TIMEOUT_S).delete_stream(stream), stream)
@@ -246,7 +246,7 @@ async def delete(link: Link, stream: str) -> None:
         return
 
 
-async def listed(link: Link) -> list[dict[str, Any]]:
+async def listed(link: NatsLink) -> list[dict[str, Any]]:
     """Return the ``config``, ``state`` and ``created`` of each of the server's streams, as its API has them.
 
     Raises:
@@ -256,7 +256,7 @@ async def listed(link: Link) -> list[dict[str, Any]]:
     return await _pages(link, "STREAM.LIST", "*", "streams")
 
 
-async def consumers(link: Link, stream: str) -> list[dict[str, Any]]:
+async def consumers(link: NatsLink, stream: str) -> list[dict[str, Any]]:
     """Return the ``name``, ``config`` and ``created`` of each of a stream's consumers, as the server's API has them.
 
     Raises: as :func:`listed`.
@@ -264,12 +264,12 @@ async def consumers(link: Link, stream: str) -> list[dict[str, Any]]:
     return await _pages(link, f"CONSUMER.LIST.{stream}", stream, "consumers")
 
 
-async def remove_consumer(link: Link, stream: str, name: str) -> None:
+async def remove_consumer(link: NatsLink, stream: str, name: str) -> None:
     """Remove a consumer; none is as good. Raises as :func:`listed`."""
     await _ask(link, f"CONSUMER.DELETE.{stream}.{name}", stream, (_NO_CONSUMER,))
 
 
-async def _pages(link: Link, call: str, stream: str, what: str) -> list[dict[str, Any]]:
+async def _pages(link: NatsLink, call: str, stream: str, what: str) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     while True:
         answer = await _ask(link, call, stream, offset=len(found))
@@ -281,7 +281,7 @@ async def _pages(link: Link, call: str, stream: str, what: str) -> list[dict[str
             return found
 
 
-async def exists(link: Link, stream: str) -> bool:
+async def exists(link: NatsLink, stream: str) -> bool:
     """Whether the server has the stream."""
     try:
         await _answer(link.bulk.jetstream(timeout=TIMEOUT_S).stream_info(stream), stream)
@@ -290,7 +290,7 @@ async def exists(link: Link, stream: str) -> bool:
     return True
 
 
-async def info(link: Link, stream: str) -> dict[str, Any] | None:
+async def info(link: NatsLink, stream: str) -> dict[str, Any] | None:
     """Return ``config``, ``state`` and ``created`` of a stream as the server's API has them; None: the server has none.
 
     Raises: as :func:`listed`.
@@ -303,7 +303,7 @@ async def info(link: Link, stream: str) -> dict[str, Any] | None:
     return answer
 
 
-async def made_at(link: Link, stream: str) -> str | None:
+async def made_at(link: NatsLink, stream: str) -> str | None:
     """Return when a stream was made, by its server's clock; None: the server does not have it. Raises as :func:`last`."""
     try:
         info = await _answer(link.bulk.jetstream(timeout=TIMEOUT_S).stream_info(stream), stream)
@@ -312,7 +312,7 @@ async def made_at(link: Link, stream: str) -> str | None:
     return str(info.created)
 
 
-async def _get(link: Link, stream: str, subject: str | None = None, seq: int | None = None) -> Stored | None:
+async def _get(link: NatsLink, stream: str, subject: str | None = None, seq: int | None = None) -> Stored | None:
     api = link.bulk.jetstream(timeout=TIMEOUT_S)
     try:
         # any replica answers a direct get, even one without the newest message
@@ -353,7 +353,7 @@ async def look_up(client: Client, stream: str, which: Mapping[str, Any]) -> tupl
         raise _nonsense(stream, answer) from None
 
 
-async def _replicas(link: Link, stream: str) -> int:
+async def _replicas(link: NatsLink, stream: str) -> int:
     known = link.replicas.get(stream)
     if known is None:
         info = await _answer(link.bulk.jetstream(timeout=TIMEOUT_S).stream_info(stream), stream)
@@ -361,7 +361,7 @@ async def _replicas(link: Link, stream: str) -> int:
     return known
 
 
-async def _ask(link: Link, call: str, stream: str, tolerated: Collection[int] = (), **request: Any) -> dict[str, Any]:
+async def _ask(link: NatsLink, call: str, stream: str, tolerated: Collection[int] = (), **request: Any) -> dict[str, Any]:
     """Ask JetStream's API, and return its answer; an error of a code in ``tolerated`` is as good as none."""
     asking = link.bulk.request(f"$JS.API.{call}", json.dumps(request).encode(), timeout=TIMEOUT_S)
     data = (await _answer(asking, stream)).data

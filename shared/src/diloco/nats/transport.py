@@ -1,4 +1,4 @@
-"""NATS as a :class:`diloco.transport.Transport`: a :class:`Link` with the operations of this package's modules."""
+"""NATS as a :class:`diloco.transport.Transport`: a :class:`NatsLink` with the operations of this package's modules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from diloco.errors import AppendUncertainError
 from diloco.nats import append, streams
-from diloco.nats.connection import POLL_S, Link, ask, subscribe, wait_connected
+from diloco.nats.connection import POLL_S, NatsLink, ask, subscribe, wait_connected
 from diloco.nats.pull import Puller
 from diloco.nats.registry import Registry
 from diloco.transport import Fence, Heard, Room, Stored
@@ -22,7 +22,7 @@ from diloco.wire.grants import SignedGrant
 T = TypeVar("T")
 
 
-class NatsTransport(Link):
+class NatsTransport(NatsLink):
     """Heartbeats and the bucket go over the control connection, all else over the bulk connection."""
 
     alive_file: Path | None = None  # touched whenever something is published with both connections there

@@ -38,7 +38,7 @@ _EVENT_WIDTH = 26
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class LogLine:
     """One line of a service's log.
 
     Attributes:
@@ -79,7 +79,7 @@ def merge(
     level: str = "debug",
     follow: bool = False,
     wait: Callable[[], bool] | None = None,
-) -> Iterator[Entry]:
+) -> Iterator[LogLine]:
     """Yield the entries of all services of a run in time order.
 
     Args:
@@ -102,10 +102,10 @@ def merge(
     return _merge(logs_dir, services, LEVELS.index(level), follow, wait or _sleep)
 
 
-def _merge(logs_dir: Path, services: Sequence[str], level: int, follow: bool, wait: Callable[[], bool]) -> Iterator[Entry]:
+def _merge(logs_dir: Path, services: Sequence[str], level: int, follow: bool, wait: Callable[[], bool]) -> Iterator[LogLine]:
     tails: dict[Path, _Tail] = {}
 
-    def look(final: bool) -> Iterator[Entry]:
+    def look(final: bool) -> Iterator[LogLine]:
         for path in sorted(logs_dir.glob("*.jsonl")):
             if path not in tails and _wanted(path.stem, services):
                 tails[path] = _Tail(path)
@@ -147,7 +147,7 @@ class _Tail:
         self._offset = 0
         self._time_s = 0.0
 
-    def read(self, final: bool) -> Iterator[Entry]:
+    def read(self, final: bool) -> Iterator[LogLine]:
         """Yield the entries since the last call; a last line without its end waits for it, unless the call is ``final``."""
         try:
             file = self._path.open("rb")
@@ -176,7 +176,7 @@ def _skip_line(file: IO[bytes]) -> None:
         pass
 
 
-def _parse(line: str, service: str, time_before_s: float) -> Entry:
+def _parse(line: str, service: str, time_before_s: float) -> LogLine:
     try:
         values = msgspec.json.decode(line.encode(), type=dict[str, Any])
         time_s = datetime.fromisoformat(values["time"]).timestamp()
@@ -185,12 +185,12 @@ def _parse(line: str, service: str, time_before_s: float) -> Entry:
         if not isinstance(level, str) or not isinstance(event, str):
             raise TypeError("level and event are strings")
     except (msgspec.MsgspecError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        return Entry(time_before_s, service, "warning", "damaged_line", {}, line, damaged=True)
+        return LogLine(time_before_s, service, "warning", "damaged_line", {}, line, damaged=True)
     own = {key: value for key, value in values.items() if key not in FIXED_KEYS}
-    return Entry(time_s, service, level, event, own, line)
+    return LogLine(time_s, service, level, event, own, line)
 
 
-def render(entry: Entry) -> Text:
+def render(entry: LogLine) -> Text:
     """Return an entry as text for a terminal: time of day, service, level, event, key-values, and a traceback below.
 
     All values are made printable, so that no log line can move the cursor or recolour the terminal.

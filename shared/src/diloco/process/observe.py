@@ -351,7 +351,7 @@ def _console_writer(stream: IO[str]) -> Callable[[EventDict], None]:
     console = Console(file=stream, soft_wrap=True, highlight=False, markup=False, emoji=False)
 
     def write(values: EventDict) -> None:
-        entry = logs.Entry(
+        entry = logs.LogLine(
             datetime.fromisoformat(values["time"]).timestamp(),
             values["service"],
             values["level"],

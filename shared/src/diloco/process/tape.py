@@ -16,7 +16,7 @@ from typing import Protocol, Self
 
 from diloco.core import tape
 from diloco.core.lives import Life, read_lives
-from diloco.core.tape import Event, Header, Scan
+from diloco.core.tape import Header, Scan, TapeEvent
 from diloco.errors import FormatError, RunError
 from diloco.process.observe import Logger
 from diloco.settings.service import ServiceSettings
@@ -30,7 +30,7 @@ MAX_TAPE_BYTES = 1 << 32
 class Recorder(Protocol):
     """A receiver of a process's events. Callable from any thread."""
 
-    def record(self, event: Event) -> None:
+    def record(self, event: TapeEvent) -> None:
         """Note an event, without waiting."""
 
     def flush(self) -> None:
@@ -40,7 +40,7 @@ class Recorder(Protocol):
 class Unrecorded:
     """A recorder that keeps nothing: for members that are never replayed."""
 
-    def record(self, event: Event) -> None:
+    def record(self, event: TapeEvent) -> None:
         return
 
     def flush(self) -> None:
@@ -72,7 +72,7 @@ class TapeFile:
         begun.flush()
         return begun
 
-    def record(self, event: Event) -> None:
+    def record(self, event: TapeEvent) -> None:
         raw = tape.encode(event)
         with self._noting:
             if self._waiting_bytes + len(raw) > MAX_WAITING_BYTES:
@@ -184,7 +184,7 @@ class Tape:
         rest = len(self.data) - self.scan.damaged_at
         return f"{self.path}: damaged at byte {self.scan.damaged_at}; the {rest} bytes from there on are not read"
 
-    def events(self) -> Iterator[Event]:
+    def events(self) -> Iterator[TapeEvent]:
         """Yield all its events.
 
         Raises:

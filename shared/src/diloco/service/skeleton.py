@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
 from diloco.control import creation
-from diloco.control.creation import Run
+from diloco.control.creation import KnownRun
 from diloco.core.compiled import kernels
 from diloco.errors import DilocoError, SettingsError
 from diloco.nats.identity import Role, identity_file, of_service
@@ -169,7 +169,7 @@ async def connect(
     return transport
 
 
-async def find_run(transport: NatsTransport, settings: ServiceSettings, log: Logger) -> Run:
+async def find_run(transport: NatsTransport, settings: ServiceSettings, log: Logger) -> KnownRun:
     """Wait until the service's run exists.
 
     Raises:

@@ -21,7 +21,7 @@ from diloco.wire.fields import (
     ShareId,
 )
 from diloco.wire.framing import Message
-from diloco.wire.offers import Member, RegionalMembers
+from diloco.wire.offers import MergeMember, RegionalMembers
 
 
 class RolledBack(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -56,7 +56,7 @@ class Record(Message, frozen=True):
     epoch: Count
     syncer: MemberName
     previous: Hash  # hash of the fragment's entry before; of the genesis record for the first
-    members: Annotated[list[Member], Meta(max_length=MAX_MEMBERS)]  # in order, by name
+    members: Annotated[list[MergeMember], Meta(max_length=MAX_MEMBERS)]  # in order, by name
     regional_offers: Annotated[list[RegionalMembers], Meta(max_length=MAX_MEMBERS)]
     bits: Bits
     learning_rate: Annotated[float, Meta(ge=0, le=1e6)]

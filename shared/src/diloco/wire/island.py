@@ -249,7 +249,7 @@ class Store(Message, frozen=True):
     stated: Answer
 
 
-class Stored(Message, frozen=True):
+class OfferStored(Message, frozen=True):
     """A carrier to the leader: the offer is stored, with its head at ``sequence``."""
 
     kind = "stored"
@@ -399,7 +399,7 @@ class Bye(Message, frozen=True):
 MESSAGES: dict[str, type[Message]] = {
     message.kind: message
     for message in (
-        Ping, Agree, Agreed, Told, Candidate, Gather, Folded, Stage, Rows, Staged, Encode, Encoded, Store, Stored, Decided,
+        Ping, Agree, Agreed, Told, Candidate, Gather, Folded, Stage, Rows, Staged, Encode, Encoded, Store, OfferStored, Decided,
         Passed, PartSaved, AskSlice, Slice, DropLoan, Leaving, Again, Kept, Bye,
     )
 }  # fmt: skip  # once two processes have proved who they are

@@ -1,8 +1,8 @@
 """Offers: a learner's contribution, alone, among others of its region, and as a member of a merge.
 
 A contribution's fields stand in three messages, each with its own order on the wire: :class:`Offer` is what the learner sends,
-:class:`Answer` and :class:`Member` repeat it by name. A field that is added to a contribution is added to these classes, and
-nowhere else.
+:class:`Answer` and :class:`MergeMember` repeat it by name. A field that is added to a contribution is added to these classes,
+and nowhere else.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class RegionalOffer(Message, frozen=True):
             raise ValueError(f"members: expected in order, each once, got {names[:8]}")
 
 
-class Member(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+class MergeMember(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
     """One learner's part in a merge."""
 
     learner: MemberName
@@ -114,12 +114,12 @@ class Member(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
         _check_order(self.data)
 
     @classmethod
-    def of(cls, contribution: Offer | Answer, weight: float) -> Member:
+    def of(cls, contribution: Offer | Answer, weight: float) -> MergeMember:
         """Return the member that a merge makes of a contribution."""
         return cls(weight=weight, **dict(zip(_STATED, _stated(contribution), strict=True)))
 
 
-_STATED = tuple(name for name in Member.__struct_fields__ if name != "weight")  # by the contribution
+_STATED = tuple(name for name in MergeMember.__struct_fields__ if name != "weight")  # by the contribution
 _stated = attrgetter(*_STATED)
 
 

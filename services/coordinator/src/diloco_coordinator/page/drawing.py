@@ -26,7 +26,7 @@ CURVED = ("loss", "activity", "merges", "regions", "sample")  # parts that need 
 Report = Mapping[str, Any]
 
 
-class Source(Protocol):
+class PageSource(Protocol):
     """A coordinator, as its page sees it."""
 
     async def report(self) -> Report:
@@ -63,7 +63,7 @@ def nonce_of(run: bytes, process: bytes) -> str:
 class Drawing:
     """The parts of a page, as they were drawn last. ``nonce`` tells this process's numbers from another one's."""
 
-    source: Source
+    source: PageSource
     nonce: str
     log: Logger
     number: int = 0

@@ -46,7 +46,7 @@ _FORM = """<!doctype html>
 """
 
 
-class Guard:
+class PageGuard:
     """The rules of one page's address.
 
     Args:

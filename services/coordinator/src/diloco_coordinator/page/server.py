@@ -26,7 +26,7 @@ from diloco.process.observe import Logger
 from diloco.process.tasks import end
 from diloco.settings.service import host_and_port
 from diloco_coordinator.page.drawing import Drawing, Report
-from diloco_coordinator.page.guard import ACT, Guard
+from diloco_coordinator.page.guard import ACT, PageGuard
 from diloco_coordinator.page.viewers import Viewers
 from diloco_report import page
 
@@ -85,7 +85,7 @@ class PageServer:
         self.port: int | None = None
         self._acting, self._tls = acting, tls
         identified = tls is not None and tls.verify_mode is ssl.CERT_REQUIRED
-        self._guard = Guard(address, token, acts=acting is not None, identified=identified)
+        self._guard = PageGuard(address, token, acts=acting is not None, identified=identified)
         self._task: asyncio.Task[None] | None = None
         self._server: _Server | None = None
         self._listener: _Listener | None = None

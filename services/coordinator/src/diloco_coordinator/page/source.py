@@ -6,14 +6,14 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from diloco.control.creation import Run
+from diloco.control.creation import KnownRun
 from diloco.control.history import Past
 from diloco.errors import DilocoError
 from diloco.process.observe import Logger
 from diloco.process.retry import Complaint
 from diloco.transport import Bucket
 from diloco_coordinator import overview
-from diloco_coordinator.history import History
+from diloco_coordinator.history import RunHistory
 
 if TYPE_CHECKING:
     from diloco_coordinator.service import Coordinator
@@ -28,7 +28,7 @@ class StoredHistory:
     def __init__(self, registry: Bucket, log: Logger, beside: Callable[[], Awaitable[object]] | None = None) -> None:
         """``beside``: is read together with it."""
         self.past: Past | None = None
-        self._history, self._beside = History(registry), beside
+        self._history, self._beside = RunHistory(registry), beside
         self._read_s: float | None = None
         self._complaint = Complaint(log)
 
@@ -49,7 +49,7 @@ class StoredHistory:
         return self.past
 
 
-def waiting(run: Run) -> Mapping[str, Any]:
+def waiting(run: KnownRun) -> Mapping[str, Any]:
     """Return the report of a run of which nothing is known yet."""
     return {"run": run.name, "preset": run.created.preset, "now": {"state": "waiting"}}
 

@@ -11,7 +11,7 @@ from diloco_coordinator.server_watch.figures import ServerFigures
 
 
 @dataclass(frozen=True)
-class Disk:
+class StreamDisk:
     """The file system of a server's streams."""
 
     free_bytes: int  # for a user without privileges
@@ -24,7 +24,7 @@ class ServerLook:
 
     figures: ServerFigures | None  # None: it does not answer
     healthy: bool
-    disk: Disk | None  # None: its folder cannot be looked at
+    disk: StreamDisk | None  # None: its folder cannot be looked at
     memory_limit_bytes: int
 
 
@@ -33,7 +33,7 @@ def _said(value: Callable[[ServerFigures], Values]) -> Callable[[ServerLook], Va
     return lambda look: None if look.figures is None else value(look.figures)
 
 
-def _on_disk(value: Callable[[Disk], Values]) -> Callable[[ServerLook], Values]:
+def _on_disk(value: Callable[[StreamDisk], Values]) -> Callable[[ServerLook], Values]:
     return lambda look: None if look.disk is None else value(look.disk)
 
 

@@ -20,7 +20,7 @@ from diloco.service import skeleton as service
 from diloco.service.metrics import SILENT_S, Exporter, families
 from diloco.settings.service import ServerWatchSettings, host_and_port
 from diloco_coordinator.server_watch.figures import MAX_ANSWER_BYTES, figures, read_answer
-from diloco_coordinator.server_watch.metrics import METRICS, Disk, ServerLook
+from diloco_coordinator.server_watch.metrics import METRICS, ServerLook, StreamDisk
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric as Family
@@ -125,12 +125,12 @@ class ServerWatch:
             else:
                 self.log.warning("server_silent", address=self.settings.monitor_address, reason=trouble)
 
-    def _disk(self) -> Disk | None:
+    def _disk(self) -> StreamDisk | None:
         try:
             found = os.statvfs(self.settings.store_dir)
         except OSError:
             return None
-        return Disk(found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize)
+        return StreamDisk(found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize)
 
     def _server_began_s(self) -> float:
         """Return when the server wrote its PID file, at its start, as Unix time; -inf: there is none, or none is set."""

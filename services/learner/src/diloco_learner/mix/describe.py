@@ -15,7 +15,7 @@ from diloco.process import observe
 from diloco.settings.run import RunSettings
 from diloco.settings.service import LearnerSettings
 from diloco.settings.validation import parse
-from diloco_learner.mix.mix import Mix, Source
+from diloco_learner.mix.mix import Mix, MixSource
 
 BATCHES = 200  # that the speed is measured with
 
@@ -49,7 +49,7 @@ def describe(settings: RunSettings, data: str) -> dict[str, Any]:
     }
 
 
-def _source(source: Source, whole: int) -> dict[str, Any]:
+def _source(source: MixSource, whole: int) -> dict[str, Any]:
     tokens, held_out = source.stored.training.size, source.stored.held_out.size
     characters = source.stored.characters
     return {

@@ -18,7 +18,7 @@ from diloco.settings import folders
 from diloco.settings.run import MixedSource, MixSettings, RunSettings, TaskSettings
 from diloco_learner.mix import documents, file, stored, tokenizer
 from diloco_learner.mix.file import BINARY, MixFile, SourceTable
-from diloco_learner.mix.stored import Stored
+from diloco_learner.mix.stored import StoredTokens
 from diloco_learner.mix.tokenizer import Tokenizer
 from diloco_learner.text import VALIDATION_WINDOWS, evenly
 
@@ -32,11 +32,11 @@ def is_mix(data: str | None) -> bool:
 
 
 @dataclass(frozen=True)
-class Source:
+class MixSource:
     """A source of a mix, with its tokens; ``weight`` is in hundredths of the smallest one."""
 
     table: SourceTable
-    stored: Stored
+    stored: StoredTokens
     weight: int
 
 
@@ -64,7 +64,7 @@ class Mix:
             )
             smallest = min(table.weight for table in said.sources.values())
             self.sources = {
-                name: Source(table, self._stored(name, table, texts, cache), int(table.weight * HUNDREDTHS / smallest))
+                name: MixSource(table, self._stored(name, table, texts, cache), int(table.weight * HUNDREDTHS / smallest))
                 for name, table in sorted(said.sources.items())
             }
         self.settings = MixSettings(
@@ -104,7 +104,7 @@ class Mix:
         """
         from diloco_learner.mix import pipeline
 
-        windows = {name: pipeline.Windows(source.stored.training, self.context) for name, source in self.sources.items()}
+        windows = {name: pipeline.TokenWindows(source.stored.training, self.context) for name, source in self.sources.items()}
         for name, source in windows.items():
             if len(source) < shares:
                 raise DataError(
@@ -139,14 +139,14 @@ class Mix:
             return None
         return (self.path.parent / folders.expanded(Path(path), f"{self.path}: source {name!r}: path")).resolve()
 
-    def _stored(self, name: str, table: SourceTable, texts: dict[str, documents.Documents], cache: Path) -> Stored:
+    def _stored(self, name: str, table: SourceTable, texts: dict[str, documents.Documents], cache: Path) -> StoredTokens:
         if table.kind != BINARY:
             return stored.of_documents(texts[name], self.tokenizer, cache)
         place = self._place(name, table.path)
         assert place is not None
         return stored.of_binary(name, table, place, self.vocabulary, cache)
 
-    def _check_windows(self, name: str, source: Source) -> None:
+    def _check_windows(self, name: str, source: MixSource) -> None:
         needed = self.context * self.batch + 1
         parts = {"to train on": source.stored.training, "held out for validation": source.stored.held_out}
         for what, tokens in parts.items():
@@ -158,7 +158,7 @@ class Mix:
         if source.stored.training.size // self.context >= MOST_WINDOWS:
             raise DataError(f"source {name!r}: more than 2^32 windows of {self.context} tokens: divide it into several sources")
 
-    def _held_out(self, source: Source, most: int) -> list[NDArray[np.int32]]:
+    def _held_out(self, source: MixSource, most: int) -> list[NDArray[np.int32]]:
         tokens = source.stored.held_out
         starts = evenly((tokens.size - 1) // self.context, self.batch, most, self.context)
         windows = np.asarray(tokens[starts[:, None] + np.arange(self.context + 1)], np.int32)
@@ -194,7 +194,7 @@ def check_same(ours: MixSettings, runs: MixSettings, path: Path) -> None:
         refuse("the number of tokens by source", here, there, "use the version of tokenizers that the run was begun with")
 
 
-def _mixed(source: Source) -> MixedSource:
+def _mixed(source: MixSource) -> MixedSource:
     return MixedSource(digest=_digest(source.stored.digest), tokens=source.stored.training.size, weight=source.weight)
 
 

@@ -22,7 +22,7 @@ AHEAD = 8  # batches made beforehand: a disk that is asleep or far away for as m
 
 
 @dataclass(frozen=True)
-class Windows:
+class TokenWindows:
     """The windows of a source's tokens, by their number: a random-access source of Grain."""
 
     tokens: TokenArray
@@ -54,7 +54,14 @@ class _Batches:
 
 
 def batches(
-    sources: Sequence[Windows], weights: Sequence[int], batch: int, share: int, shares: int, seed: int, start: int, rows: range
+    sources: Sequence[TokenWindows],
+    weights: Sequence[int],
+    batch: int,
+    share: int,
+    shares: int,
+    seed: int,
+    start: int,
+    rows: range,
 ) -> Iterator[NDArray[np.int32]]:
     """Yield the batches of a share from the ``start``-th on, without end: int32 [rows, context + 1].
 
@@ -64,7 +71,7 @@ def batches(
     return iter(made[start:].to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=AHEAD)))
 
 
-def mixed(sources: Sequence[Windows], weights: Sequence[int], share: int, shares: int, seed: int) -> grain.MapDataset[Any]:
+def mixed(sources: Sequence[TokenWindows], weights: Sequence[int], share: int, shares: int, seed: int) -> grain.MapDataset[Any]:
     """Return the windows of a share in the order in which it trains on them, without end, each int32 [context + 1]."""
     parts = []
     for number, source in enumerate(sources):

@@ -36,7 +36,7 @@ SCANNED = 1 << 24  # tokens looked at at once
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTokens:
     """A source's tokens: uint16 or uint32 [tokens], to train on and held out.
 
     ``digest`` is of what they were made from, ``documents`` and ``characters`` are counts; 0 where there are only tokens.
@@ -49,7 +49,7 @@ class Stored:
     characters: int = 0
 
 
-def of_binary(name: str, table: SourceTable, path: Path, vocabulary: int, cache: Path) -> Stored:
+def of_binary(name: str, table: SourceTable, path: Path, vocabulary: int, cache: Path) -> StoredTokens:
     """Return the tokens of a ``.bin``, as it lies on the disk.
 
     Raises:
@@ -80,7 +80,7 @@ def of_binary(name: str, table: SourceTable, path: Path, vocabulary: int, cache:
     return _split(np.memmap(path, dtype, "r"), f"{found['digest']} {table.dtype}")
 
 
-def of_documents(documents: Documents, tokenizer: Tokenizer, cache: Path) -> Stored:
+def of_documents(documents: Documents, tokenizer: Tokenizer, cache: Path) -> StoredTokens:
     """Return the tokens of a source's texts, each document followed by the tokenizer's end; made if the cache has not got them.
 
     Raises:
@@ -99,7 +99,7 @@ def of_documents(documents: Documents, tokenizer: Tokenizer, cache: Path) -> Sto
     if about.documents < HELD_OUT_EVERY:
         whole = _split(training, digest)
         training, held_out = whole.training, whole.held_out
-    return Stored(training, held_out, digest, about.documents, about.characters)
+    return StoredTokens(training, held_out, digest, about.documents, about.characters)
 
 
 class _About(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -167,9 +167,9 @@ def _mapped(path: Path, dtype: np.dtype[Any]) -> TokenArray:
     return np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)
 
 
-def _split(tokens: TokenArray, digest: str) -> Stored:
+def _split(tokens: TokenArray, digest: str) -> StoredTokens:
     kept = tokens.size - tokens.size // HELD_OUT_EVERY
-    return Stored(tokens[:kept], tokens[kept:], digest)
+    return StoredTokens(tokens[:kept], tokens[kept:], digest)
 
 
 def _blocks(tokens: TokenArray) -> Iterator[TokenArray]:

@@ -11,14 +11,16 @@ import torch
 
 from diloco.settings.run import RunSettings
 from diloco_learner import examination, members
-from diloco_learner.examination import Examination, StateFacts
+from diloco_learner.examination import StateFacts, TaskExamination
 from diloco_learner.model import parameters_digest
 from diloco_learner.pytorch.island import TorchIsland
-from diloco_learner.pytorch.task import Task
+from diloco_learner.pytorch.task import TorchTask
 from diloco_learner.task_api import STATE
 
 
-def examine(settings: RunSettings, task: Task, checked: TorchIsland, batches: Sequence[Any], units: str | None) -> Examination:
+def examine(
+    settings: RunSettings, task: TorchTask, checked: TorchIsland, batches: Sequence[Any], units: str | None
+) -> TaskExamination:
     """Take the first step of a task that is known to be fit twice; ``batches`` are the first two of its first share.
 
     ``checked`` is the model by which that is known; it gets other values.
@@ -40,7 +42,7 @@ def examine(settings: RunSettings, task: Task, checked: TorchIsland, batches: Se
         fragments = island.fragments()
         lies = examination.lies(fragments)
         differing = [] if parameters_digest(island, fragments) == parameters_digest(other, fragments) else ["a parameter"]
-        return Examination(
+        return TaskExamination(
             task=settings.task.name,
             parameters=fragments.parameters,
             tensors=examination.tensor_facts(task, settings, fragments, set(island.rounded_tensors())),

@@ -8,10 +8,10 @@ import torch
 
 from diloco.core.fragments import FixedSpec
 from diloco.errors import SettingsError
-from diloco_learner.pytorch.names import Held
+from diloco_learner.pytorch.names import ModuleTensor
 
 
-def fixed_specs(frozen: Iterable[Held]) -> list[FixedSpec]:
+def fixed_specs(frozen: Iterable[ModuleTensor]) -> list[FixedSpec]:
     """Return path, type, shape and hash of each; a tensor is on the host while it is hashed, one after the other.
 
     Raises:

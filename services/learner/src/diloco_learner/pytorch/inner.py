@@ -28,7 +28,7 @@ RMS = 0.2  # of an update's entries, as AdamW's are about (Liu et al., arXiv 250
 TINY = 1e-8  # added to a norm that is divided by
 
 
-class Optimizer(Protocol):
+class TorchOptimizer(Protocol):
     """The part of a ``torch.optim.Optimizer`` that is used."""
 
     param_groups: list[dict[str, Any]]  # each has "params" and "lr"
@@ -38,7 +38,7 @@ class Optimizer(Protocol):
         """Take a step along the gradients."""
 
 
-Optimizers = list[Optimizer]
+Optimizers = list[TorchOptimizer]
 
 
 class _BuiltIn(ABC):
@@ -62,7 +62,7 @@ class _BuiltIn(ABC):
         """Move parameters along their gradients."""
 
 
-class AdamW(_BuiltIn):
+class TorchAdamW(_BuiltIn):
     """AdamW (arXiv 1711.05101), by the kernel that ``torch.optim.AdamW(fused=True)`` has."""
 
     def __init__(self, groups: Sequence[tuple[Sequence[torch.Tensor], float]], rate: float, beta1: float, beta2: float) -> None:
@@ -143,7 +143,7 @@ def built_in(settings: RunSettings, task: object, masters: Mapping[str, torch.Te
     if others:
         decays = [master for master in others if master.ndim > 1], [master for master in others if master.ndim <= 1]
         groups = [(some, decay) for some, decay in zip(decays, (inner.weight_decay, 0.0), strict=True) if some]
-        found.append(AdamW(groups, rate, inner.beta1, inner.beta2))
+        found.append(TorchAdamW(groups, rate, inner.beta1, inner.beta2))
     return found
 
 

@@ -21,7 +21,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from diloco.core.chunks import Chunk
-from diloco.core.delta import Reference
+from diloco.core.delta import Baseline
 from diloco.core.fragments import FixedSpec, Fragment, FragmentMap, TensorSpec, cut_model
 from diloco.errors import SettingsError
 from diloco.member.peer import Layout
@@ -34,13 +34,13 @@ from diloco_learner.pytorch import names
 from diloco_learner.pytorch.device import Queue
 from diloco_learner.pytorch.frozen import fixed_specs
 from diloco_learner.pytorch.inner import Inner
-from diloco_learner.pytorch.task import Task, loss_of
-from diloco_learner.pytorch.tensors import Rows, check_module, check_views, merged_buffers, on_host, paths_of
+from diloco_learner.pytorch.task import TorchTask, loss_of
+from diloco_learner.pytorch.tensors import TensorRows, check_module, check_views, merged_buffers, on_host, paths_of
 from diloco_learner.task_api import STATE
 
 
 @dataclass(frozen=True)
-class StepOutput:
+class TorchStepOutput:
     """A step that was queued: its loss, NaN where it was not taken, and the task's own metrics."""
 
     outcome: Future[tuple[float, dict[str, float]]]
@@ -55,7 +55,7 @@ class StepOutput:
 
 
 @dataclass(frozen=True)
-class Reading:
+class TorchReading:
     """A fragment's values as of when it was read: a copy on the device, once its turn has come."""
 
     values: Future[torch.Tensor]
@@ -74,7 +74,7 @@ class TorchIsland:
 
     apart = False
 
-    def __init__(self, task: Task, settings: RunSettings) -> None:
+    def __init__(self, task: TorchTask, settings: RunSettings) -> None:
         self.task, self._run, self._queue = task, settings, Queue()
         source = f"task = {settings.task.name!r}"
         torch.manual_seed(settings.seed)
@@ -89,10 +89,10 @@ class TorchIsland:
                 of_masters, of_module = task.tensors(self._masters), task.tensors(self._module)
             views = check_views(_of(of_masters, state=False), self._masters, source, members.place(task.tensors))
             of_state = _of(of_module, state=True)
-        self._rows = Rows(views)
+        self._rows = TensorRows(views)
         self._inner = Inner(settings, task, _masters(self._masters, views))
         self._buffers = {each.name: each.tensor for each in names.buffers_of(self._module) if each.persistent}
-        self._state = Rows(merged_buffers(task, self._buffers, of_state, source))
+        self._state = TensorRows(merged_buffers(task, self._buffers, of_state, source))
         held = names.parameters_of(self._module)
         self._convolutions = {} if hasattr(task, "tensors") else names.convolutions(held)
         self._frozen = [each for each in held if not each.tensor.requires_grad]
@@ -199,9 +199,9 @@ class TorchIsland:
         for name, values in kept.items():
             held[name].copy_(values)
 
-    def begin_step(self, batch: Any, learning_rate: float, at: tuple[int, int] = (0, 0)) -> StepOutput:
+    def begin_step(self, batch: Any, learning_rate: float, at: tuple[int, int] = (0, 0)) -> TorchStepOutput:
         """Queue a step. Where loss or gradients are not finite, nothing changes but what the output says."""
-        return StepOutput(self._queue.add(self._step, batch, learning_rate, at))
+        return TorchStepOutput(self._queue.add(self._step, batch, learning_rate, at))
 
     def finish_step(self) -> None:
         """Do nothing: a step is one piece of work."""
@@ -260,17 +260,17 @@ class TorchIsland:
 
     # ---- fragments
 
-    def read(self, fragment: Fragment) -> Reading:
+    def read(self, fragment: Fragment) -> TorchReading:
         """Queue a copy of a fragment's values, as of the steps and writes so far."""
-        return Reading(self._queue.add(self._rows_of(fragment).read, fragment))
+        return TorchReading(self._queue.add(self._rows_of(fragment).read, fragment))
 
     snapshot = read  # an offer is made of the values
 
-    def write(self, fragment: Fragment, theta: Vector, reference: Reference | Vector | None = None, alpha: float = 0.0) -> None:
-        """Queue the writing of a fragment, as :class:`diloco_learner.model.Carried` says; vectors are float32 [its size]."""
+    def write(self, fragment: Fragment, theta: Vector, reference: Baseline | Vector | None = None, alpha: float = 0.0) -> None:
+        """Queue the writing of a fragment (:class:`diloco_learner.model.SharedParameters`); vectors are float32 [its size]."""
         self._queue.add(self._rows_of(fragment).write, fragment, theta, reference, alpha)
 
-    def _rows_of(self, fragment: Fragment) -> Rows:
+    def _rows_of(self, fragment: Fragment) -> TensorRows:
         return self._state if fragment.state else self._rows
 
     # ---- state

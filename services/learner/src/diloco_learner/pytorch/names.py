@@ -36,7 +36,7 @@ CONVOLUTIONS = (
 WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
-class Held(NamedTuple):
+class ModuleTensor(NamedTuple):
     """A tensor of a module: its name without wrappers, and the place that holds it."""
 
     name: str
@@ -62,14 +62,14 @@ class Held(NamedTuple):
         return 1 if self.owner.transposed and self.owner.groups == 1 else 0
 
 
-def parameters_of(module: torch.nn.Module) -> list[Held]:
+def parameters_of(module: torch.nn.Module) -> list[ModuleTensor]:
     """Return the parameters of a module, each once, in the order of ``named_parameters``."""
-    return _each_once(Held(prefix + key, one, owner, key) for prefix, owner, key, one in _held(module, "_parameters"))
+    return _each_once(ModuleTensor(prefix + key, one, owner, key) for prefix, owner, key, one in _held(module, "_parameters"))
 
 
-def buffers_of(module: torch.nn.Module) -> list[Held]:
+def buffers_of(module: torch.nn.Module) -> list[ModuleTensor]:
     """Return the buffers of a module, each once, in the order of ``named_buffers``."""
-    return _each_once(Held(prefix + key, one, owner, key) for prefix, owner, key, one in _held(module, "_buffers"))
+    return _each_once(ModuleTensor(prefix + key, one, owner, key) for prefix, owner, key, one in _held(module, "_buffers"))
 
 
 def contents_of(module: torch.nn.Module) -> Iterator[Collection[object]]:
@@ -95,7 +95,7 @@ def looks_at_buffers(module: torch.nn.Module) -> list[Callable[[], object]]:
     ]
 
 
-def convolutions(held: Iterable[Held]) -> dict[str, Tensor]:
+def convolutions(held: Iterable[ModuleTensor]) -> dict[str, Tensor]:
     """Return by path what a run takes the weights of convolutions for, if a task or loop says nothing of its tensors."""
     axes = {each.path: each.conv_axis() for each in held}
     return {path: Tensor(kind="head", output_axis=axis) for path, axis in axes.items() if axis is not None}
@@ -150,8 +150,8 @@ def _held(module: torch.nn.Module, kind: str) -> Iterator[tuple[str, torch.nn.Mo
                 yield prefix, owner, key, tensor
 
 
-def _each_once(held: Iterable[Held]) -> list[Held]:
-    seen: dict[int, Held] = {}
+def _each_once(held: Iterable[ModuleTensor]) -> list[ModuleTensor]:
+    seen: dict[int, ModuleTensor] = {}
     for each in held:
         seen.setdefault(id(each.tensor), each)
     return list(seen.values())

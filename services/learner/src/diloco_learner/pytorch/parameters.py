@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from diloco.core.delta import Reference
+from diloco.core.delta import Baseline
 from diloco.core.fragments import FixedSpec, Fragment, TensorSpec
 from diloco.errors import SettingsError
 from diloco_learner.model import Vector
-from diloco_learner.overlap import Span, check_apart
+from diloco_learner.overlap import MemorySpan, check_apart
 from diloco_learner.pytorch.frozen import check_dense, fixed_specs
 from diloco_learner.pytorch.names import (
-    Held,
+    ModuleTensor,
     buffers_of,
     by_path,
     contents_of,
@@ -35,13 +35,13 @@ from diloco_learner.pytorch.names import (
     parameters_of,
     plain_path,
 )
-from diloco_learner.pytorch.tensors import Rows, Views, on_host, shown
+from diloco_learner.pytorch.tensors import TensorRows, Views, on_host, shown
 from diloco_learner.task_api import STATE
 from diloco_learner.tensors import Tensor
 
 
 @dataclass(frozen=True)
-class Copy:
+class TorchFragmentCopy:
     """A fragment's values as of when it was read: a copy, on the device still."""
 
     values: torch.Tensor
@@ -65,7 +65,7 @@ class TorchParameters:
         if not found.trained:
             raise SettingsError("join: the module has no parameter that requires a gradient, so there is nothing to train")
         self._joined, self._fixed = found, frozenset[FixedSpec]()
-        self._rows, self._state = Rows(_views(found.trained)), Rows(_views(found.state))
+        self._rows, self._state = TensorRows(_views(found.trained)), TensorRows(_views(found.state))
         self.tree, self._watch = params, _Watch(params, found)
 
     def tensors(self, said: object) -> list[TensorSpec]:
@@ -106,15 +106,15 @@ class TorchParameters:
         """
         return min(self._rows.views.values(), key=lambda tensor: tensor.numel() or math.inf).sum()
 
-    def snapshot(self, fragment: Fragment) -> Copy:
+    def snapshot(self, fragment: Fragment) -> TorchFragmentCopy:
         """Queue a copy of a fragment's values."""
-        return Copy(self._rows_of(fragment).read(fragment))
+        return TorchFragmentCopy(self._rows_of(fragment).read(fragment))
 
-    def write(self, fragment: Fragment, theta: Vector, reference: Reference | Vector | None = None, alpha: float = 0.0) -> None:
-        """Write a fragment, as :class:`diloco_learner.model.Carried` says; vectors are float32 [its size]."""
+    def write(self, fragment: Fragment, theta: Vector, reference: Baseline | Vector | None = None, alpha: float = 0.0) -> None:
+        """Write a fragment, as :class:`diloco_learner.model.SharedParameters` says; vectors are float32 [its size]."""
         self._rows_of(fragment).write(fragment, theta, reference, alpha)
 
-    def _rows_of(self, fragment: Fragment) -> Rows:
+    def _rows_of(self, fragment: Fragment) -> TensorRows:
         return self._state if fragment.state else self._rows
 
     def _check_same(self, found: _Found) -> None:
@@ -153,7 +153,7 @@ class _Found:
     trained: Views
     whole: bool = False  # a module, and not its trained tensors by name
     state: Views = field(default_factory=dict)  # buffers that are averaged
-    frozen: dict[str, Held] = field(default_factory=dict)
+    frozen: dict[str, ModuleTensor] = field(default_factory=dict)
     convolutions: dict[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -278,7 +278,7 @@ def _lie_apart(tensors: Sequence[torch.Tensor]) -> bool:
     return all(begin + size <= following for (begin, size), (following, _) in itertools.pairwise(places))
 
 
-def _is_averaged(buffer: Held) -> bool:
+def _is_averaged(buffer: ModuleTensor) -> bool:
     """Whether a buffer is averaged between learners, as those of a task are: each that holds float32.
 
     Raises:
@@ -297,13 +297,13 @@ def _is_averaged(buffer: Held) -> bool:
     return True
 
 
-def _by_state_path(state: Iterable[Held], parameters: Mapping[str, Held]) -> Views:
+def _by_state_path(state: Iterable[ModuleTensor], parameters: Mapping[str, ModuleTensor]) -> Views:
     """Return averaged buffers by their path in the log, which none of the ``parameters`` of the module has.
 
     Raises:
         SettingsError: one has it, or two buffers have one.
     """
-    found: dict[str, Held] = {}
+    found: dict[str, ModuleTensor] = {}
     for each in state:
         path = STATE + each.path
         kind, other = ("parameter", parameters[path]) if path in parameters else ("buffer", found.setdefault(path, each))
@@ -375,7 +375,7 @@ def _views(tensors: Views) -> Views:
     return {path: tensor.detach() for path, tensor in tensors.items()}
 
 
-def _span(tensor: torch.Tensor) -> Span:
+def _span(tensor: torch.Tensor) -> MemorySpan:
     item = tensor.element_size()
     strides = tuple(item * stride for stride in tensor.stride())
-    return Span(str(tensor.device), tensor.data_ptr(), item, tuple(tensor.shape), strides)
+    return MemorySpan(str(tensor.device), tensor.data_ptr(), item, tuple(tensor.shape), strides)

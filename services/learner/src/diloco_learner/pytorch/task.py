@@ -1,4 +1,4 @@
-"""A torch model with its data: an object with the methods of :class:`Task`."""
+"""A torch model with its data: an object with the methods of :class:`TorchTask`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CALLED: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 
 
-class Task(Protocol):
+class TorchTask(Protocol):
     """A torch model with its data. These members are needed; docs/pytorch.md has all of them."""
 
     @property
@@ -50,7 +50,7 @@ class Task(Protocol):
         """``batches(share, shares, seed, start)`` yields batches without end from the ``start``-th on, of one share."""
 
 
-def load_task(settings: TaskSettings, data: str | None) -> Task:
+def load_task(settings: TaskSettings, data: str | None) -> TorchTask:
     """Return the result of the user's ``package.module:attribute`` for ``(settings, data)``.
 
     Raises:
@@ -64,7 +64,7 @@ def load_task(settings: TaskSettings, data: str | None) -> Task:
     return checked(made(settings, data), settings)
 
 
-def checked(task: Any, settings: TaskSettings) -> Task:
+def checked(task: Any, settings: TaskSettings) -> TorchTask:
     """Return a task that a user's factory made, if it has its members.
 
     Raises:
@@ -75,11 +75,11 @@ def checked(task: Any, settings: TaskSettings) -> Task:
         source = f"{source} is a task of JAX; name a torch task of the same model by this learner's setting task: it"
     check_called(task, REQUIRED, CALLED, source)
     tensors.check_members(task)
-    found: Task = task
+    found: TorchTask = task
     return found
 
 
-def loss_of(task: Task, module: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, dict[str, float]]:
+def loss_of(task: TorchTask, module: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, dict[str, float]]:
     """Return a batch's loss, and its metrics.
 
     Raises:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from diloco.core.arrangement import Arrangement
-from diloco.core.delta import Reference
+from diloco.core.delta import Baseline
 from diloco.core.fragments import Fragment, Piece, TensorSpec
 from diloco.core.rows import at
 from diloco.errors import SettingsError
@@ -116,7 +116,7 @@ def check_views(views: Any, module: torch.nn.Module, source: str, place: str) ->
     return {path: view.detach() for path, view in views.items()}
 
 
-class Rows:
+class TensorRows:
     """Rows of named tensors, float32 on any device, which are read and written at once, where they lie."""
 
     def __init__(self, views: Views) -> None:
@@ -153,9 +153,9 @@ class Rows:
         self._stored = self._as_stored(self.views)
         return specs
 
-    def moved(self, views: Views) -> Rows:
+    def moved(self, views: Views) -> TensorRows:
         """Return the rows of other tensors, of the same paths and shapes, as the log has them."""
-        rows = Rows(views)
+        rows = TensorRows(views)
         rows._arrangements, rows._stored = self._arrangements, self._as_stored(views)
         return rows
 
@@ -163,8 +163,8 @@ class Rows:
         """Return a copy of a fragment's values, float32 [its size], on their device."""
         return torch.cat([self._rows(piece).reshape(-1) for piece in fragment.pieces])
 
-    def write(self, fragment: Fragment, theta: Vector, reference: Reference | Vector | None, alpha: float) -> None:
-        """Write a fragment, as :class:`diloco_learner.model.Carried` says; vectors are float32 [its size]."""
+    def write(self, fragment: Fragment, theta: Vector, reference: Baseline | Vector | None, alpha: float) -> None:
+        """Write a fragment, as :class:`diloco_learner.model.SharedParameters` says; vectors are float32 [its size]."""
         with torch.no_grad():
             for piece in fragment.pieces:
                 rows = self._rows(piece)
@@ -188,7 +188,7 @@ def _outputs_first(view: torch.Tensor, kept: Arrangement | None) -> torch.Tensor
     return view.movedim(kept.outputs[0], 0) if kept.outputs else view[None]
 
 
-def _part(vector: Reference | Vector, piece: Piece, rows: torch.Tensor) -> torch.Tensor:
+def _part(vector: Baseline | Vector, piece: Piece, rows: torch.Tensor) -> torch.Tensor:
     values = at(vector, piece)
     return torch.from_numpy(values if values.flags.writeable else values.copy()).to(rows.device).reshape(rows.shape)
 
