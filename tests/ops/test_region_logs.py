@@ -27,11 +27,11 @@ from diloco.errors import RunError
 from diloco.log.log import Log
 from diloco.log.stream import Packed, pass_over
 from diloco.settings.presets import run_settings
+from diloco.testing.transport import VirtualTransport
+from diloco.testing.world import VirtualProcess, World
 from diloco.wire import framing
 from diloco.wire.body import ATTEMPT_BYTES, Body
 from diloco.wire.offers import Offer
-from diloco_lab.virtual.transport import VirtualTransport
-from diloco_lab.virtual.world import VirtualProcess, World
 from diloco_ops import region_logs
 from diloco_ops.region_logs import Begun
 

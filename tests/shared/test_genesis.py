@@ -17,8 +17,8 @@ from diloco.errors import RunError
 from diloco.log.log import Log
 from diloco.process.observe import get_logger
 from diloco.settings.presets import run_settings
-from diloco_lab.virtual.transport import CONTROL
-from diloco_lab.virtual.world import VirtualProcess, World
+from diloco.testing.transport import CONTROL
+from diloco.testing.world import VirtualProcess, World
 
 DEAD_S, FRAGMENTS = 5.0, 6
 SETTINGS = run_settings("decoupled", {"fragments.count": FRAGMENTS, "liveness.dead_s": DEAD_S})

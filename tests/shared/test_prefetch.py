@@ -12,8 +12,8 @@ import pytest
 
 from diloco.errors import FormatError
 from diloco.process.prefetch import MOST_BYTES, Prefetcher
+from diloco.testing.loop import ProcessLoop, Scheduler
 from diloco.wire.body import PART_BYTES
-from diloco_lab.virtual.loop import ProcessLoop, Scheduler
 
 T = TypeVar("T")
 GBIT = 1e9 / 8  # bytes a second

@@ -30,9 +30,9 @@ from diloco.member.leader import Leader
 from diloco.member.links import PING_S
 from diloco.member.restoring import Fit
 from diloco.settings.service import LearnerSettings, MeshSettings, ProcessesSettings
+from diloco.testing import threads
+from diloco.testing.sockets import Host
 from diloco.wire.island import Candidate, Decided, Kept
-from diloco_lab.virtual import threads
-from diloco_lab.virtual.sockets import Host
 
 if TYPE_CHECKING:
     from tests.simulation.islands import IslandWorld

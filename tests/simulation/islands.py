@@ -29,9 +29,9 @@ from diloco.member.state import Saved
 from diloco.process import observe
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
-from diloco_lab.virtual import threads
-from diloco_lab.virtual.sockets import Network
-from diloco_lab.virtual.transport import VirtualMessage
+from diloco.testing import threads
+from diloco.testing.sockets import Network
+from diloco.testing.transport import VirtualMessage
 
 INSIDE = ("kill", "freeze", "stop", "host", "links")  # faults of an island's processes, besides the usual ones
 LASTS_S = (5.0, 12.0)  # so long do things go wrong

@@ -38,8 +38,8 @@ from diloco.member.rescue import Rescue
 from diloco.member.state import Content, Saved, State
 from diloco.process.observe import Counted
 from diloco.process.tape import Unrecorded
+from diloco.testing import threads
 from diloco.wire.island import Decided, Kept, Ping, Purpose, Told, facts
-from diloco_lab.virtual import threads
 
 if TYPE_CHECKING:
     from tests.simulation.island import Generation, IslandProcess

@@ -24,9 +24,9 @@ from diloco.core.round import Round
 from diloco.log.follower import LogCopy
 from diloco.log.writer import Writer
 from diloco.settings.run import RunSettings
+from diloco.testing.transport import VirtualTransport
 from diloco.wire.entries import Cursor, Record
 from diloco.wire.offers import Offer
-from diloco_lab.virtual.transport import VirtualTransport
 from diloco_syncer import keyframes
 from diloco_syncer.owner import FragmentOwner
 

@@ -42,6 +42,9 @@ from diloco.process.retry import until_available
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
 from diloco.settings.service import CoordinatorSettings, LearnerSettings, SyncerSettings
+from diloco.testing import world as virtual
+from diloco.testing.server import VirtualStream
+from diloco.testing.transport import CONTROL, VirtualMessage, VirtualTransport
 from diloco.wire import assemble, body, framing, subjects
 from diloco.wire.body import PART_BYTES
 from diloco.wire.control import Heartbeat, SnapshotMarker
@@ -49,9 +52,6 @@ from diloco.wire.grants import Grant, SignedGrant
 from diloco.wire.subjects import Subjects
 from diloco_coordinator.series import SeriesFile
 from diloco_coordinator.service import Coordinator
-from diloco_lab.virtual import world as virtual
-from diloco_lab.virtual.server import VirtualStream
-from diloco_lab.virtual.transport import CONTROL, VirtualMessage, VirtualTransport
 from diloco_syncer.shard import Shard
 
 RUN = "run"

@@ -1,7 +1,7 @@
 """A trial: one training run in virtual time, by the services themselves and with real models.
 
 Everything is what a live run has: fragment map, codec, merge, fold, rounds, the learners' protocol side, the syncers. In place
-of clock and network is a :mod:`diloco_lab.virtual.world`, and a learner's step takes as long as its *pace* says, whatever this
+of clock and network is a :mod:`diloco.testing.world`, and a learner's step takes as long as its *pace* says, whatever this
 machine takes for it. So a trial is the same each time, and what happens between learners does not depend on the load.
 """
 
@@ -27,14 +27,14 @@ from diloco.member.peer import InMemory
 from diloco.process.observe import Logger, get_logger
 from diloco.settings.run import RunSettings
 from diloco.settings.service import LearnerSettings, SyncerSettings
+from diloco.testing.server import matches
+from diloco.testing.transport import CONTROL
+from diloco.testing.world import VirtualProcess, World
 from diloco.wire import framing
 from diloco.wire.entries import Record
 from diloco.wire.subjects import Subjects
 from diloco_lab.paces.stalls import lengthened
 from diloco_lab.paces.times import Clock, Paces
-from diloco_lab.virtual.server import matches
-from diloco_lab.virtual.transport import CONTROL
-from diloco_lab.virtual.world import VirtualProcess, World
 from diloco_learner.feed import BatchFeed
 from diloco_learner.island import Island
 from diloco_learner.task import Task

@@ -33,10 +33,12 @@ from diloco.errors import DilocoError, RunError, SettingsError
 from diloco.member.member import Boundary, Member
 from diloco.member.shares import OwnData
 from diloco.process import observe, telemetry
+from diloco.process.observe import Logger
 from diloco.service import skeleton
 from diloco.settings.run import MAX_NAME, NAME_PATTERN, TaskSettings
 from diloco.settings.service import LearnerSettings
 from diloco.settings.validation import nearest, parse
+from diloco.transport import Transport
 from diloco.wire.control import MarkerDeclined
 from diloco_learner.feed import Batch, BatchFeed
 from diloco_learner.model import SharedParameters
@@ -109,6 +111,53 @@ class _Loop:
     batches: Make
 
 
+class Surroundings(Protocol):
+    """The event loop, the connection and the clock of a joined loop: live ones, or those of :mod:`diloco.testing`."""
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run work in the event loop, and wait for it."""
+
+    async def connect(self, settings: LearnerSettings, log: Logger, within_s: float) -> Transport:
+        """Return a connection to the run's server.
+
+        Raises:
+            BrokerError: it does not answer in time.
+        """
+
+    def wait(self, member: Member, timeout_s: float) -> None:
+        """Wait until there is something new for a boundary, at most that long."""
+
+    def end_step(self) -> None:
+        """Hear that the loop has taken a step."""
+
+    def now_s(self) -> float:
+        """Return the time, by a clock that never goes back."""
+
+    def close(self) -> None:
+        """End the event loop."""
+
+
+class _Live:
+    """An event loop in a thread of its own, and NATS."""
+
+    def __init__(self) -> None:
+        self._thread = LoopThread()
+        self.close = self._thread.close
+        self.now_s = time.perf_counter
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return self._thread.run(work, lambda: False)
+
+    async def connect(self, settings: LearnerSettings, log: Logger, within_s: float) -> Transport:
+        return await skeleton.connect(settings, "learner", log, give_up_after_s=within_s)
+
+    def wait(self, member: Member, timeout_s: float) -> None:
+        member.wait(timeout_s)
+
+    def end_step(self) -> None:
+        pass  # it has taken its time
+
+
 class JoinedRun:
     """A run that this loop is a learner of, while it is entered (:func:`join`)."""
 
@@ -125,8 +174,9 @@ class JoinedRun:
         self.over = False  # whether the run's budget is used up: take no further step
         self._parameters, self._within_s = parameters_of(params), within_s
         self._tensors = self._parameters.tensors(None if tensor is None else _Said(tensor))
+        self.surround: Callable[[], Surroundings] = _Live
         self._stack = ExitStack()
-        self._thread: LoopThread
+        self._around: Surroundings
         self._member: Member
         self._own_data = data == "own"
         self._steps = 0  # on data of its own
@@ -181,8 +231,8 @@ class JoinedRun:
         return self
 
     def _join(self) -> None:
-        self._thread = LoopThread()
-        self._stack.callback(self._thread.close)
+        self._around = self.surround()
+        self._stack.callback(self._around.close)
         fixed = self._parameters.fixed()
         self._member = self._wait(self._make_member(fixed))
         self._stack.callback(lambda: self._wait(self._member.close()))
@@ -191,10 +241,10 @@ class JoinedRun:
         self._wait(self._member.join(lambda fragment: read(fragment).to_host()))
         self._member.count_steps(self.tokens)
         self._pass(None)
-        self._returned_s = time.perf_counter()
+        self._returned_s = self._around.now_s()
 
     async def _make_member(self, fixed: Sequence[FixedSpec]) -> Member:
-        transport = await skeleton.connect(self.settings, "learner", self.log, give_up_after_s=self._within_s)
+        transport = await self._around.connect(self.settings, self.log, self._within_s)
         self._stack.callback(lambda: self._wait(transport.close()))
         try:
             async with asyncio.timeout(self._within_s):
@@ -253,8 +303,9 @@ class JoinedRun:
             DilocoError: the losses of ten steps in a row are not finite, or, of a loop that gives none, its parameters; or the
                 run cannot go on here; the message says why.
         """
-        called_s = time.perf_counter()
         self._check_joined()
+        self._around.end_step()
+        called_s = self._around.now_s()
         _check_loss(loss)
         share, index = self._take_batch()
         self._parameters.take(params)
@@ -270,7 +321,7 @@ class JoinedRun:
                 "NaN or infinite: look at the data, or begin again, from the run's model, with a fresh optimizer and a lower "
                 "learning rate"
             )
-        self._returned_s = time.perf_counter()
+        self._returned_s = self._around.now_s()
         self._blocked_s = self._returned_s - called_s
         return self.params
 
@@ -309,7 +360,7 @@ class JoinedRun:
         """Go through boundaries until a step may be taken, or none any more."""
         boundary = self._boundary(done)
         while boundary.wait and not self.over:
-            self._member.wait(IDLE_S)
+            self._around.wait(self._member, IDLE_S)
             boundary = self._boundary(None)
 
     def _boundary(self, done: StepDone | None) -> Boundary:
@@ -323,17 +374,17 @@ class JoinedRun:
 
     def _leave(self) -> None:
         """Go through boundaries until nothing is unmerged; of a run that is over, until its last versions are there."""
-        by_s = time.monotonic() + self.settings.leave_s
+        by_s = self._around.now_s() + self.settings.leave_s
         boundary, leaving = self._boundary(None), False
         while not boundary.finished and not boundary.ended:
-            if not leaving and (not boundary.stop or time.monotonic() > by_s):
+            if not leaving and (not boundary.stop or self._around.now_s() > by_s):
                 self._member.leave(self.settings.leave_s)
                 leaving = True
-            self._member.wait(IDLE_S)
+            self._around.wait(self._member, IDLE_S)
             boundary = self._boundary(None)
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        return self._thread.run(work, lambda: False)
+        return self._around.run(work)
 
 
 def join(
@@ -393,6 +444,13 @@ def join(
     }  # fmt: skip
     settings = parse(LearnerSettings, {key: value for key, value in given.items() if value is not None}, "join")
     return JoinedRun(settings, params, tokens, tensor, within_s, data)
+
+
+def join_virtual(params: Any, *, surround: Callable[[], Surroundings], **more: Any) -> JoinedRun:
+    """Return a run to be entered in other surroundings than live ones; all else is as for :func:`join`."""
+    joined = join("nats://virtual", params=params, **more)
+    joined.surround = surround
+    return joined
 
 
 def default_name(host: str, process: int) -> str:

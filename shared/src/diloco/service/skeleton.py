@@ -23,6 +23,7 @@ from diloco.process.observe import Logger
 from diloco.service import volume
 from diloco.settings.loading import load_service, logging_settings
 from diloco.settings.service import LearnerSettings, ProcessesSettings, ServiceSettings, check_region
+from diloco.transport import Transport
 
 S = TypeVar("S", bound=ServiceSettings)
 MAX_NUMBERS = 4096
@@ -169,7 +170,7 @@ async def connect(
     return transport
 
 
-async def find_run(transport: NatsTransport, settings: ServiceSettings, log: Logger) -> KnownRun:
+async def find_run(transport: Transport, settings: ServiceSettings, log: Logger) -> KnownRun:
     """Wait until the service's run exists.
 
     Raises:

@@ -18,8 +18,8 @@ from types import GeneratorType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from diloco_lab.virtual.sockets import Factory, Host, PortListener
-    from diloco_lab.virtual.threads import Thread
+    from diloco.testing.sockets import Factory, Host, PortListener
+    from diloco.testing.threads import Thread
 
 THREAD_S = 0.02  # longest that work in a thread takes, where it takes any time
 SLOW_THREADS = 0.15  # share of such work

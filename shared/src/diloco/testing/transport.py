@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from diloco.core.bandwidth import Moved
 from diloco.errors import AppendUncertainError, BrokerError, RewoundError
+from diloco.testing.server import Append, VirtualKeys, VirtualStream
 from diloco.transport import Fence, Room, Stored
 from diloco.wire.grants import SignedGrant
-from diloco_lab.virtual.server import Append, VirtualKeys, VirtualStream
 
 if TYPE_CHECKING:
-    from diloco_lab.virtual.world import VirtualProcess
+    from diloco.testing.world import VirtualProcess
 
 READ_TIMEOUT_S = 2.0  # longer than any delay, shorter than most absences of a server
 BUCKET_TIMEOUT_S = 1.0  # of each of several attempts

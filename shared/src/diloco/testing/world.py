@@ -13,10 +13,10 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
 
+from diloco.testing.loop import ProcessLoop, Scheduler
+from diloco.testing.server import VirtualServer, VirtualStream, matches
+from diloco.testing.transport import CONTROL, Subscription, VirtualMessage, VirtualTransport, Wires, deliver
 from diloco.wire.grants import SignedGrant
-from diloco_lab.virtual.loop import ProcessLoop, Scheduler
-from diloco_lab.virtual.server import VirtualServer, VirtualStream, matches
-from diloco_lab.virtual.transport import CONTROL, Subscription, VirtualMessage, VirtualTransport, Wires, deliver
 
 DELAY_S = 0.001  # to or from a server
 

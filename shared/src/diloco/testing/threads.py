@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from diloco_lab.virtual.loop import ProcessLoop
+from diloco.testing.loop import ProcessLoop
 
 LOOK_S = 0.005  # between two looks at what a thread waits for
 

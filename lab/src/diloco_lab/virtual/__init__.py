@@ -1,1 +1,0 @@
-"""A cluster in virtual time: the services as they are, with another loop, another server and another network."""
