@@ -18,7 +18,8 @@ from diloco_lab.goodput import Row
 from diloco_lab.lifetime import Stretch
 from diloco_lab.outcome import Version
 from diloco_lab.recovery import Recovery
-from diloco_report.charts import across, joined_spans, moment, nice_ticks, row_name, text_at, time_axis
+from diloco_report.charts import joined_spans, moment, row_name, time_axis
+from diloco_report.frame import across, nice_ticks, spread, text_at
 from diloco_report.html import style
 from diloco_report.units import count, share
 
@@ -53,17 +54,6 @@ class Event:
     at_us: int
     learner: str
     text: str
-
-
-def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Return places in [low, high] near the ``wanted`` ones, in order, ``gap`` apart; closer where there is no room."""
-    gap = min(gap, (high - low) / max(1, len(wanted) - 1))
-    places: list[float] = []
-    for place in wanted:
-        places.append(max(place, places[-1] + gap if places else low))
-    for index in reversed(range(len(places))):  # places beyond the end push the others back
-        places[index] = min(places[index], places[index + 1] - gap if index + 1 < len(places) else high)
-    return places
 
 
 def goodput(rows: Sequence[Row]) -> str:

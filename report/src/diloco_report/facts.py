@@ -41,3 +41,8 @@ def until_s(report: Report) -> float:
 def ratio(part: object, whole: object) -> float | None:
     """Return a quotient, or None where it is not known."""
     return float(part) / float(whole) if finite(part) and finite(whole) and whole else None
+
+
+def units_of(report: Report) -> str:
+    """Return the units of the loss; empty where the task does not name them."""
+    return str(report.get("units") or "")

@@ -78,7 +78,7 @@ def alerts(report: Report) -> str:
     if not said:
         return ""
     rows = "".join(f"<li>{escape(text)}</li>" for text in said)
-    return f'<section class="alerts"><h2>Needs attention</h2><ul>{rows}</ul></section>'
+    return f'<section class="alerts">{html.heading("Needs attention")}<ul>{rows}</ul></section>'
 
 
 def _natural(item: tuple[object, object]) -> tuple[str, int, str]:
@@ -113,7 +113,7 @@ def syncers(report: Report) -> str:
         ]
         for name, each in sorted(found.items(), key=lambda item: natural(str(item[0])))
     ]
-    return html.section("Syncers", "", html.wide(html.table(head, rows)))
+    return html.section("Syncers", "", html.wide(html.table(head, rows, of="syncers")))
 
 
 def storage(report: Report) -> str:
@@ -131,7 +131,7 @@ def storage(report: Report) -> str:
         for each in found
     ]
     said = "Streams of the server that the leading coordinator uses. At a bound learners train on, and versions wait."
-    return html.section("Storage", said, html.wide(html.table(("stream", "holds", "may hold", "full"), rows)))
+    return html.section("Storage", said, html.wide(html.table(("stream", "holds", "may hold", "full"), rows, of="storage")))
 
 
 def events(report: Report) -> str:
@@ -141,7 +141,7 @@ def events(report: Report) -> str:
         return ""
     rows = [[duration(event.get("at_s")), escape(str(event.get("text", "")))] for event in reversed(found[-MAX_EVENTS:])]
     more = f"The last {MAX_EVENTS} of {len(found)}." if len(found) > MAX_EVENTS else ""
-    return html.section("Events", more, html.wide(html.table(("at", "what"), rows, text=True)))
+    return html.section("Events", more, html.wide(html.table(("at", "what"), rows, text=True, of="events")))
 
 
 def ago(value_s: object) -> str:
