@@ -22,6 +22,7 @@ ROW_NAME = 14  # characters of a row's name
 TICK_WIDTH = 40  # pixels of a time below an axis
 NAMES_WIDTH = 100  # pixels of the rows' names
 MAX_SPANS = 600  # of one learner's timeline
+ALL_SPANS, LEAST_SPANS = 6000, 60  # of all together, and of each, however many there are
 MAX_MERGES = 2500
 MAX_FRAGMENTS = 64
 LABEL_WIDTH = 130  # of an absence, from which on it is written into it
@@ -56,7 +57,7 @@ def timeline(activity: Mapping[str, Sequence[tuple[float, float, str]]], end_s: 
     for number, (name, spans) in enumerate(activity.items()):
         y = number * row + (row - thick) / 2
         names.append(row_name(shown[name], left, number * row + row / 2))
-        for start_s, stop_s, state in joined_spans(spans, end_s):
+        for start_s, stop_s, state in joined_spans(spans, end_s, min(MAX_SPANS, max(LEAST_SPANS, ALL_SPANS // len(activity)))):
             css = f"var(--state-{state})" if state in STATES else "var(--muted)"
             log_head = f"{name}\n{state}\n{moment(start_s)} to {moment(stop_s)}"
             parts.append(
@@ -298,20 +299,22 @@ def _lanes(names: Sequence[str], parts: Sequence[str], wide: int, high: float, l
     )
 
 
-def joined_spans(spans: Sequence[tuple[float, float, str]], end_s: float) -> list[tuple[float, float, str]]:
-    """Join neighbouring spans of one state; if still too many, return equal parts with their longest states."""
+def joined_spans(
+    spans: Sequence[tuple[float, float, str]], end_s: float, most: int = MAX_SPANS
+) -> list[tuple[float, float, str]]:
+    """Join neighbouring spans of one state; if there are more than ``most``, return equal parts with their longest states."""
     joined: list[tuple[float, float, str]] = []
     for start_s, stop_s, state in spans:
         if joined and joined[-1][2] == state and start_s - joined[-1][1] < 0.002 * end_s:
             joined[-1] = (joined[-1][0], stop_s, state)
         else:
             joined.append((start_s, stop_s, state))
-    if len(joined) <= MAX_SPANS:
+    if len(joined) <= most:
         return joined
-    part_s = end_s / MAX_SPANS
-    shares: list[dict[str, float]] = [{} for _ in range(MAX_SPANS)]
+    part_s = end_s / most
+    shares: list[dict[str, float]] = [{} for _ in range(most)]
     for start_s, stop_s, state in joined:
-        first, last = (min(MAX_SPANS - 1, max(0, int(moment_s / part_s))) for moment_s in (start_s, stop_s))
+        first, last = (min(most - 1, max(0, int(moment_s / part_s))) for moment_s in (start_s, stop_s))
         for part in range(first, last + 1):
             inside_s = min(stop_s, (part + 1) * part_s) - max(start_s, part * part_s)
             shares[part][state] = shares[part].get(state, 0.0) + max(0.0, inside_s)

@@ -7,7 +7,7 @@ from typing import Any
 
 from diloco_report import html, rates
 from diloco_report.curves import Line, Point, gaps
-from diloco_report.facts import Report, colours, natural
+from diloco_report.facts import Report, absences, colours, natural
 from diloco_report.lines import Quantity, line_chart
 from diloco_report.units import finite
 
@@ -39,7 +39,8 @@ def _rates(report: Report) -> Iterable[str]:
         return
     whole = Line(ALL, "var(--global)", together, strong=True)
     lines = [*_lines(each, report), whole]
-    yield _chart("Tokens a second", "tokens-rate", Quantity("tokens/s", "count"), lines, "Trained by each learner, and by all.")
+    said, moments = "Trained by each learner, and by all.", absences(report)
+    yield _chart("Tokens a second", "tokens-rate", Quantity("tokens/s", "count"), lines, said, moments)
     versions = [Line(ALL, "var(--global)", rates.versions_per_s(report), strong=True)]
     said = "Versions of fragments that were merged."
     yield _chart("Merges a second", "merges-rate", Quantity("merges/s", empty="Nothing was merged."), versions, said)
@@ -67,6 +68,13 @@ def _lines(points: Mapping[str, Sequence[Point]], report: Report) -> list[Line]:
     ]
 
 
-def _chart(title: str, name: str, quantity: Quantity, lines: Sequence[Line], meaning: str) -> str:
-    drawn = line_chart(lines, {}, axis="time", label="wall time", name=name, quantity=quantity)
+def _chart(
+    title: str,
+    name: str,
+    quantity: Quantity,
+    lines: Sequence[Line],
+    meaning: str,
+    moments: Sequence[tuple[float, str]] = (),
+) -> str:
+    drawn = line_chart(lines, {}, axis="time", label="wall time", name=name, quantity=quantity, moments=moments)
     return html.subhead(title, meaning) + drawn

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from diloco_report import compared, curves, html
-from diloco_report.facts import Report, colours, natural, units_of
+from diloco_report.facts import Report, absences, colours, natural, units_of
 from diloco_report.lines import Axis, line_chart
 from diloco_report.units import finite
 
@@ -26,7 +26,7 @@ def losses(report: Report) -> str:
     if whole and not report.get("now") and all(finite(value) for value in end) and end[2] != whole[-1][2]:
         whole.append(end)
     drawn.append(("global", "var(--global)", whole))
-    rolled_back = series.get("rollbacks") or []
+    rolled_back, away = series.get("rollbacks") or [], absences(report)
 
     def chart(place: int, key: str, axis: Axis, label: str) -> str:
         lines = [
@@ -40,6 +40,7 @@ def losses(report: Report) -> str:
             for name, css, points in drawn
         ]
         moments = [(moment[key], f"back to {moment['to_version']}") for moment in rolled_back]
+        moments += away if axis == "time" else []
         return line_chart(lines, compared.baselines(report), axis=axis, label=label, name=axis, moments=moments)
 
     units, counted = units_of(report).capitalize(), compared.baselines(report)
@@ -48,8 +49,9 @@ def losses(report: Report) -> str:
         (f"{units}. " if units else "")
         + "Learners: training loss, as a mean over each short stretch. Global: validation loss of "
         "the model that the log holds, against the tokens merged by then."
-        + (f" Dashed: models that only count which bytes follow which, fitted on the same text: {_named(counted)}." if counted else "")
-        + (" Upright: the run was rolled back to that version." if rolled_back else ""),
+        + (f" Dashed: models that only count which bytes follow which: {_named(counted)}." if counted else "")
+        + (" Upright: the run was rolled back to that version." if rolled_back else "")
+        + (" Upright: from a region that is away no process is heard." if away else ""),
         html.toggles((name, css) for name, css, _ in drawn)
         + html.pair(
             html.subhead("Over tokens of the whole run") + chart(1, "tokens", "tokens", "tokens"),

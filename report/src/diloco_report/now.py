@@ -8,13 +8,29 @@ from typing import Any
 
 from diloco_report import charts, html
 from diloco_report.facts import Report, learners_of, natural, ratio
-from diloco_report.units import MISSING, count, decimal, duration, finite, lasting, share, size
+from diloco_report.units import MISSING, count, decimal, duration, finite, lasting, moment, share, size
 
 MAX_EVENTS = 50  # that are shown, of those known
 
 
 def state(report: Report) -> str:
-    """Draw the run's state, below its name: what it does now, or how it ended."""
+    """Draw the run's state below its name: what it does now, or how it ended, and how it began."""
+    return _doing(report) + _origin(report.get("origin") or {})
+
+
+def _origin(origin: Mapping[str, Any]) -> str:
+    """Draw when, where, with which software and by which command a run began, as far as that is known."""
+    known = [
+        f"began {moment(origin['began_at_s'])} UTC" if finite(origin.get("began_at_s")) else "",
+        f"on {escape(str(origin['host']))}" if origin.get("host") else "",
+        f"diloco {escape(str(origin['version']))}" if origin.get("version") else "",
+        f"<code>{escape(str(origin['command']))}</code>" if origin.get("command") else "",
+    ]
+    said = " · ".join(filter(None, known))
+    return f'<p class="origin">{said}</p>' if said else ""
+
+
+def _doing(report: Report) -> str:
     now, wall_s = report.get("now"), report.get("wall_s")
     if now is None:
         return _state("finished", f"finished after {duration(wall_s)}" if finite(wall_s) else "finished")

@@ -160,6 +160,7 @@ def report(seen: Mapping[str, Any], settings: RunSettings, known_s_ago: float | 
         "format": FORMAT,
         **{key: facts[key] for key in _SAME},
         "state_values": facts.get("state_values", 0),  # which an older version's picture has not
+        "origin": seen.get("origin", {}),  # which an older version's picture has not
         "val_loss": seen["val_loss"],
         "learners": learners,
         "fragments": [row | {"versions": row["version"]} for row in facts["fragments"]],

@@ -44,6 +44,7 @@ from diloco_coordinator.alerts import Alerts
 from diloco_coordinator.history import History, pack
 from diloco_coordinator.metrics import ObservedCoordinator
 from diloco_coordinator.monitor import Monitor
+from diloco_coordinator.origin import origin
 from diloco_coordinator.series import SeriesFile, as_text
 from diloco_report import page
 
@@ -338,7 +339,7 @@ class Coordinator:
         """Return all that the run's page shows but the curves; None while another coordinator leads."""
         if self.monitor is None:
             return None
-        return overview.picture(self.monitor, self._alerts, self.follower.known, self.now_s())
+        return overview.picture(self.monitor, self._alerts, self.follower.known, self.now_s()) | {"origin": origin(self)}
 
     async def _past(self) -> Past | None:
         try:
@@ -376,7 +377,7 @@ class Coordinator:
 
     async def _write_history(self, monitor: Monitor, term: int) -> int:
         """Store the history as of now; return its size in bytes."""
-        picture = overview.picture(monitor, self._alerts, self.follower.known, self.now_s())
+        picture = overview.picture(monitor, self._alerts, self.follower.known, self.now_s()) | {"origin": origin(self)}
         past = Past(term, self.transport.wall_s(), picture, monitor.curves(self.now_s()))
         packed = await asyncio.to_thread(pack, past)
         await self.history.write(packed, term)
