@@ -213,7 +213,8 @@ def _learners(report: Report) -> str:
         return ""
     lives = bool(report.get("now"))
     head = ("learner", *(("state", "heard", "loss", "tokens/s") if lives else ()), "steps", "step", "tokens", "merged", "lost")
-    head += ("busy", "blocked", "up", "down", "in versions", "missed")
+    placed = any(learner.get("device") for learner in learners.values())
+    head += ("busy", "blocked", "up", "down", "in versions", "missed", *(("device",) if placed else ()))
     rows = [
         [
             f'<i style="background:{colours[name]}"></i>{escape(name)}',
@@ -229,10 +230,16 @@ def _learners(report: Report) -> str:
             size(learner.get("bytes_down")),
             count(learner.get("rounds_merged")),
             count(learner.get("rounds_missed")),
+            *((_place(learner),) if placed else ()),
         ]
         for name, learner in learners.items()
     ]
     return html.section("Learners", "", html.wide(html.table(head, rows, of="learners")))
+
+
+def _place(learner: Mapping[str, Any]) -> str:
+    """Return what a learner computes on, and where."""
+    return escape(" on ".join(str(learner[key]) for key in ("device", "host") if learner.get(key)) or MISSING)
 
 
 def _doing(learner: Mapping[str, Any]) -> tuple[str, ...]:

@@ -240,6 +240,8 @@ def _learner(name: str, found: Findings, processed: int) -> dict[str, Any]:
         "bytes_down": heard["bytes_down"],
         "rounds_merged": merged,
         "rounds_missed": sum(chain.version for chain in chains) - merged,
+        "device": heard.get("device"),
+        "host": heard.get("host"),
         "step_s": heard["step_s"] if heard.get("mean_step_s") is None else heard["mean_step_s"],
     }
 

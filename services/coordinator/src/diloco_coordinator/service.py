@@ -39,7 +39,7 @@ from diloco.wire import framing
 from diloco.wire.control import CoordinatorHeartbeat, Heartbeat, Sample, ShardHeartbeat
 from diloco.wire.fields import MemberName
 from diloco.wire.subjects import Subjects
-from diloco_coordinator import overview
+from diloco_coordinator import gauges, overview
 from diloco_coordinator.alerts import Alerts
 from diloco_coordinator.history import History, pack
 from diloco_coordinator.metrics import ObservedCoordinator
@@ -119,6 +119,7 @@ class Coordinator:
         await self.transport.subscribe(self.subjects.heartbeat(), self._hear)
         await hear(self.transport, self.subjects.shard(), ShardHeartbeat, identity, self._hear_shard, refused)
         await hear(self.transport, self.subjects.sample(), Sample, identity, self._hear_sample, refused)
+        await gauges.listen(self)
         while not self.finished:
             await self._tick()
             if self._leadership.leads:
