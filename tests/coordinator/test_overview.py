@@ -117,3 +117,10 @@ def test_a_page_says_from_where_it_knows_a_run() -> None:
     made.entry(entry_record(0, 41, "s", "ann"), 5.0)
     series = overview.series(overview.thinned(made.curves(6.0)))
     assert "40 older versions are not here" in parts(report_of(made, 6.0) | {"series": series})["merges"]
+
+
+def test_all_parts_that_show_a_series_are_drawn_with_it() -> None:
+    """The quick parts are drawn without: one of them that needs the series would stay empty on the live page."""
+    whole = fake_report() | {"now": {"state": "training"}}
+    quick = {key: value for key, value in whole.items() if key != "series"}
+    assert {name for name, draw in PARTS.items() if draw(whole) != draw(quick)} <= set(CURVED)

@@ -45,6 +45,10 @@ LETTER = 7  # pixels of a letter, at most on average
 SLOW = 1.01  # times a learner's own step time, from which on it steps slowly
 
 Quantity = Literal["goodput", "uptime"]
+_MEANINGS: dict[Quantity, str] = {
+    "goodput": "Goodput: share of the allocated chip time that went into steps that count",
+    "uptime": "Uptime: share of the time in which some learner took a step",
+}
 
 
 @dataclass(frozen=True)
@@ -72,14 +76,14 @@ def _by_chips(rows: Sequence[Row], quantity: Quantity) -> str:
         return '<p class="empty">Nothing was simulated.</p>'
     keys = list(dict.fromkeys((row.strategy, row.learners) for row in rows))
     numbers = sorted({row.chips for row in rows})
-    left, right, top, bottom = 52, 250, 14, 46
+    left, right, top, bottom = 52, 250, 38, 46
     high = max(430, top + bottom + LABEL * len(keys))
     x = _log_scale(numbers[0], numbers[-1], left + 16, WIDTH - right - 16)
 
     def y(value: float) -> float:
         return high - bottom - (high - top - bottom) * value
 
-    parts = _share_axis(y, left, WIDTH - right)
+    parts = [text_at("title", 4, 16, "start", _MEANINGS[quantity]), *_share_axis(y, left, WIDTH - right)]
     ticks = _apart(numbers, x, 46)
     parts += [text_at("tick", x(number), high - bottom + 18, "middle", count(number)) for number in ticks]
     parts.append(text_at("axis", (left + WIDTH - right) / 2, high - 6, "middle", "chips, of all learners together"))
@@ -105,7 +109,7 @@ def _by_chips(rows: Sequence[Row], quantity: Quantity) -> str:
             if known is not None:
                 said = f"{name}, {count(row.chips)} chips: published {quantity} {share(known)}"
                 marks.append(_dot(px, y(known), 4.5, f"fill:none;stroke:{css};stroke-width:1.75", said, "published"))
-        ends.append((*means[-1], css, f"{name}  {share(getattr(line[-1], quantity), 1)}"))
+        ends.append((*means[-1], css, f"{name}: {share(getattr(line[-1], quantity), 1)}"))
     ends.sort(key=lambda end: end[1])
     for place, (px, py, css, said) in zip(spread([end[1] for end in ends], LABEL, top, high - bottom), ends, strict=True):
         edge = WIDTH - right + 26

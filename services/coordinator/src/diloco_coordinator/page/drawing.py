@@ -21,7 +21,7 @@ from diloco_report.page import PARTS, render_html
 
 FRAME_S = 0.5  # between two drawings at least: a page moves twice a second
 SHARE = 0.003  # of a core that drawing either group may take; with what sending takes one viewer costs less than 1 %
-CURVED = ("loss", "activity", "merges", "regions", "sample")  # parts that need the series; all others are quick
+CURVED = ("loss", "course", "activity", "merges", "regions", "sample")  # parts that need the series; all others are quick
 
 Report = Mapping[str, Any]
 
