@@ -8,13 +8,15 @@ from typing import Any
 from msgspec.structs import replace
 from tests.made.heartbeats import learner_heartbeat, shard_heartbeat
 from tests.made.monitors import entry_record, monitor, region_settings
+from tests.made.reports import fake_report
 
 from diloco.core.changes import Changes, Effective
 from diloco.transport import Room
 from diloco_coordinator import overview
 from diloco_coordinator.alerts import Alerts
 from diloco_coordinator.monitor import Monitor
-from diloco_report.page import parts
+from diloco_coordinator.page.drawing import CURVED
+from diloco_report.page import PARTS, parts
 
 
 def report_of(made: Monitor, now_s: float) -> dict[str, Any]:

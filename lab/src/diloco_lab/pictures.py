@@ -77,7 +77,7 @@ def _by_chips(rows: Sequence[Row], quantity: Quantity) -> str:
     keys = list(dict.fromkeys((row.strategy, row.learners) for row in rows))
     numbers = sorted({row.chips for row in rows})
     left, right, top, bottom = 52, 250, 38, 46
-    high = max(430, top + bottom + LABEL * len(keys))
+    high = max(454, top + bottom + LABEL * len(keys))
     x = _log_scale(numbers[0], numbers[-1], left + 16, WIDTH - right - 16)
 
     def y(value: float) -> float:

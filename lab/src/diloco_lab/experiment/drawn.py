@@ -10,7 +10,7 @@ from diloco_lab.experiment.spec import Experiment
 from diloco_lab.pictures import standalone
 from diloco_report.frame import text_at
 
-LINE, LETTER = 19, 7.6  # pixels of a line of the question, and of a letter at most
+LINE, LETTER = 19, 8.4  # pixels of a line of the question, and of a letter at most
 MAX_LINES = 4
 
 
