@@ -234,8 +234,8 @@ class Island:
     @property
     def device(self) -> str:
         """What it computes on, in words."""
-        here, count = jax.local_devices(), jax.device_count()
-        return f"{f'{count} x ' if count > 1 else ''}{here[0].platform} {here[0].device_kind}"
+        count, kind = jax.device_count(), jax.local_devices()[0].device_kind
+        return f"{count} x {kind}" if count > 1 else kind
 
     def device_bytes(self) -> int | None:
         """Return the memory in use on this process's devices; None where it is not known, as on CPUs. From any thread."""
