@@ -22,7 +22,8 @@ from diloco_lab import simulation
 from diloco_lab.cluster import MICROS, ClusterLearner, LearnerLink, Rounds
 from diloco_lab.outcome import MergedVersion, Scenario
 from diloco_lab.pictures import WIDTH, standalone
-from diloco_report.charts import across, nice_ticks, text_at, time_axis
+from diloco_report.charts import time_axis
+from diloco_report.frame import across, nice_ticks, text_at
 
 BEFORE = Path(__file__).with_name("even_rounds_before.json")
 PICTURE = Path(__file__).parents[1] / "docs" / "even-rounds.svg"

@@ -2,7 +2,8 @@
 
     python bench/pictures.py [default] [regions] [compare] [--out docs] [--runs FOLDER]
 
-* ``default``: `diloco up`. ``live.svg``, ``top.svg`` and ``page-rollback.png`` in its middle, ``report.png`` at its end.
+* ``default``: `diloco up`. ``live.svg``, ``top.svg``, ``page-charts.png`` and ``page-rollback.png`` in its middle,
+  ``report.png`` at its end.
 * ``regions``: three of them, one of which is cut off and healed. ``page-regions.png`` and ``page-phone.png`` meanwhile,
   ``regions-cut.png`` at its end.
 * ``compare``: three short runs, of which one is stopped. ``compare.png``.
@@ -45,6 +46,7 @@ HISTORY_S = 12.0  # the leader stores it every ten seconds
 POLL_S = 0.5
 CUT_S = 40.0  # from the cut to healing: rounds of the others go on meanwhile
 TERMINAL = (113, 30)
+SMOOTHING = "0.6"  # of the charts
 SHORT = ("--learners", "3", "--shards", "1", "--tokens", "1500000")
 RUNS = {"a": (), "b": ("--set", "task.width=128"), "stopped": ("--set", "round.steps=12")}
 FETCHED_FONT = re.compile(r"\s*@font-face \{.*?\}", re.DOTALL)  # a picture of ours fetches nothing
@@ -123,6 +125,9 @@ async def default(camera: Camera, runs: Path) -> None:
     async with running(runs / "run") as run:
         await run.until(lambda: run.share() > 0.5)
         await terminal(run, camera.out)
+        async with camera.opened(run.page, 1180, 900) as shown:
+            await shown.locator("#part-course .smoothing input").fill(SMOOTHING)
+            await camera.take(shown, "page-charts.png", "#part-course section")
         await rollback(run, camera)
         await run.process.wait()
     async with camera.opened((run.directory / "report.html").as_uri(), 1100, 1230) as shown:

@@ -45,7 +45,7 @@ def test_a_learner_that_is_not_heard_and_one_that_comes_back() -> None:
     assert alerts.dump(gone_s + 1)["alerts"] == [{"text": "ann: not heard", "since_s": 1}]
     made.hear(learner_heartbeat("ann", 20), gone_s + 2)
     alerts.note(made, gone_s + 2)
-    assert [text for _, text in alerts.events] == ["ann: not heard", "over after 2 s: ann: not heard"]
+    assert [text for _, text in alerts.events] == ["ann: not heard", "ann: heard again, after 2 s"]
     assert alerts.holding == {}
 
 

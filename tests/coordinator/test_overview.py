@@ -8,13 +8,15 @@ from typing import Any
 from msgspec.structs import replace
 from tests.made.heartbeats import learner_heartbeat, shard_heartbeat
 from tests.made.monitors import entry_record, monitor, region_settings
+from tests.made.reports import fake_report
 
 from diloco.core.changes import Changes, Effective
 from diloco.transport import Room
 from diloco_coordinator import overview
 from diloco_coordinator.alerts import Alerts
 from diloco_coordinator.monitor import Monitor
-from diloco_report.page import parts
+from diloco_coordinator.page.drawing import CURVED
+from diloco_report.page import PARTS, parts
 
 
 def report_of(made: Monitor, now_s: float) -> dict[str, Any]:
@@ -117,3 +119,10 @@ def test_a_page_says_from_where_it_knows_a_run() -> None:
     made.entry(entry_record(0, 41, "s", "ann"), 5.0)
     series = overview.series(overview.thinned(made.curves(6.0)))
     assert "40 older versions are not here" in parts(report_of(made, 6.0) | {"series": series})["merges"]
+
+
+def test_all_parts_that_show_a_series_are_drawn_with_it() -> None:
+    """The quick parts are drawn without: one of them that needs the series would stay empty on the live page."""
+    whole = fake_report() | {"now": {"state": "training"}}
+    quick = {key: value for key, value in whole.items() if key != "series"}
+    assert {name for name, draw in PARTS.items() if draw(whole) != draw(quick)} <= set(CURVED)

@@ -13,6 +13,7 @@ from diloco.wire.body import Body
 from diloco.wire.control import (
     Announcement,
     CoordinatorHeartbeat,
+    Gauges,
     Heartbeat,
     MarkerAnswer,
     MarkerDeclined,
@@ -97,6 +98,17 @@ MESSAGES: dict[type[Message], st.SearchStrategy[Any]] = {
         COUNT,
         SOFTWARE,
         st.none() | st.text(max_size=500),
+    ),
+    Gauges: st.builds(
+        Gauges,
+        NAME,
+        st.none() | SECONDS,
+        st.none() | SECONDS,
+        SECONDS,
+        COUNT,
+        st.none() | COUNT,
+        st.text(max_size=100),
+        st.text(max_size=100),
     ),
     ShardHeartbeat: st.builds(
         ShardHeartbeat,
@@ -297,6 +309,7 @@ EXAMPLES: dict[type[Message], Message] = {
     Genesis: Genesis("ann", b"s" * 32, b"m" * 32, [b"0" * 32], 2.0),
     Claim: Claim(3, 2, "syncer-1", 1, 4, False, b"e" * 32, 9),
     CommitNotice: CommitNotice(3, 4, 1, b"e" * 32, 9),
+    Gauges: Gauges("ann", 0.0125, 1.5, 0.75, 2**30, 2**34, "NVIDIA H100", "node-7"),
     Sample: Sample("judge", [1, 2], "x\u00e9\n"),
     SnapshotMarker: SnapshotMarker(7, [1, 2]),
     MarkerDeclined: MarkerDeclined("ann", 7, "not_saved", "a full disk"),

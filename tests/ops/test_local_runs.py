@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import pytest
+from tests.made.reports import fake_report
+from tests.pace import DEADLINE_S
 from typer.testing import CliRunner
 
 from diloco.errors import RunError, SettingsError
@@ -127,16 +132,38 @@ def test_a_stopped_run_is_answered_with_the_command_that_goes_on(command: str, c
             COMMANDS[command]()
 
 
-def test_the_page_of_a_finished_run_is_its_report(
+def test_the_page_of_a_finished_run_is_its_report_to_those_with_the_token(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
     finish(make("d12", 10))
-    opened = list[str]()
-    monkeypatch.setattr(page, "show", opened.append)
+    (folder / "runs" / "d12" / "report.json").write_text(json.dumps(fake_report(learners=2, run="d12")))
+    answers: dict[str, str] = {}
+
+    def look(place: str) -> None:
+        url, _, token = place.partition("#")
+        for name, given in (("right", token), ("wrong", "f" * 32)):
+            try:
+                with urlopen(Request(url, headers={"Authorization": f"Bearer {given}"}), timeout=DEADLINE_S) as answer:
+                    answers[name] = answer.read().decode()
+            except HTTPError as error:
+                answers[name] = str(error.code)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(page, "show", look)
     page.page(open_=True)
     report = (folder / "runs" / "d12" / "report.html").as_uri()
-    assert capsys.readouterr().out == f"run d12 is finished; its report: {report}\n"
-    assert opened == [report]
+    assert f"run d12 is finished; its report: {report}, and until Ctrl-C: http://127.0.0.1:" in capsys.readouterr().out
+    assert answers["wrong"] == "401"
+    for part in ("finished after 1:58", "Steps blocked", "data-chart", "learner-1"):
+        assert part in answers["right"]
+
+
+@pytest.mark.parametrize("report", ["", "[]", '{"a":'])
+def test_the_page_of_a_finished_run_whose_report_is_damaged_names_the_file(report: str) -> None:
+    finish(make("d12", 10))
+    Path("runs/d12/report.json").write_text(report)
+    with pytest.raises(RunError, match=r"d12/report.json: damaged"):
+        page.page()
 
 
 def test_export_takes_one_or_two_places() -> None:

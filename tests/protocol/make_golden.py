@@ -278,6 +278,7 @@ def make() -> tuple[dict[str, bytes], dict[str, Any], list[bytes]]:
     evaluator = ["evaluator", "", 1, "evaluator", "starting", False, 0, 0, 0.0, None, *idle, [], 0, 0.0, 0.0, 0, 0, 0, ""]
     golden.add("heartbeat_evaluator", "heartbeat", evaluator)
     golden.add("heartbeat_failure", "heartbeat", [*evaluator, "ZeroDivisionError: division by zero (task.py, line 7)"])
+    golden.add("gauges", "gauges", ["learner-0", 0.0125, 1.5, 0.75, 2**30, None, "NVIDIA H100 \u00e9", "node-7"])
     golden.add("sample", "sample", ["evaluator", [3, 3, 0], "To be, \u00e9 \U0001f600\n"])
     shard = ["syncer-1", "us", 1700000000000, 1200, "owner", 7, [0, 2], [1], 9, 8, [[2, 1, 2, 0.75]], 0, 65536, 255]
     crossing = [["eu", 4096, 200], ["ap", 0, 70000]]

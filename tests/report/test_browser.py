@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, Page, sync_playwright
-from tests.made.browser import CHROMIUM
+from playwright.sync_api import Browser, Page
+from tests.made.browser import CHROMIUM, chromium, opened
 from tests.made.reports import HOSTILE, fake_report, report_with_regions
 from tests.pace import DEADLINE_S
 
@@ -193,25 +193,8 @@ def served(site: Site) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+    with chromium() as started:
         yield started
-        started.close()
-
-
-@contextmanager
-def opened(browser: Browser, url: str, **options: Any) -> Iterator[Page]:
-    """A page that has run its script, without a complaint of the browser's."""
-    context = browser.new_context(**options)
-    try:
-        shown = context.new_page()
-        errors: list[str] = []
-        shown.on("pageerror", lambda error: errors.append(str(error)))
-        shown.goto(url)
-        yield shown
-        assert errors == []
-    finally:
-        context.close()
 
 
 def test_names_and_texts_of_a_run_do_nothing_in_a_browser(browser: Browser) -> None:

@@ -18,7 +18,8 @@ from diloco_lab.goodput import GoodputRow
 from diloco_lab.lifetime import Stretch
 from diloco_lab.outcome import MergedVersion
 from diloco_lab.recovery import RecoveryNeeds
-from diloco_report.charts import across, joined_spans, moment, nice_ticks, row_name, text_at, time_axis
+from diloco_report.charts import joined_spans, moment, row_name, time_axis
+from diloco_report.frame import across, nice_ticks, spread, text_at
 from diloco_report.html import style
 from diloco_report.units import count, share
 
@@ -44,6 +45,10 @@ LETTER = 7  # pixels of a letter, at most on average
 SLOW = 1.01  # times a learner's own step time, from which on it steps slowly
 
 Quantity = Literal["goodput", "uptime"]
+_MEANINGS: dict[Quantity, str] = {
+    "goodput": "Goodput: share of the allocated chip time that went into steps that count",
+    "uptime": "Uptime: share of the time in which some learner took a step",
+}
 
 
 @dataclass(frozen=True)
@@ -53,17 +58,6 @@ class PicturedFault:
     at_us: int
     learner: str
     text: str
-
-
-def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Return places in [low, high] near the ``wanted`` ones, in order, ``gap`` apart; closer where there is no room."""
-    gap = min(gap, (high - low) / max(1, len(wanted) - 1))
-    places: list[float] = []
-    for place in wanted:
-        places.append(max(place, places[-1] + gap if places else low))
-    for index in reversed(range(len(places))):  # places beyond the end push the others back
-        places[index] = min(places[index], places[index + 1] - gap if index + 1 < len(places) else high)
-    return places
 
 
 def goodput(rows: Sequence[GoodputRow]) -> str:
@@ -82,14 +76,14 @@ def _by_chips(rows: Sequence[GoodputRow], quantity: Quantity) -> str:
         return '<p class="empty">Nothing was simulated.</p>'
     keys = list(dict.fromkeys((row.strategy, row.learners) for row in rows))
     numbers = sorted({row.chips for row in rows})
-    left, right, top, bottom = 52, 250, 14, 46
-    high = max(430, top + bottom + LABEL * len(keys))
+    left, right, top, bottom = 52, 250, 38, 46
+    high = max(454, top + bottom + LABEL * len(keys))
     x = _log_scale(numbers[0], numbers[-1], left + 16, WIDTH - right - 16)
 
     def y(value: float) -> float:
         return high - bottom - (high - top - bottom) * value
 
-    parts = _share_axis(y, left, WIDTH - right)
+    parts = [text_at("title", 4, 16, "start", _MEANINGS[quantity]), *_share_axis(y, left, WIDTH - right)]
     ticks = _apart(numbers, x, 46)
     parts += [text_at("tick", x(number), high - bottom + 18, "middle", count(number)) for number in ticks]
     parts.append(text_at("axis", (left + WIDTH - right) / 2, high - 6, "middle", "chips, of all learners together"))
@@ -115,7 +109,7 @@ def _by_chips(rows: Sequence[GoodputRow], quantity: Quantity) -> str:
             if known is not None:
                 said = f"{name}, {count(row.chips)} chips: published {quantity} {share(known)}"
                 marks.append(_dot(px, y(known), 4.5, f"fill:none;stroke:{css};stroke-width:1.75", said, "published"))
-        ends.append((*means[-1], css, f"{name}  {share(getattr(line[-1], quantity), 1)}"))
+        ends.append((*means[-1], css, f"{name}: {share(getattr(line[-1], quantity), 1)}"))
     ends.sort(key=lambda end: end[1])
     for place, (px, py, css, said) in zip(spread([end[1] for end in ends], LABEL, top, high - bottom), ends, strict=True):
         edge = WIDTH - right + 26

@@ -33,6 +33,7 @@ from diloco.settings.service import may_lead
 from diloco.wire.subjects import Subjects
 from diloco_ops import inspect, pages, region_logs
 from diloco_ops.broker.server import CONNECT_TIMEOUT_S, free_ports
+from diloco_ops.cuts import Cuts
 from diloco_ops.embedded import Embedded
 from diloco_ops.environment import learner_environment, mesh_of, per_process, service_environment
 from diloco_ops.live import screen
@@ -48,6 +49,7 @@ from diloco_report import page
 from diloco_report.units import count, lasting
 
 TORCH_MODULE = "diloco_learner.pytorch"
+LINKS_S = 1.0  # between two looks at the emulated links
 TEND_S = 0.1  # a killed service is begun again after so long at most
 POLL_S = 0.5  # the live view moves twice a second
 PLAIN_EVERY_S = 5.0  # lines that a person still reads
@@ -188,7 +190,7 @@ class Launcher:
         addresses = iter(self.asked.pages)
         for index in range(self.asked.coordinators):
             name = f"coordinator-{index}" if index else "coordinator"
-            values = place(index) | {"settings": settings.model_dump()}
+            values = place(index) | {"settings": settings.model_dump(), "started_by": self.directory.command or ""}
             self._start_service(name, "diloco_coordinator", values | {"page_address": next(addresses, "")})
         for index in range(syncer_count(settings) + self.asked.standbys):
             self._start_service(f"syncer-{index}", "diloco_syncer", place(index, syncer=True))
@@ -263,6 +265,7 @@ class Launcher:
             BrokerError: the server died and does not come up again.
         """
         showing = asyncio.create_task(self._show(link, tracking))
+        looking = asyncio.create_task(self._look_at_links())
         try:
             while not self.stopping:
                 if self.services.tend():
@@ -274,7 +277,15 @@ class Launcher:
                 await asyncio.sleep(TEND_S)
             return False
         finally:
-            await end(showing)
+            await end(showing, looking)
+
+    async def _look_at_links(self) -> None:
+        """Tell which emulated links are cut and healed."""
+        cuts = Cuts()
+        while self.wan_control is not None:
+            for links, what in cuts.look(await asyncio.to_thread(self._links)):
+                self._tell(links, what)
+            await asyncio.sleep(LINKS_S)
 
     async def _restart_servers(self, embedded: Embedded) -> None:
         for name in await asyncio.to_thread(embedded.restart_dead):

@@ -30,7 +30,7 @@ from diloco.settings.presets import PRESETS, run_settings
 from diloco.settings.run import RunSettings
 from diloco.settings.time_limits import check_time_limits
 from diloco.wire.subjects import Subjects
-from diloco_ops import compiling, continuing, local_runs, pages, resume, task_check
+from diloco_ops import compiling, continuing, local_runs, origin, pages, resume, task_check
 from diloco_ops.broker.server import CONNECT_TIMEOUT_S
 from diloco_ops.environment import check_least, metrics_addresses, per_process
 from diloco_ops.launch import Launcher, LaunchRequest, service_count
@@ -116,6 +116,7 @@ def up(
     directory = _shaped(directory, devices_per_learner, processes_per_learner, least_processes, torch or [])
     metrics = metrics_addresses(service_count(directory, standbys, coordinators))
     directory, resumed = _begin(directory, source, resume_at, nats_url, quiet=json_)
+    directory = origin.noted(directory)
     with rundir.locked(directory.path):
         if not resumed:
             directory.save()

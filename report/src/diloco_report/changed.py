@@ -46,4 +46,4 @@ def changes(report: Report) -> str:
         for change in found
     ]
     head = ["when", "what", "by", "why"]
-    return html.section("Changes", "What was changed while the run went on.", html.wide(html.table(head, rows)))
+    return html.section("Changes", "What was changed while the run went on.", html.wide(html.table(head, rows, of="changes")))

@@ -6,181 +6,43 @@ attributes; without the script the pictures are the same.
 
 from __future__ import annotations
 
-import json
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any, Literal
+from typing import Any
 
 from diloco_report.colours import cut_middle, short_names
-from diloco_report.curves import CurveLine, Point, thinned
-from diloco_report.units import count, decimal, duration, share, size
+from diloco_report.curves import Point
+from diloco_report.frame import across, text_at, time_ticks, upright
+from diloco_report.units import decimal, duration, share
 
-Axis = Literal["tokens", "time", "bytes"]
-_FORMS: dict[Axis, Callable[[object], str]] = {"tokens": count, "time": duration, "bytes": size}
-
-ROW_NAME, BAR_NAME = 14, 15  # characters of a row's name and of a bar's
-MAX_DOTS = 40  # of a strong line that are marked one by one
+ROW_NAME = 14  # characters of a row's name
+TICK_WIDTH = 40  # pixels of a time below an axis
+NAMES_WIDTH = 100  # pixels of the rows' names
 MAX_SPANS = 600  # of one learner's timeline
+ALL_SPANS, LEAST_SPANS = 6000, 60  # of all together, and of each, however many there are
 MAX_MERGES = 2500
 MAX_FRAGMENTS = 64
 LABEL_WIDTH = 130  # of an absence, from which on it is written into it
 LONG = 2.0  # times the usual number of steps: of an offer that holds more, the time of its work is drawn
 
 STATES = ("starting", "stepping", "sending", "waiting", "recovering", "closing", "leaving", "finished", "left", "gone")
-# round times between two ticks
-_TIME_STEPS_S = (1, 2, 5, 10, 15, 20, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400)
 
 
-def nice_ticks(low: float, high: float, wanted: int) -> list[float]:
-    """Return about ``wanted`` round numbers within [low, high]: steps of 1, 2 or 5 times a power of ten."""
-    span = high - low
-    if not span > 0:
-        return [low]
-    power = 10 ** math.floor(math.log10(span / wanted))
-    step = next(power * factor for factor in (1, 2, 5, 10) if span / (power * factor) <= wanted)
-    return [round(step * index, 12) for index in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
-
-
-def time_ticks(end_s: float, wanted: int) -> list[float]:
-    """Return about ``wanted`` round times from 0 to ``end_s``."""
-    step = next((step for step in _TIME_STEPS_S if end_s / step <= wanted), None)
-    if step is None:
-        step = 86400 * math.ceil(end_s / wanted / 86400)
-    return [float(step * index) for index in range(math.floor(end_s / step + 1e-9) + 1)]
-
-
-def loss_range(lines: Sequence[CurveLine], references: Mapping[str, float]) -> Point:
-    """Return the lower and upper end of the loss axis.
-
-    It reaches from just below the lowest value to the 90th percentile, and includes the reference lines.
-    """
-    values = sorted(y for line in lines for _, y in line.points)
-    low, high = values[0], values[min(len(values) - 1, len(values) * 9 // 10)]
-    wanted = [value for name, value in references.items() if name != "unigram"]
-    low, high = min([low, *wanted]), max([high, *wanted])
-    margin = max(0.04 * (high - low), 0.02)
-    return max(0.0, low - margin), high + margin
-
-
-@dataclass(frozen=True)
-class _Frame:
-    """The plotting area of a line chart in its picture, and the values at its edges: 0 to ``end``, ``low`` to ``high``."""
-
-    end: float
-    low: float
-    high: float
-    wide: int = 560
-    tall: int = 320
-    left: int = 44
-    right: int = 548
-    top: int = 14
-    bottom: int = 280
-
-    @property
-    def middle(self) -> float:
-        return (self.left + self.right) / 2
-
-    def x(self, value: float) -> float:
-        return self.left + (self.right - self.left) * value / self.end
-
-    def y(self, value: float) -> float:
-        return self.bottom - (self.bottom - self.top) * (value - self.low) / (self.high - self.low)
-
-
-def line_chart(
-    lines: Sequence[CurveLine],
-    references: Mapping[str, float],
-    *,
-    axis: Axis,
-    label: str,
-    name: str,
-    moments: Sequence[tuple[float, str]] = (),
-) -> str:
-    """Draw loss over time (s), tokens or bytes, with dashed lines at the references; it answers the pointer with the values.
-
-    ``name``: of no other chart of the page. ``moments``: events of the whole run, by their place on the level axis.
-    """
-    lines = [thinned(line) for line in lines if line.points]
-    if not lines:
-        return '<p class="empty">No loss was recorded.</p>'
-    frame = _Frame(max(line.points[-1][0] for line in lines) or 1.0, *loss_range(lines, references))
-    clip = f"clip-{name}"
-    area = f'x="{frame.left}" y="{frame.top}" width="{frame.right - frame.left}" height="{frame.bottom - frame.top}"'
-    parts = [f'<clipPath id="{clip}"><rect {area}/></clipPath>', *_axes(frame, axis, label)]
-    for other, value in references.items():
-        if frame.low <= value <= frame.high:
-            parts.append(across("reference", frame.left, frame.right, frame.y(value)))
-            parts.append(text_at("reference", frame.right, frame.y(value) - 5, "end", f"{other} {value:.2f}"))
-    for at, event in moments:
-        x, beyond = frame.x(at), frame.x(at) > frame.middle
-        parts.append(f'<line class="reference" x1="{x:.1f}" x2="{x:.1f}" y1="{frame.top}" y2="{frame.bottom}"/>')
-        parts.append(text_at("reference", x + (-5 if beyond else 5), frame.top + 10, "end" if beyond else "start", event))
-    parts += [_curve(line, frame, clip) for line in sorted(lines, key=lambda line: line.strong)]
-    parts.append(f'<line class="cross" y1="{frame.top}" y2="{frame.bottom}" x1="{frame.left}" x2="{frame.left}"/>')
-    shown = [
-        {"name": line.name, "css": line.css, "x": [_short(x) for x, _ in line.points], "y": [_short(y) for _, y in line.points]}
-        for line in sorted(lines, key=lambda line: not line.strong)
-    ]
-    data = {"left": frame.left, "right": frame.right, "end": frame.end, "axis": axis, "lines": shown}
-    return (
-        f'<svg class="chart" viewBox="0 0 {frame.wide} {frame.tall}" role="img" aria-label="Loss over {escape(label)}" '
-        f'data-chart="{escape(json.dumps(data, separators=(",", ":")))}">{"".join(parts)}</svg>'
-    )
-
-
-def _axes(frame: _Frame, axis: Axis, label: str) -> list[str]:
-    parts = []
-    for tick in nice_ticks(frame.low, frame.high, 6):
-        parts.append(across("grid", frame.left, frame.right, frame.y(tick)))
-        parts.append(text_at("tick", frame.left - 8, frame.y(tick) + 4, "end", f"{tick:.4g}"))
-    ticks = time_ticks(frame.end, 6) if axis == "time" else nice_ticks(0, frame.end, 6)
-    parts += [text_at("tick", frame.x(tick), frame.bottom + 18, "middle", _FORMS[axis](tick)) for tick in ticks]
-    return [*parts, text_at("axis", frame.middle, frame.tall - 4, "middle", label)]
-
-
-def _curve(line: CurveLine, frame: _Frame, clip: str) -> str:
-    places = [(frame.x(x), frame.y(y)) for x, y in line.points]
-    begins = {0, *line.breaks}
-    path = "".join(f"{'M' if n in begins else 'L'}{x:.1f} {y:.1f}" for n, (x, y) in enumerate(places))
-    dash = f";stroke-dasharray:{line.dash}" if line.dash else ""
-    drawn = (
-        f'<path class="{"line strong" if line.strong else "line"}" clip-path="url(#{clip})" d="{path}" '
-        f'style="stroke:{line.css}{dash}" data-name="{escape(line.name)}"/>'
-    )
-    dots = places if (line.strong and len(places) <= MAX_DOTS) or len(places) == 1 else []
-    return drawn + "".join(
-        f'<circle class="dot" clip-path="url(#{clip})" cx="{x:.1f}" cy="{y:.1f}" r="3.5" '
-        f'style="fill:{line.css}" data-name="{escape(line.name)}"/>'
-        for x, y in dots
-    )
-
-
-def bars(rows: Sequence[tuple[str, float | None, str, str]], *, label_width: int = 96) -> str:
-    """Draw level bars from zero: (label, value, its text, colour); an unknown value has no bar."""
+def bars(rows: Sequence[tuple[str, float | None, str, str]]) -> str:
+    """Draw bars from zero, one a row: (label, value, its text, colour); an unknown value has no bar."""
     known = [value for _, value, _, _ in rows if value is not None and math.isfinite(value)]
     if not known:
         return '<p class="empty">Nothing to compare.</p>'
-    wide, step, thick, text_width = 560, 27, 13, 96
-    scale = (wide - label_width - text_width) / (max(known) or 1.0)
-    parts = []
-    named = bar_names([name for name, *_ in rows])
-    for number, (name, value, text, css) in enumerate(rows):
-        y = number * step
-        length = max(2.0, value * scale) if value is not None and math.isfinite(value) else 0.0
-        parts.append(text_at("label", label_width - 10, y + 17, "end", named[name]))
-        parts.append(f'<rect x="{label_width}" y="{y + 6}" width="{length:.1f}" height="{thick}" rx="3" style="fill:{css}"/>')
-        parts.append(text_at("value", label_width + length + 8, y + 17, "start", text))
-    label = escape("; ".join(f"{name}: {text}" for name, _, text, _ in rows))
-    return f'<svg class="bars" viewBox="0 0 {wide} {len(rows) * step}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
-
-
-def bar_names(names: Sequence[str]) -> dict[str, str]:
-    """Return the names of bars as there is room for them: those of learners, which begin alike, without their beginning."""
-    alike = [name for name in names if name.startswith("learner-")]
-    return {name: cut_middle(name, BAR_NAME) for name in names} | short_names(alike, BAR_NAME)
+    longest = max(known) or 1.0
+    drawn = []
+    for name, value, text, css in rows:
+        part = max(0.005, value / longest) if value is not None and math.isfinite(value) else 0.0
+        bar = f'<i style="width:{100 * part:.1f}%;background:{css}"></i>' if part else ""
+        drawn.append(f'<tr><th scope="row">{escape(name)}</th><td>{bar}</td><td>{escape(text)}</td></tr>')
+    return f'<table class="bars"><tbody>{"".join(drawn)}</tbody></table>'
 
 
 def timeline(activity: Mapping[str, Sequence[tuple[float, float, str]]], end_s: float) -> str:
@@ -190,12 +52,12 @@ def timeline(activity: Mapping[str, Sequence[tuple[float, float, str]]], end_s: 
     wide, left, right, row, thick = 1120, 110, 12, 26, 16
     high = len(activity) * row
     scale = (wide - left - right) / end_s
-    parts = [time_axis(end_s, left, scale, high)]
+    parts, names = [time_axis(end_s, left, scale, high)], []
     shown = short_names(list(activity), ROW_NAME)
     for number, (name, spans) in enumerate(activity.items()):
         y = number * row + (row - thick) / 2
-        parts.append(row_name(shown[name], left, number * row + row / 2))
-        for start_s, stop_s, state in joined_spans(spans, end_s):
+        names.append(row_name(shown[name], left, number * row + row / 2))
+        for start_s, stop_s, state in joined_spans(spans, end_s, min(MAX_SPANS, max(LEAST_SPANS, ALL_SPANS // len(activity)))):
             css = f"var(--state-{state})" if state in STATES else "var(--muted)"
             log_head = f"{name}\n{state}\n{moment(start_s)} to {moment(stop_s)}"
             parts.append(
@@ -203,7 +65,7 @@ def timeline(activity: Mapping[str, Sequence[tuple[float, float, str]]], end_s: 
                 f'height="{thick}" style="fill:{css}" data-tip="{escape(log_head)}"/>'
             )
     label = f"States of {len(activity)} learners over {duration(end_s)}"
-    return f'<svg class="rows" viewBox="0 0 {wide} {high + 24}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
+    return _lanes(names, parts, wide, high + 24, label)
 
 
 def merges(rounds: Sequence[Mapping[str, Any]], colours: Mapping[str, str], end_s: float) -> tuple[str, int]:
@@ -240,18 +102,15 @@ def merges(rounds: Sequence[Mapping[str, Any]], colours: Mapping[str, str], end_
             f'<rect class="hit" x="{x - 1:.1f}" y="{y - 2:.1f}" width="{mark + 2:g}" height="{row - 2}" '
             f'data-tip="{escape(_merge_log_head(merged, members))}"/>'
         )
-    parts = [time_axis(end_s, left, scale, high)]
-    for fragment, y in places.items():
-        parts.append(across("grid", left, wide - right, y))
-        parts.append(row_name(f"fragment {fragment}", left, y + row / 2))
+    parts = [time_axis(end_s, left, scale, high), *(across("grid", left, wide - right, y) for y in places.values())]
+    names = [row_name(f"fragment {fragment}", left, y + row / 2) for fragment, y in places.items()]
     parts.append(f'<path class="absent" d="{"".join(absent)}"/>')
     for (name, stale), rects in marks.items():
         faded = ";opacity:.45" if stale else ""
         parts.append(f'<path d="{"".join(rects)}" style="fill:{colours[name]}{faded}" data-name="{escape(name)}"/>')
     parts.extend(hits)
     label = f"Learners in each of {len(drawn)} merges of {len(fragments)} fragments over {duration(end_s)}"
-    size = f'viewBox="0 0 {wide} {high + 24}"'
-    return f'<svg class="rows" {size} role="img" aria-label="{label}">{"".join(parts)}</svg>', len(drawn)
+    return _lanes(names, parts, wide, high + 24, label), len(drawn)
 
 
 def spread(rounds: Sequence[Mapping[str, Any]], most: int) -> Sequence[Mapping[str, Any]]:
@@ -309,7 +168,7 @@ class ChartRegion:
 
 
 @dataclass(frozen=True)
-class _Lanes:
+class _Regional:
     """The picture of :func:`regions`: a lane a learner below its region's title, in it a row a fragment."""
 
     groups: Sequence[ChartRegion]
@@ -361,11 +220,12 @@ def regions(rounds: Sequence[Mapping[str, Any]], groups: Sequence[ChartRegion], 
     if not fragments or not any(group.learners for group in groups) or not end_s > 0:
         return '<p class="empty">Nothing was merged.</p>'
     rounds = [merged for merged in rounds if int(merged["fragment"]) in set(fragments)]
-    lanes = _Lanes(groups, fragments, end_s)
+    lanes = _Regional(groups, fragments, end_s)
     begins, _, end = lanes.tops()
-    parts = [time_axis(end_s, lanes.left, lanes.scale, end)]
+    parts, names = [time_axis(end_s, lanes.left, lanes.scale, end)], []
     for group, top, bottom in zip(groups, begins, [*begins[1:], end], strict=True):
         parts += _group(group, lanes, top, bottom)
+        names += _group_names(group, lanes, top)
     parts += _merged_offers(rounds, lanes, homes)
     away = [
         f"{group.name} was not heard from {duration(from_s)} to {duration(to_s)}"
@@ -373,16 +233,13 @@ def regions(rounds: Sequence[Mapping[str, Any]], groups: Sequence[ChartRegion], 
         for from_s, to_s in group.absences
     ]
     label = "; ".join([f"Merged offers over time, by learner, in {len(groups)} regions", *away])
-    size = f'viewBox="0 0 {lanes.wide} {end + 24:.0f}"'
-    return f'<svg class="rows" {size} role="img" aria-label="{escape(label)}">{"".join(parts)}</svg>'
+    return _lanes(names, parts, lanes.wide, end + 24, label)
 
 
-def _group(group: ChartRegion, lanes: _Lanes, top: float, bottom: float) -> list[str]:
-    """Draw a region's title, its absences and its learners' names."""
+def _group(group: ChartRegion, lanes: _Regional, top: float, bottom: float) -> list[str]:
+    """Draw the line above a region, and its absences."""
     left = lanes.left
     parts = [across("grid", left, lanes.right, top)]
-    parts.append(f'<rect x="{left - 108}" y="{top + 7:.1f}" width="10" height="10" rx="3" style="fill:{group.css}"/>')
-    parts.append(text_at("region", left - 92, top + 16, "start", group.name))
     for from_s, to_s in group.absences:
         x, length = left + from_s * lanes.scale, max(1.0, (to_s - from_s) * lanes.scale)
         said = f"not heard, {duration(from_s)} to {duration(to_s)}"
@@ -392,12 +249,21 @@ def _group(group: ChartRegion, lanes: _Lanes, top: float, bottom: float) -> list
         )
         if length >= LABEL_WIDTH:
             parts.append(text_at("away", x + length / 2, top + 16, "middle", said))
-    _, tops, _ = lanes.tops()
+    return parts
+
+
+def _group_names(group: ChartRegion, lanes: _Regional, top: float) -> list[str]:
+    """Draw a region's title and its learners' names."""
+    left, (_, tops, _) = lanes.left, lanes.tops()
     shown = short_names([name for each in lanes.groups for name in each.learners], ROW_NAME)
-    return [*parts, *(row_name(shown[name], left, tops[name] + lanes.lane / 2) for name in group.learners)]
+    return [
+        f'<rect x="{left - 108}" y="{top + 7:.1f}" width="10" height="10" rx="3" style="fill:{group.css}"/>',
+        text_at("region", left - 92, top + 16, "start", group.name),
+        *(row_name(shown[name], left, tops[name] + lanes.lane / 2) for name in group.learners),
+    ]
 
 
-def _merged_offers(rounds: Sequence[Mapping[str, Any]], lanes: _Lanes, homes: Mapping[str, str]) -> list[str]:
+def _merged_offers(rounds: Sequence[Mapping[str, Any]], lanes: _Regional, homes: Mapping[str, str]) -> list[str]:
     """Draw a mark for each merged offer, and before them the pale lines of those that held much more work than usual."""
     _, tops, _ = lanes.tops()
     rows = {fragment: number * lanes.row for number, fragment in enumerate(lanes.fragments)}
@@ -423,20 +289,32 @@ def _merged_offers(rounds: Sequence[Mapping[str, Any]], lanes: _Lanes, homes: Ma
     return pale + [f'<path d="{"".join(rects)}" style="fill:{css}"/>' for css, rects in marks.items()]
 
 
-def joined_spans(spans: Sequence[tuple[float, float, str]], end_s: float) -> list[tuple[float, float, str]]:
-    """Join neighbouring spans of one state; if still too many, return equal parts with their longest states."""
+def _lanes(names: Sequence[str], parts: Sequence[str], wide: int, high: float, label: str) -> str:
+    """Return a picture of rows over time in two: the names stay in sight where the rows scroll."""
+    rows = f'viewBox="{NAMES_WIDTH} 0 {wide - NAMES_WIDTH} {high:.0f}" role="img" aria-label="{escape(label)}"'
+    beside = f'viewBox="0 0 {NAMES_WIDTH} {high:.0f}" aria-hidden="true"'
+    return (
+        f'<div class="lanes"><svg class="names" {beside}>{"".join(names)}</svg>'
+        f'<svg class="rows" {rows}>{"".join(parts)}</svg></div>'
+    )
+
+
+def joined_spans(
+    spans: Sequence[tuple[float, float, str]], end_s: float, most: int = MAX_SPANS
+) -> list[tuple[float, float, str]]:
+    """Join neighbouring spans of one state; if there are more than ``most``, return equal parts with their longest states."""
     joined: list[tuple[float, float, str]] = []
     for start_s, stop_s, state in spans:
         if joined and joined[-1][2] == state and start_s - joined[-1][1] < 0.002 * end_s:
             joined[-1] = (joined[-1][0], stop_s, state)
         else:
             joined.append((start_s, stop_s, state))
-    if len(joined) <= MAX_SPANS:
+    if len(joined) <= most:
         return joined
-    part_s = end_s / MAX_SPANS
-    shares: list[dict[str, float]] = [{} for _ in range(MAX_SPANS)]
+    part_s = end_s / most
+    shares: list[dict[str, float]] = [{} for _ in range(most)]
     for start_s, stop_s, state in joined:
-        first, last = (min(MAX_SPANS - 1, max(0, int(moment_s / part_s))) for moment_s in (start_s, stop_s))
+        first, last = (min(most - 1, max(0, int(moment_s / part_s))) for moment_s in (start_s, stop_s))
         for part in range(first, last + 1):
             inside_s = min(stop_s, (part + 1) * part_s) - max(start_s, part * part_s)
             shares[part][state] = shares[part].get(state, 0.0) + max(0.0, inside_s)
@@ -450,10 +328,15 @@ def joined_spans(spans: Sequence[tuple[float, float, str]], end_s: float) -> lis
 def time_axis(end_s: float, left: float, scale: float, high: float) -> str:
     """Draw lines from 0 down to ``high``, ``scale`` pixels a second, with their times below."""
     return "".join(
-        f'<line class="grid" x1="{left + tick * scale:.1f}" x2="{left + tick * scale:.1f}" y1="0" y2="{high}"/>'
-        + text_at("tick", left + tick * scale, high + 17, "middle", duration(tick))
+        upright("grid", left + tick * scale, 0, high)
+        + text_at("tick", left + tick * scale, high + 17, _anchor(tick * scale, end_s * scale), duration(tick))
         for tick in time_ticks(end_s, 12)
     )
+
+
+def _anchor(x: float, end: float) -> str:
+    """Return the anchor of a time at ``x`` of an axis so long, at whose ends a text in the middle would be cut."""
+    return "start" if x < TICK_WIDTH / 2 else "end" if x > end - TICK_WIDTH / 2 else "middle"
 
 
 def row_name(name: str, left: float, middle: float) -> str:
@@ -461,21 +344,7 @@ def row_name(name: str, left: float, middle: float) -> str:
     return text_at("label", left - 12, middle + 4, "end", cut_middle(name, ROW_NAME))
 
 
-def text_at(kind: str, x: float, y: float, anchor: str, text: str) -> str:
-    """Draw ``text``, escaped, in the style sheet's class ``kind``."""
-    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
-
-
-def across(kind: str, left: float, right: float, y: float) -> str:
-    """Draw a level line in the style sheet's class ``kind``."""
-    return f'<line class="{kind}" x1="{left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>'
-
-
 def moment(value_s: float) -> str:
     """Format seconds as ``12:05.3``."""
     minutes, seconds = divmod(value_s, 60)
     return f"{int(minutes)}:{seconds:04.1f}"
-
-
-def _short(value: float) -> float:
-    return float(f"{value:.5g}")

@@ -41,3 +41,19 @@ def until_s(report: Report) -> float:
 def ratio(part: object, whole: object) -> float | None:
     """Return a quotient, or None where it is not known."""
     return float(part) / float(whole) if finite(part) and finite(whole) and whole else None
+
+
+def units_of(report: Report) -> str:
+    """Return the units of the loss; empty where the task does not name them."""
+    return str(report.get("units") or "")
+
+
+def absences(report: Report) -> list[tuple[float, str]]:
+    """Return when regions were cut off and came back, each in words."""
+    found = []
+    for name, region in (report.get("regions") or {}).items():
+        for from_s, to_s in region.get("absences") or []:
+            found.append((float(from_s), f"{name} away"))
+            if to_s is not None:
+                found.append((float(to_s), f"{name} back"))
+    return sorted(found)

@@ -9,10 +9,23 @@ from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
 
+from diloco_report.terms import meaning
+
+SCRIPT = ("page.js", "charts.js", "beside.js")  # of a page that stands by itself
+
 
 def style() -> str:
     """Return the style sheet."""
-    return files("diloco_report").joinpath("page.css").read_text(encoding="utf-8")
+    return _asset("page.css")
+
+
+def script(*names: str) -> str:
+    """Return files of the page's script, in their order."""
+    return "".join(map(_asset, names))
+
+
+def _asset(name: str) -> str:
+    return files("diloco_report").joinpath(name).read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True)
@@ -77,14 +90,28 @@ def figure(name: str, number: str, unit: str, more: str) -> str:
     """Draw a number in large; ``more`` is HTML, the rest is text."""
     small = f" <small>{escape(unit)}</small>" if unit else ""
     return (
-        f'<div class="figure"><div class="name">{escape(name)}</div>'
+        f'<div class="figure"><div class="name"{_title(meaning(name))}>{escape(name)}</div>'
         f'<div class="number">{escape(number)}{small}</div><div class="more">{more}</div></div>'
     )
 
 
 def section(title: str, said: str, body: str) -> str:
     """Draw a card; ``title`` and ``said`` are text, ``body`` is HTML."""
-    return f"<section><h2>{escape(title)}</h2>{note(said)}{body}</section>"
+    return f"<section>{heading(title)}{note(said)}{body}</section>"
+
+
+def heading(title: str) -> str:
+    """Draw the heading of a card, which explains itself to a pointer."""
+    return f"<h2{_title(meaning(title))}>{escape(title)}</h2>"
+
+
+def subhead(title: str, meaning_: str | None = None) -> str:
+    """Draw a heading within a card; ``meaning_``: what it says to a pointer, where :func:`meaning` does not know it."""
+    return f"<h3{_title(meaning(title) if meaning_ is None else meaning_)}>{escape(title)}</h3>"
+
+
+def _title(text: str) -> str:
+    return f' title="{escape(text)}"' if text else ""
 
 
 def note(text: str) -> str:
@@ -92,19 +119,22 @@ def note(text: str) -> str:
     return f'<p class="note">{escape(text)}</p>' if text else ""
 
 
-def pair(left: str, right: str) -> str:
-    """Put two parts side by side where there is room."""
-    return f'<div class="pair"><div>{left}</div><div>{right}</div></div>'
+def pair(*parts: str) -> str:
+    """Put parts side by side, two in a row, where there is room."""
+    return f'<div class="pair">{"".join(f"<div>{part}</div>" for part in parts)}</div>'
 
 
-def wide(body: str) -> str:
-    """Let a part scroll where there is no room."""
-    return f'<div class="scroll" tabindex="0">{body}</div>'
+def wide(body: str, *, newest: bool = False) -> str:
+    """Let a part scroll where there is no room; ``newest``: its right end is in sight first."""
+    return f'<div class="scroll{" newest" if newest else ""}" tabindex="0">{body}</div>'
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, text: bool = False) -> str:
-    """Draw a table; ``head`` is text, the cells of the rows are HTML. ``text``: its cells are words, not numbers."""
-    titles = "".join(f'<th scope="col">{escape(title)}</th>' for title in head)
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, text: bool = False, of: str = "") -> str:
+    """Draw a table; ``head`` is text, the cells of the rows are HTML.
+
+    ``text``: its cells are words, not numbers. ``of``: what it is of, by which :func:`meaning` knows its heads.
+    """
+    titles = "".join(f'<th scope="col"{_title(meaning(title, of) if of else "")}>{escape(title)}</th>' for title in head)
     body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<table{' class=text' if text else ''}><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table>"
 

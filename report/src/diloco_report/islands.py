@@ -8,9 +8,9 @@ from html import escape
 from typing import Any
 
 from diloco_report import html
-from diloco_report.charts import text_at
 from diloco_report.colours import HUES
 from diloco_report.facts import Report
+from diloco_report.frame import text_at
 from diloco_report.units import MISSING, count, decimal, duration, finite, share, size
 
 MAX_DRAWN = 12  # regions that a map has room for; the tables have all
@@ -37,7 +37,7 @@ def islands(report: Report) -> str:
         "Lines are as thick as the bytes that go over them now. The bound: bytes that a ring all-reduce between the regions "
         "sends for as many versions, at the bits of the settings; from the end of the first cycle on, since before it the "
         "initial model is brought to each region. Grey and dashed: no process of the region is heard.",
-        picture + html.wide(_regions(regions)) + "<h3>Links</h3>" + html.wide(_links(links)),
+        picture + html.wide(_regions(regions)) + html.subhead("Links") + html.wide(_links(links)),
     )
 
 
@@ -118,7 +118,7 @@ def _regions(regions: Mapping[str, Region]) -> str:
         ]
         for name, region in regions.items()
     ]
-    return html.table(head, rows)
+    return html.table(head, rows, of="regions")
 
 
 def _links(links: Sequence[Link]) -> str:
@@ -133,7 +133,7 @@ def _links(links: Sequence[Link]) -> str:
         ]
         for link in links
     ]
-    return html.table(head, rows)
+    return html.table(head, rows, of="links")
 
 
 def _rate(link: Link) -> str:

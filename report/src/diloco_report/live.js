@@ -57,10 +57,16 @@
         if (part) take(part, text);
       }
     });
-    source.addEventListener("over", () => {
+    source.addEventListener("over", (event) => {
       clearTimeout(silent);
       source.close();
-      say("The run is over. This is its end as the coordinator knew it; report.html in the run's directory has all.");
+      say("The run is over. ");
+      if (!event.data) return;
+      const report = document.createElement("a");  // the server that sent it ends with the run
+      report.textContent = "Save its report";
+      report.href = URL.createObjectURL(new Blob([JSON.parse(event.data)], { type: "text/html" }));
+      report.download = "report.html";
+      link.append(report, ", a page that needs no server. From then on diloco page shows it too.");
     });
     source.addEventListener("error", async () => {
       say(LOST);

@@ -8,13 +8,29 @@ from typing import Any
 
 from diloco_report import charts, html
 from diloco_report.facts import Report, learners_of, natural, ratio
-from diloco_report.units import MISSING, count, decimal, duration, finite, lasting, share, size
+from diloco_report.units import MISSING, count, decimal, duration, finite, lasting, moment, share, size
 
 MAX_EVENTS = 50  # that are shown, of those known
 
 
 def state(report: Report) -> str:
-    """Draw the run's state, below its name: what it does now, or how it ended."""
+    """Draw the run's state below its name: what it does now, or how it ended, and how it began."""
+    return _doing(report) + _origin(report.get("origin") or {})
+
+
+def _origin(origin: Mapping[str, Any]) -> str:
+    """Draw when, where, with which software and by which command a run began, as far as that is known."""
+    known = [
+        f"began {moment(origin['began_at_s'])} UTC" if finite(origin.get("began_at_s")) else "",
+        f"on {escape(str(origin['host']))}" if origin.get("host") else "",
+        f"diloco {escape(str(origin['version']))}" if origin.get("version") else "",
+        f"<code>{escape(str(origin['command']))}</code>" if origin.get("command") else "",
+    ]
+    said = " · ".join(filter(None, known))
+    return f'<p class="origin">{said}</p>' if said else ""
+
+
+def _doing(report: Report) -> str:
     now, wall_s = report.get("now"), report.get("wall_s")
     if now is None:
         return _state("finished", f"finished after {duration(wall_s)}" if finite(wall_s) else "finished")
@@ -78,7 +94,7 @@ def alerts(report: Report) -> str:
     if not said:
         return ""
     rows = "".join(f"<li>{escape(text)}</li>" for text in said)
-    return f'<section class="alerts"><h2>Needs attention</h2><ul>{rows}</ul></section>'
+    return f'<section class="alerts">{html.heading("Needs attention")}<ul>{rows}</ul></section>'
 
 
 def _natural(item: tuple[object, object]) -> tuple[str, int, str]:
@@ -113,7 +129,7 @@ def syncers(report: Report) -> str:
         ]
         for name, each in sorted(found.items(), key=lambda item: natural(str(item[0])))
     ]
-    return html.section("Syncers", "", html.wide(html.table(head, rows)))
+    return html.section("Syncers", "", html.wide(html.table(head, rows, of="syncers")))
 
 
 def storage(report: Report) -> str:
@@ -131,7 +147,7 @@ def storage(report: Report) -> str:
         for each in found
     ]
     said = "Streams of the server that the leading coordinator uses. At a bound learners train on, and versions wait."
-    return html.section("Storage", said, html.wide(html.table(("stream", "holds", "may hold", "full"), rows)))
+    return html.section("Storage", said, html.wide(html.table(("stream", "holds", "may hold", "full"), rows, of="storage")))
 
 
 def events(report: Report) -> str:
@@ -141,7 +157,7 @@ def events(report: Report) -> str:
         return ""
     rows = [[duration(event.get("at_s")), escape(str(event.get("text", "")))] for event in reversed(found[-MAX_EVENTS:])]
     more = f"The last {MAX_EVENTS} of {len(found)}." if len(found) > MAX_EVENTS else ""
-    return html.section("Events", more, html.wide(html.table(("at", "what"), rows, text=True)))
+    return html.section("Events", more, html.wide(html.table(("at", "what"), rows, text=True, of="events")))
 
 
 def ago(value_s: object) -> str:

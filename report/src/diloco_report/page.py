@@ -10,20 +10,20 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from diloco_report import changed, charts, compared, curves, html, now
-from diloco_report.colours import HUES
-from diloco_report.facts import Report, learners_of, natural, until_s
+from diloco_report import changed, charts, compared, html, now
+from diloco_report.company import company
+from diloco_report.course import course
+from diloco_report.facts import Report, learners_of, natural, units_of, until_s
 from diloco_report.facts import colours as colours_of
 from diloco_report.facts import ratio as ratio_of
 from diloco_report.islands import islands
+from diloco_report.losses import losses
 from diloco_report.samples import samples
 from diloco_report.units import MISSING, count, decimal, duration, finite, model_size, share, size, times
 
-MAX_PERIODS = 9
 MAX_OPEN = 16  # fragments whose table is shown without being asked for, while a run goes on
 MAX_MEMBERS = 8  # of a merge whose names a table has room for
 STILL = "This page does not move by itself: its script does not run in this browser. Load it again for the run as of then."
@@ -39,7 +39,7 @@ def write_html(report: Report, path: Path) -> None:
 
 def render_html(report: Report) -> str:
     """Return the page as one file, with the report's data in it."""
-    return html.document(_title(report), _header(report), body(parts(report)), html.inlined(_script("page.js")))
+    return html.document(_title(report), _header(report), body(parts(report)), html.inlined(html.script(*html.SCRIPT)))
 
 
 def begin_live(report: Report, actions: str | None = None) -> str:
@@ -75,11 +75,7 @@ def asset(name: str) -> bytes:
     """
     if name == "page.css":
         return html.style().encode()
-    return "".join(_script(part) for part in (("page.js", "live.js") if name == "page.js" else (name,))).encode()
-
-
-def _script(name: str) -> str:
-    return files("diloco_report").joinpath(name).read_text(encoding="utf-8")
+    return html.script(*((*html.SCRIPT, "live.js") if name == "page.js" else (name,))).encode()
 
 
 def body(drawn: Mapping[str, str]) -> str:
@@ -107,7 +103,7 @@ def _headline(report: Report) -> str:
     before = f", after {count(report['tokens_before'])}" if report.get("tokens_before") else ""
     worst = max((value for value in blocked if value is not None), default=None)
     ratio, word = times(traffic["ratio"]) if traffic.get("ratio") else (None, "")
-    compared = ", ".join(filter(None, (escape(_units(report)), _against_others(report))))
+    compared = ", ".join(filter(None, (escape(units_of(report)), _against_others(report))))
     bytes_ = f"than data-parallel: {size(traffic.get('bytes_up'))} up, {size(traffic.get('bytes_down'))} down"
     rounds = f"{count(report.get('versions'))} versions from {count(report.get('rounds'))} rounds"
     figures = (
@@ -120,11 +116,6 @@ def _headline(report: Report) -> str:
     return '<div class="figures">\n' + "\n".join(html.figure(*figure) for figure in figures) + "\n</div>"
 
 
-def _units(report: Report) -> str:
-    """Return the units of the loss; empty where the task does not name them."""
-    return str(report.get("units") or "")
-
-
 def _against_others(report: Report) -> str:
     """Return how the loss compares with data-parallel training, or where that was not measured, with n-gram models."""
     loss, others = report.get("val_loss"), compared.references(report) or compared.baselines(report)
@@ -133,52 +124,6 @@ def _against_others(report: Report) -> str:
     name = min(others, key=lambda name: others[name])
     css = "" if loss > others[name] else ' class="good"'
     return f"<span{css}>{compared.above(loss, others[name])}</span> {escape(name)} ({decimal(others[name], 2)})"
-
-
-def _losses(report: Report) -> str:
-    series = report.get("series") or {}
-    colours = colours_of(report)
-    # by line: wall time, tokens of the whole run, loss
-    drawn = [
-        (name, colours.get(name, "var(--soft)"), [(point[0], point[1], point[3]) for point in points if finite(point[3])])
-        for name, points in sorted((series.get("learners") or {}).items(), key=lambda item: natural(str(item[0])))
-    ]
-    whole: list[tuple[Any, ...]] = [(point[0], point[1], point[2]) for point in series.get("global") or [] if finite(point[2])]
-    end = (report.get("wall_s"), report.get("tokens_merged"), report.get("val_loss"))
-    # the newest loss is carried on by no point of its own: a flat end would look like a plateau
-    if whole and not report.get("now") and all(finite(value) for value in end) and end[2] != whole[-1][2]:
-        whole.append(end)
-    drawn.append(("global", "var(--global)", whole))
-    rolled_back = series.get("rollbacks") or []
-
-    def chart(place: int, key: str, axis: charts.Axis, label: str) -> str:
-        lines = [
-            curves.CurveLine(
-                name,
-                css,
-                [(point[place], point[2]) for point in points],
-                strong=name == "global",
-                breaks=() if name == "global" else curves.gaps([point[0] for point in points]),
-            )
-            for name, css, points in drawn
-        ]
-        moments = [(moment[key], f"back to {moment['to_version']}") for moment in rolled_back]
-        return charts.line_chart(lines, compared.baselines(report), axis=axis, label=label, name=axis, moments=moments)
-
-    units, counted = _units(report).capitalize(), compared.baselines(report)
-    return html.section(
-        "Loss",
-        (f"{units}. " if units else "")
-        + "Learners: training loss, as a mean over each short stretch. Global: validation loss of "
-        "the model that the log holds, against the tokens merged by then."
-        + (" Dashed: models that only count which bytes follow which, fitted on the same text." if counted else "")
-        + (" Upright: the run was rolled back to that version." if rolled_back else ""),
-        html.toggles((name, css) for name, css, _ in drawn)
-        + html.pair(
-            f"<h3>Over tokens of the whole run</h3>{chart(1, 'tokens', 'tokens', 'tokens')}",
-            f"<h3>Over time</h3>{chart(0, 'wall_s', 'time', 'wall time')}",
-        ),
-    )
 
 
 def _others_and_traffic(report: Report) -> str:
@@ -198,7 +143,7 @@ def _others_and_traffic(report: Report) -> str:
     rate = ratio_of(parallel, report.get("wall_s"))
     links.append(("data-parallel", parallel, size(parallel), _PLAIN))
     traffic_of_each = (
-        "<h2>Bytes over each learner's link</h2>"
+        html.heading("Bytes over each learner's link")
         + html.note(
             "Sent and received. Data-parallel: a ring all-reduce of bfloat16 gradients at each of the same steps"
             + (f", {size(rate)} each second on every link." if rate else ".")
@@ -208,9 +153,9 @@ def _others_and_traffic(report: Report) -> str:
     sentences = compared.sentences(report)
     if sum(finite(loss) for loss in losses.values()) < 2 and not sentences:  # while a run goes on no other model is known
         return f"<section>{traffic_of_each}</section>"
-    in_units = f" in {_units(report)}" if _units(report) else ""
+    in_units = f" in {units_of(report)}" if units_of(report) else ""
     models = (
-        "<h2>Against other models</h2>"
+        html.heading("Against other models")
         + html.note(f"Validation loss{in_units}; less is better.")
         + charts.bars(rows)
         + "".join(map(html.note, sentences))
@@ -232,7 +177,7 @@ def _activity(report: Report) -> str:
     return html.section(
         "What each learner did",
         "Sending happens beside the steps, which go on. A gap: the learner was not heard.",
-        legend + html.wide(charts.timeline(activity, until_s(report))),
+        legend + html.wide(charts.timeline(activity, until_s(report)), newest=True),
     )
 
 
@@ -249,7 +194,7 @@ def _merges(report: Report) -> str:
         "Who was in each merge",
         "One column of marks for each version of a fragment, one mark for each learner; grey: it had no part. Pale: its offer "
         f"was made from an older version. Point at one for weights and times.{some}{known}",
-        html.toggles(colours.items()) + html.wide(picture),
+        html.toggles(colours.items()) + html.wide(picture, newest=True),
     )
 
 
@@ -262,87 +207,14 @@ def _known_from(report: Report) -> str:
     )
 
 
-def _regions(report: Report) -> str:
-    """Draw each learner's merges in a run with regions, and the traffic between them."""
-    regions: Mapping[str, Mapping[str, Any]] = report.get("regions") or {}
-    if not regions:
-        return ""
-    points, end_s = (report.get("series") or {}).get("learners") or {}, until_s(report)
-    groups = [
-        charts.ChartRegion(
-            str(name),
-            f"var(--s{place % HUES})",
-            {
-                str(member): [(float(at_s), float(step)) for at_s, _, step, _ in points.get(member, ())]
-                for member in sorted(region["learners"], key=natural)
-            },
-            [(float(from_s), end_s if to_s is None else float(to_s)) for from_s, to_s in region["absences"]],
-        )
-        for place, (name, region) in enumerate(regions.items())
-    ]
-    homes = {str(syncer): str(name) for name, region in regions.items() for syncer in region["syncers"]}
-    rounds: Sequence[Mapping[str, Any]] = (report.get("series") or {}).get("merges") or []
-    legend = html.legend((group.name, group.css) for group in groups)
-    return html.section(
-        "Who was merged with whom",
-        "A lane for each learner, and in it a row for each fragment: a mark is an offer that was merged, in the colour of the "
-        "region that owned the fragment then. A pale line goes back from an offer that brought more work than usual, over the "
-        "time in which it was done. Shaded: no process of the region was heard.",
-        legend + html.wide(charts.regions(rounds, groups, homes, end_s)) + _periods(report) + _borders(report),
-    )
-
-
-def _periods(report: Report) -> str:
-    periods: Sequence[Mapping[str, Any]] = report.get("together") or []
-    tables = "".join(_period(period) for period in periods[:MAX_PERIODS])
-    left_out = f" The first {MAX_PERIODS} of {len(periods)} periods are here." if len(periods) > MAX_PERIODS else ""
-    said = "In how many versions two learners were merged together; with itself: in how many a learner was merged." + left_out
-    return f"<h3>Merged together</h3>{html.note(said)}" + html.wide(f'<div class="periods">{tables}</div>') if tables else ""
-
-
-def _period(period: Mapping[str, Any]) -> str:
-    learners = [str(name) for name in period["learners"]]
-    away = f"{', '.join(str(name) for name in period['away'])} away" if period["away"] else "all here"
-    when = f"{duration(period['from_s'])} to {duration(period['to_s'])}: {away}, {count(period['versions'])} versions"
-    rows = []
-    for name, row in zip(learners, period["together"], strict=True):
-        cells = [f'<td style="{_shade(ratio_of(times, period["versions"]))}">{count(times)}</td>' for times in row]
-        rows.append(f'<tr><th scope="row">{escape(name)}</th>{"".join(cells)}</tr>')
-    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in learners)
-    return (
-        f"<table><caption>{escape(when)}</caption><thead><tr><td></td>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
-    )
-
-
-def _shade(part: float | None) -> str:
-    return f"background:color-mix(in srgb, var(--accent) {round(45 * min(1.0, part or 0.0))}%, transparent)"
-
-
-def _borders(report: Report) -> str:
-    borders: Sequence[Mapping[str, Any]] = (report.get("traffic") or {}).get("borders") or []
-    if not borders:
-        return ""
-    emulated = any(border.get("link") for border in borders)
-    head = ("from and to", "syncers' payload", *(("link: bulk", "control", "headers") if emulated else ()))
-    rows = []
-    for border in borders:
-        link: Mapping[str, Any] = border.get("link") or {}
-        sizes = [link.get(key) for key in ("bulk_bytes", "control_bytes", "header_bytes_estimated")] if emulated else []
-        ends = escape(f"{border.get('from', '')} → {border.get('to', '')}")
-        rows.append([ends, *(size(value) for value in [border.get("payload_bytes"), *sizes])])
-    said = "Messages as the syncers on both sides count them" + (
-        "; and all that the emulated links carried, with TCP's and IP's headers as estimated." if emulated else "."
-    )
-    return f"<h3>Bytes between regions</h3>{html.note(said)}{html.wide(html.table(head, rows))}"
-
-
 def _learners(report: Report) -> str:
     learners, colours = learners_of(report), colours_of(report)
     if not learners:
         return ""
     lives = bool(report.get("now"))
     head = ("learner", *(("state", "heard", "loss", "tokens/s") if lives else ()), "steps", "step", "tokens", "merged", "lost")
-    head += ("busy", "blocked", "up", "down", "in versions", "missed")
+    placed = any(learner.get("device") for learner in learners.values())
+    head += ("busy", "blocked", "up", "down", "in versions", "missed", *(("device",) if placed else ()))
     rows = [
         [
             f'<i style="background:{colours[name]}"></i>{escape(name)}',
@@ -358,10 +230,16 @@ def _learners(report: Report) -> str:
             size(learner.get("bytes_down")),
             count(learner.get("rounds_merged")),
             count(learner.get("rounds_missed")),
+            *((_place(learner),) if placed else ()),
         ]
         for name, learner in learners.items()
     ]
-    return html.section("Learners", "", html.wide(html.table(head, rows)))
+    return html.section("Learners", "", html.wide(html.table(head, rows, of="learners")))
+
+
+def _place(learner: Mapping[str, Any]) -> str:
+    """Return what a learner computes on, and where."""
+    return escape(" on ".join(str(learner[key]) for key in ("device", "host") if learner.get(key)) or MISSING)
 
 
 def _doing(learner: Mapping[str, Any]) -> tuple[str, ...]:
@@ -400,7 +278,7 @@ def _fragments(report: Report) -> str:
         "Fragments",
         f"{len(fragments)} fragments of {model_size(trained, state)}. The state is the start of the hash of a fragment's last "
         "version, which is the same on every machine.",
-        f"<details{shown}><summary>Show all</summary>{html.wide(html.table(head, rows))}</details>",
+        f"<details{shown}><summary>Show all</summary>{html.wide(html.table(head, rows, of='fragments'))}</details>",
     )
 
 
@@ -436,7 +314,7 @@ def _data(report: Report) -> str:
         "Data",
         f"What became of the batches, of {count(data.get('batch_tokens'))} tokens each, by share of the data: merged into "
         "every fragment, merged into none, and trained again because a learner died before they were merged.",
-        html.wide(html.table(head, rows)) + _epochs(data) + "".join(map(html.note, notes)),
+        html.wide(html.table(head, rows, of="data")) + _epochs(data) + "".join(map(html.note, notes)),
     )
 
 
@@ -444,7 +322,7 @@ def _epochs(data: Mapping[str, Any]) -> str:
     """Draw how often the merged tokens go over each source of a mix."""
     epochs: Mapping[str, Any] = data.get("epochs") or {}
     rows = [(escape(str(name)), decimal(value, 2)) for name, value in epochs.items()]
-    return f"<h3>Epochs by source</h3>{html.table(('source', 'epochs'), rows)}" if rows else ""
+    return html.subhead("Epochs by source") + html.table(("source", "epochs"), rows, of="epochs") if rows else ""
 
 
 def _values(report: Report) -> str:
@@ -457,7 +335,9 @@ def _values(report: Report) -> str:
         "Of the global model at the end and as it was initialised: its losses on named validation sets, its metrics there, and "
     )
     return html.section(
-        "Values", f"{text}those of the task's own.", html.wide(html.table(("value", "at the end", "at first"), rows))
+        "Values",
+        f"{text}those of the task's own.",
+        html.wide(html.table(("value", "at the end", "at first"), rows, of="values")),
     )
 
 
@@ -472,14 +352,15 @@ PARTS: dict[str, Callable[[Report], str]] = {
     "state": now.state,
     "headline": _headline,
     "alerts": now.alerts,
-    "loss": _losses,
+    "loss": losses,
     "sample": samples,
     "values": _values,
     "others": _others_and_traffic,
+    "course": course,
     "activity": _activity,
     "merges": _merges,
     "islands": islands,
-    "regions": _regions,
+    "regions": company,
     "learners": _learners,
     "syncers": now.syncers,
     "storage": now.storage,

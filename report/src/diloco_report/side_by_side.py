@@ -10,12 +10,11 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from importlib.resources import files
 from typing import Any, NamedTuple
 
-from diloco_report import charts, html
-from diloco_report.charts import Axis
+from diloco_report import html
 from diloco_report.curves import CurveLine, Point
+from diloco_report.lines import Axis, line_chart
 from diloco_report.units import MISSING, count, decimal, duration, finite, share, size
 
 MAX_RUNS = 24
@@ -91,9 +90,11 @@ def render(entries: Sequence[ComparedRun]) -> str:
     parts = (_headline, _unlike, _losses, _together, _ends, _values, _settings, _changes)
     header = f"""<span class="preset">{len(entries)} runs and arms</span>
 <button id="theme" type="button">Light or dark</button>"""
-    script = files("diloco_report").joinpath("page.js").read_text(encoding="utf-8")
     return html.document(
-        "Side by side", header, "\n".join(filter(None, (part(entries) for part in parts))), html.inlined(script)
+        "Side by side",
+        header,
+        "\n".join(filter(None, (part(entries) for part in parts))),
+        html.inlined(html.script(*html.SCRIPT)),
     )
 
 
@@ -221,7 +222,7 @@ def _chart(shown: Sequence[_Shown], axis: Axis, label: str, name: str, *, strong
     short = [entry.name for (_, entry, samples), line in zip(shown, lines, strict=True) if 1 == len(line.points) < len(samples)]
     said = f"Not known, and left out: {', '.join(left_out)}. " if left_out else ""
     said += f"Known at the end alone: {', '.join(short)}." if short else ""
-    return html.note(said.strip()) + charts.line_chart(lines, {}, axis=axis, label=label, name=name)
+    return html.note(said.strip()) + line_chart(lines, {}, axis=axis, label=label, name=name)
 
 
 def _together(entries: Sequence[ComparedRun]) -> str:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from html import escape
 
 import numpy as np
 
 from diloco.errors import SettingsError
-from diloco_lab.experiment import curve_picture, curves
+from diloco_lab.experiment import curve_picture, curves, seed_picture
 from diloco_lab.experiment.record import ExperimentRecord
 from diloco_lab.experiment.runner import Results
 from diloco_lab.experiment.spec import Experiment, LossClaim
@@ -18,7 +17,6 @@ from diloco_lab.experiment.statistics import Paired, paired, seeds_for
 from diloco_lab.experiment.tuning import wording
 
 MARGIN = 0.01  # the difference that a claim should be able to tell
-_WIDTH, _ROW, _LEFT, _RIGHT = 720, 30, 190, 24
 
 
 @dataclass(frozen=True)
@@ -149,41 +147,8 @@ def picture(asked: Experiment, played: Experiment, results: Results) -> str:
     """
     if asked.curves is not None:
         with contextlib.suppress(SettingsError):  # too few points yet
-            return curve_picture.picture(curves.ScalingFit(curves.points(asked, results)))
-    return _by_seed(played, results)
-
-
-def _by_seed(experiment: Experiment, results: Results) -> str:
-    shown = {arm: list(results.losses(arm).values()) for arm in experiment.arms}
-    values = [loss for known in shown.values() for loss in known]
-    if not values:
-        return ""
-    pad = (max(values) - min(values)) * 0.1 or 0.01
-    low, high = min(values) - pad, max(values) + pad
-    scale = (_WIDTH - _LEFT - _RIGHT) / (high - low)
-    height = _ROW * len(shown) + 40
-
-    def x(loss: float) -> float:
-        return _LEFT + (loss - low) * scale
-
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" font-family="sans-serif" font-size="12">',
-        f'<rect width="{_WIDTH}" height="{height}" fill="#fff"/>',
-    ]
-    for tick in np.linspace(low, high, 6)[1:-1]:
-        parts.append(f'<line x1="{x(tick):.1f}" x2="{x(tick):.1f}" y1="8" y2="{height - 26}" stroke="#ddd"/>')
-        parts.append(f'<text x="{x(tick):.1f}" y="{height - 10}" text-anchor="middle" fill="#666">{tick:.3f}</text>')
-    for place, (arm, known) in enumerate(shown.items()):
-        y = 20 + place * _ROW
-        parts.append(f'<text x="{_LEFT - 12}" y="{y + 4}" text-anchor="end" fill="#222">{escape(arm)}</text>')
-        parts += [f'<circle cx="{x(loss):.1f}" cy="{y}" r="3" fill="#3b9eff" fill-opacity="0.5"/>' for loss in known]
-        if len(known) > 1:
-            own = paired(known, [1.0] * len(known))
-            assert own.interval is not None
-            ends = [x(1 + end) for end in own.interval]
-            parts.append(f'<line x1="{ends[0]:.1f}" x2="{ends[1]:.1f}" y1="{y}" y2="{y}" stroke="#c2410c" stroke-width="2"/>')
-            parts.append(f'<rect x="{x(1 + own.mean) - 1.5:.1f}" y="{y - 7}" width="3" height="14" fill="#c2410c"/>')
-    return "".join([*parts, "</svg>\n"])
+            return curve_picture.picture(asked, curves.ScalingFit(curves.points(asked, results)))
+    return seed_picture.picture(played, results)
 
 
 def _percent(part: float) -> str:

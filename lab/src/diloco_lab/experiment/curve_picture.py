@@ -7,15 +7,18 @@ from html import escape
 
 import numpy as np
 
+from diloco_lab.experiment import drawn
 from diloco_lab.experiment.curves import ScalingFit
+from diloco_lab.experiment.spec import Experiment
+from diloco_report.frame import across, nice_ticks, text_at
 from diloco_report.units import count
 
 COLOURS = ("#0f766e", "#c2410c", "#3b6fd4", "#7c3aed", "#a16207", "#be185d")
-_WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM, _BETWEEN = 900, 380, 46, 62, 40, 16
+_WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM, _BETWEEN = 900, 392, 46, 80, 40, 16
 _STEPS = 24  # of a law's line
 
 
-def picture(fit: ScalingFit) -> str:
+def picture(asked: Experiment, fit: ScalingFit) -> str:
     """Return an SVG: dots are mean losses over seeds, lines the fitted laws."""
     sizes = sorted({point.parameters for point in fit.points})
     budgets = sorted({point.tokens for point in fit.points})
@@ -32,15 +35,15 @@ def picture(fit: ScalingFit) -> str:
     def y(loss: float) -> float:
         return base - (loss - low) / (high - low) * (base - _TOP)
 
-    parts = list(_key(fit.arms))
+    parts = [*_key(fit.arms), text_at("axis", 4, 44, "start", f"{drawn.loss_of(asked)}; dots: means over seeds; lines: fitted")]
     for panel, size in enumerate(sizes):
         left = _LEFT + panel * (wide + _BETWEEN)
-        parts.append(_text(left + wide / 2, _TOP - 8, f"{count(size)} parameters", "middle"))
-        for tick in np.linspace(low, high, 6)[1:-1]:
-            parts.append(f'<line x1="{left:.1f}" x2="{left + wide:.1f}" y1="{y(tick):.1f}" y2="{y(tick):.1f}" stroke="#ddd"/>')
+        parts.append(text_at("label", left + wide / 2, _TOP - 8, "middle", f"{count(size)} parameters"))
+        for tick in nice_ticks(low, high, 6):
+            parts.append(across("grid", left, left + wide, y(tick)))
             if not panel:
-                parts.append(_text(left - 6, y(tick) + 4, f"{tick:.2f}", "end"))
-        parts += [_text(x(panel, tokens), base + 18, count(tokens), "middle") for tokens in budgets]
+                parts.append(text_at("tick", left - 6, y(tick) + 4, "end", f"{tick:.4g}"))
+        parts += [text_at("tick", x(panel, tokens), base + 18, "middle", count(tokens)) for tokens in budgets]
         for colour, arm in zip(_colours(fit.arms), fit.arms, strict=True):
             law = fit.law(arm)
             at = np.geomspace(budgets[0], budgets[-1], _STEPS)
@@ -51,24 +54,17 @@ def picture(fit: ScalingFit) -> str:
                     said = f"{arm}, {count(size)} parameters, {count(point.tokens)} tokens: {point.loss:.4f}"
                     place = f'cx="{x(panel, point.tokens):.1f}" cy="{y(point.loss):.1f}"'
                     parts.append(f'<circle {place} r="3.5" fill="{colour}"><title>{escape(said)}</title></circle>')
-    parts.append(_text(_LEFT + (_WIDTH - _LEFT) / 2, _HEIGHT - 6, "tokens", "middle"))
-    opened = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" font-size="12">'
-    )
-    return "".join([opened, f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#fff"/>', *parts, "</svg>\n"])
+    parts.append(text_at("axis", _LEFT + (_WIDTH - _LEFT) / 2, _HEIGHT - 6, "middle", "tokens, logarithmic"))
+    return drawn.picture(parts, _WIDTH, _HEIGHT, asked.question)
 
 
 def _key(arms: list[str]) -> Iterable[str]:
-    left = float(_LEFT)
+    left = 8.0
     for colour, arm in zip(_colours(arms), arms, strict=True):
         yield f'<circle cx="{left + 5:.1f}" cy="18" r="4" fill="{colour}"/>'
-        yield _text(left + 14, 22, arm, "start")
+        yield text_at("label", left + 14, 22, "start", arm)
         left += 40 + 7 * len(arm)
 
 
 def _colours(arms: list[str]) -> list[str]:
     return [COLOURS[place % len(COLOURS)] for place in range(len(arms))]
-
-
-def _text(x: float, y: float, said: str, anchor: str) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="#333">{escape(said)}</text>'

@@ -106,7 +106,7 @@ def _granted(who: Who, names: Subjects, regional: bool) -> _Granted:
 def _learner(who: Who, names: Subjects) -> _Granted:
     offers = _bodies(names.offer("*", who.name), 1)
     heard = (names.heartbeat(), names.round(), names.marker, names.changed)
-    control = Allowed((names.heartbeat(who.name), names.marker_answer(who.name)), heard)
+    control = Allowed((names.heartbeat(who.name), names.gauges(who.name), names.marker_answer(who.name)), heard)
     control += _read_bucket(names) + _keys(names, f"member.{who.name}", f"share.{who.name}")
     home = Allowed((*offers, names.state("*"), ANSWERS), (names.state(who.name), names.answers(who.name)))
     home += _look(names.log_stream) + _follow(who, names.log_stream)
@@ -136,7 +136,7 @@ def _syncer(who: Who, names: Subjects, regional: bool) -> _Granted:
 def _coordinator(who: Who, names: Subjects) -> _Granted:
     control = Allowed(
         (names.coordinator, ANSWERS, names.changed),
-        (names.coordinator, names.status, names.heartbeat(), names.shard(), names.sample(), names.changed),
+        (names.coordinator, names.status, names.heartbeat(), names.shard(), names.sample(), names.gauges(), names.changed),
     )
     control += _read_bucket(names) + _keys(names, "coordinator", "history")
     if who.founder:  # no permission can be limited to setting a key once

@@ -24,7 +24,7 @@ from diloco_ops.attach import attached
 from diloco_ops.changing import author
 from diloco_ops.local_runs import RUNS, newest_run
 from diloco_ops.page.acting import OperatorActions
-from diloco_ops.page.source import OperatorSource
+from diloco_ops.page.source import OperatorSource, ReportSource
 from diloco_ops.pages import ANYWHERE, link, show
 
 
@@ -52,7 +52,7 @@ def page(
 ) -> None:
     """Serve a run's page on this machine, with actions: checkpoint, set, eject, readmit, rollback. Ctrl-C ends it.
 
-    Of a finished run: print where its report is; with --open, open it.
+    Of a finished run the page is its report.
     """
     _check_address(address)
     run_at = run_at or str(newest_run("diloco page"))
@@ -63,17 +63,18 @@ def page(
         directory = Path(run_at)
         _refuse_given({"--bulk": bulk_url, "--identity": identity, "--run-dir": run_dir}, directory)
         if (found := rundir.load(directory)).finished:
-            _show_report(found, open_)
+            asyncio.run(until_stopped(lambda: _serve_report(found, address, open_), observe.get_logger()))
             return
     asyncio.run(until_stopped(lambda: _serve(directory, address, open_), observe.get_logger()))
 
 
-def _show_report(directory: RunDirectory, open_: bool) -> None:
-    """Name the report of a finished run, which is a page that needs no server, and open it if that is asked for."""
+async def _serve_report(directory: RunDirectory, address: str, open_: bool) -> None:
+    """Serve the report of a finished run, and name its file, which is a page that needs no server."""
+    log, token = observe.get_logger(), guard.new_token()
     report = (directory.path / "report.html").resolve()
-    print(f"run {directory.name} is finished; its report: {report.as_uri()}")
-    if open_:
-        show(report.as_uri())
+    drawing = Drawing(ReportSource(directory.path), nonce_of(directory.name.encode(), secrets.token_bytes(6)), log)
+    said = f"run {directory.name} is finished; its report: {report.as_uri()}, and until Ctrl-C"
+    await _serve_until_ended(PageServer(drawing, address, token, log), address, token, said, open_)
 
 
 def _check_address(address: str) -> None:
@@ -115,14 +116,19 @@ async def _serve(directory: Path, address: str, open_: bool) -> None:
         drawing = Drawing(OperatorSource(live, log), nonce_of(live.run.identity, secrets.token_bytes(6)), log)
         looks_only = identity is not None and identity.role != "operator"
         server = PageServer(drawing, address, token, log, acting=None if looks_only else acting)
-        await server.start()
-        try:
-            host, _ = host_and_port(address, "--address")
-            place = f"{link(f'[{host}]:{server.port}' if ':' in host else f'{host}:{server.port}')}#{token}"
-            does = f"read-only, as {operator} is no operator" if looks_only else f"with actions, as {operator}"
-            print(f"page of run {live.run.name}, {does}: {place}", flush=True)
-            if open_:
-                await asyncio.to_thread(show, place)
-            await asyncio.Event().wait()
-        finally:
-            await server.close()
+        does = f"read-only, as {operator} is no operator" if looks_only else f"with actions, as {operator}"
+        await _serve_until_ended(server, address, token, f"page of run {live.run.name}, {does}", open_)
+
+
+async def _serve_until_ended(server: PageServer, address: str, token: str, said: str, open_: bool) -> None:
+    """Serve a page, and print its address behind what is said of it, until this process is asked to end."""
+    await server.start()
+    try:
+        host, _ = host_and_port(address, "--address")
+        place = f"{link(f'[{host}]:{server.port}' if ':' in host else f'{host}:{server.port}')}#{token}"
+        print(f"{said}: {place}", flush=True)
+        if open_:
+            await asyncio.to_thread(show, place)
+        await asyncio.Event().wait()
+    finally:
+        await server.close()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from diloco.control.changes import read_changes
+from diloco.errors import RunError
 from diloco.nats import connection
 from diloco.process.observe import Logger
 from diloco.wire.plain import json_object
@@ -59,6 +61,34 @@ class OperatorSource:
 
     async def _adopt_changes(self) -> None:
         self.live.run.adopt((await read_changes(self.live.run)).records)
+
+
+class ReportSource:
+    """A run that is finished, as its report has it.
+
+    Raises:
+        RunError: the report is damaged.
+    """
+
+    over = True
+
+    def __init__(self, directory: Path) -> None:
+        file = directory / "report.json"
+        try:
+            found = json_object(file.read_bytes())
+        except OSError as error:
+            raise RunError(f"{file}: cannot be read: {error.strerror}") from None
+        if found is None:
+            raise RunError(f"{file}: damaged: it is no JSON object; diloco verify {directory} checks the run itself")
+        self._report = found
+
+    async def report(self) -> Mapping[str, Any]:
+        """Return the report without its series."""
+        return {key: value for key, value in self._report.items() if key != "series"}
+
+    async def series(self) -> Callable[[], Mapping[str, Any]]:
+        """Return a function that returns the report's ``series``."""
+        return lambda: self._report.get("series") or {}
 
 
 def _newest(picture: Mapping[str, Any], answered: Facts | None) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from diloco import __version__
 from diloco.core.chain import Chain
 from diloco.core.changes import Changes, in_force, text_of
 from diloco.core.fragments import FragmentMap
@@ -91,6 +92,7 @@ def build(found: Findings) -> dict[str, Any]:
         "run": found.directory.name,
         "preset": settings.preset,
         "wall_s": series["wall_s"],
+        "origin": _origin(found.directory),
         "parameters": found.map.parameters,
         "state_values": found.map.state_values,
         "val_loss": evaluation.get("val_loss", found.validation[-1][2] if found.validation else None),
@@ -124,6 +126,15 @@ def build(found: Findings) -> dict[str, Any]:
         "events": sorted([*series.get("events", []), *found.events], key=lambda event: event["at_s"]),
         "sample": evaluation.get("sample"),
         "series": overview.series(series),
+    }
+
+
+def _origin(directory: RunDirectory) -> dict[str, Any]:
+    return {
+        "command": directory.command,
+        "host": directory.host,
+        "began_at_s": directory.began_at_s,
+        "version": __version__,
     }
 
 
@@ -229,6 +240,8 @@ def _learner(name: str, found: Findings, processed: int) -> dict[str, Any]:
         "bytes_down": heard["bytes_down"],
         "rounds_merged": merged,
         "rounds_missed": sum(chain.version for chain in chains) - merged,
+        "device": heard.get("device"),
+        "host": heard.get("host"),
         "step_s": heard["step_s"] if heard.get("mean_step_s") is None else heard["mean_step_s"],
     }
 

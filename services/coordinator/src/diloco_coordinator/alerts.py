@@ -17,6 +17,8 @@ MAX_TEXT = 200  # characters of an event
 STALLED_S = 30.0  # without a version of a fragment, at least: a takeover and a round take less
 STALLED_INTERVALS = 10  # and so many times as long as a version of it usually takes
 UNMERGED_ROUNDS = 5  # versions of each fragment without a learner that steps
+SILENT = ": not heard"  # a learner
+NO_PROCESS = ": no process is heard"  # of a region
 NEARLY_FULL = 0.9  # of a stream's bound
 
 
@@ -36,7 +38,7 @@ class Alerts:
             self.tell(text, now_s)
         for text in sorted(self.holding.keys() - found):
             since_s = self.holding.pop(text)
-            self.tell(f"over after {lasting(now_s - since_s)}: {text}", now_s)
+            self.tell(_ended(text, now_s - since_s), now_s)
         for name, learner in sorted(monitor.learners.items(), key=lambda item: natural(item[0])):
             incarnation = learner.heartbeat.incarnation
             if self._incarnations.setdefault(name, incarnation) != incarnation:
@@ -67,13 +69,21 @@ class Alerts:
         self.events, self.holding = events, holding
 
 
+def _ended(text: str, lasted_s: float) -> str:
+    """Return the event of a condition's end: of silence, that a process is heard again."""
+    for silence in (SILENT, NO_PROCESS):
+        if text.endswith(silence):
+            return f"{text.removesuffix(silence)}: heard again, after {lasting(lasted_s)}"
+    return f"over after {lasting(lasted_s)}: {text}"
+
+
 def conditions(monitor: Monitor, now_s: float) -> Iterator[str]:
     """Yield what is wrong with a run now, each in words that stay the same while it lasts."""
     yield from _of_learners(monitor, now_s)
     for name, failure in sorted(monitor.failures.items()):
         yield f"{name}: {failure}"
     for region in sorted(monitor.presence.away()):
-        yield f"region {region}: no process is heard"
+        yield f"region {region}{NO_PROCESS}"
     for room in monitor.rooms:
         if room.size_bytes >= NEARLY_FULL * room.max_bytes:
             yield f"{room.name}: nearly as full as it may be; at its bound of {size(room.max_bytes)} versions wait"
@@ -95,7 +105,7 @@ def _of_learners(monitor: Monitor, now_s: float) -> Iterator[str]:
             yield f"{name}: {'ejected' if name in monitor.now.ejected else 'quarantined, its outer gradients were outliers'}"
             continue
         if now_s - learner.seen_s > monitor.gone_s:
-            yield f"{name}: not heard"
+            yield f"{name}{SILENT}"
             continue
         if name not in monitor.merged and heartbeat.step and versions - learner.began_at > UNMERGED_ROUNDS * fragments:
             yield f"{name}: steps, and is in no merge"

@@ -22,6 +22,7 @@ from diloco.wire.control import Heartbeat, Sample, ShardHeartbeat
 from diloco.wire.entries import Record
 from diloco.wire.fields import MAX_SYNCERS
 from diloco_coordinator.crossing import Crossing
+from diloco_coordinator.gauges import GaugeCurves
 from diloco_coordinator.goodput import TrainedTime, goodput
 from diloco_coordinator.long_rounds import SlowFragments
 from diloco_coordinator.merges import Merges
@@ -71,6 +72,7 @@ class Monitor:
         self.validation: list[tuple[float, int, float]] = []
         self.failures: dict[str, str] = {}  # by member: why what it does is in vain, as it says
         self.samples = Samples()
+        self.gauges = GaugeCurves()
         self.merges = Merges(len(fragment_map.fragments))
         self.rollbacks: dict[int, dict[str, Any]] = {}  # by the number of the change that orders it
         self.versions = [0] * len(fragment_map.fragments)
@@ -334,6 +336,7 @@ class Monitor:
             "shards": {name: of_syncer(heartbeat, now_s - seen_s) for name, (heartbeat, seen_s) in sorted(self.shards.items())},
             "validation": self.validation[:],
             "samples": self.samples.dump(),
+            "gauges": self.gauges.dump(),
             "traffic": self.traffic.until(now_s),
             **self.merges.dump(),
             "rollbacks": list(self.rollbacks.values()),
@@ -356,15 +359,16 @@ class Monitor:
             _points(learner)
             _activity_of(learner)
         times = {name: TrainedTime.load(learner) for name, learner in past.items()}
-        # an older version writes no rollbacks, no traffic and no samples
-        samples = Samples(series.get("samples", ()))
+        # an older version writes no rollbacks, no traffic, no samples and no gauges
+        samples, gauges = Samples(series.get("samples", ())), GaugeCurves.load(series.get("gauges", {}))
         traffic = TrafficTotals.resumed(series.get("traffic", ()), past)
         rollbacks = {int(rollback["change"]): dict(rollback) for rollback in series.get("rollbacks", ())}
         crossing = Crossing.load(self.presence.regions, fragments, series)
         absences = [Absence(str(region), float(a), None if b is None else float(b)) for region, a, b in series["absences"]]
         self.resumed_s = float(series["wall_s"])
         self.presence.resume(absences, self.resumed_s)
-        self.crossing, self.rollbacks, self.traffic, self.samples = crossing, rollbacks, traffic, samples
+        self.crossing, self.rollbacks, self.traffic = crossing, rollbacks, traffic
+        self.samples, self.gauges = samples, gauges
         self.ledger, self.validation, self.past, self.merges, self.times = ledger, validation, past, merges, times
         for (learner, _), trained in ledger.trained.items():
             self._ranges[learner] += max(1, len(trained))
@@ -377,15 +381,19 @@ class Monitor:
         by_kind = (("ejected", self.now.ejected), ("quarantined", self.now.quarantined))
         excluded = next((kind for kind, learners in by_kind if heartbeat.learner in learners), None)
         state = excluded or said["state"]
-        return said | {
-            "state": state,
-            "steps": heartbeat.tokens // heartbeat.batch_tokens if heartbeat.batch_tokens else heartbeat.step,
-            "tokens_merged": _mean(self.map, {index: tokens for index, (_, tokens) in merged.items()}),
-            "lost_tokens": _mean(self.map, dict(enumerate(heartbeat.lost_tokens))),
-            "tokens_per_s": None if state in IDLE else learner.rate.get(),
-            "rounds_merged": rounds_merged,
-            "rounds_missed": sum(self.versions) - rounds_merged,
-        }
+        return (
+            said
+            | self.gauges.places.get(heartbeat.learner, {})
+            | {
+                "state": state,
+                "steps": heartbeat.tokens // heartbeat.batch_tokens if heartbeat.batch_tokens else heartbeat.step,
+                "tokens_merged": _mean(self.map, {index: tokens for index, (_, tokens) in merged.items()}),
+                "lost_tokens": _mean(self.map, dict(enumerate(heartbeat.lost_tokens))),
+                "tokens_per_s": None if state in IDLE else learner.rate.get(),
+                "rounds_merged": rounds_merged,
+                "rounds_missed": sum(self.versions) - rounds_merged,
+            }
+        )
 
     def _regions(self, now_s: float) -> dict[str, Any]:
         heard, away, borders = self.heard(now_s), self.presence.away(), self.crossing.borders()

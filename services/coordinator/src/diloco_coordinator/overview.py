@@ -131,6 +131,7 @@ def thinned(curves: Mapping[str, Any], most: int = MAX_POINTS) -> dict[str, Any]
         **curves,
         "learners": {name: learner | _fewer(learner, each) for name, learner in learners.items()},
         "validation": [[round(at, 1), tokens, round(loss, 5)] for at, tokens, loss in evenly(curves["validation"], most)],
+        "gauges": {name: evenly(points, each) for name, points in curves.get("gauges", {}).items()},
         **merges.thinned(curves, most),
     }
 
@@ -160,6 +161,7 @@ def report(seen: Mapping[str, Any], settings: RunSettings, known_s_ago: float | 
         "format": FORMAT,
         **{key: facts[key] for key in _SAME},
         "state_values": facts.get("state_values", 0),  # which an older version's picture has not
+        "origin": seen.get("origin", {}),  # which an older version's picture has not
         "val_loss": seen["val_loss"],
         "learners": learners,
         "fragments": [row | {"versions": row["version"]} for row in facts["fragments"]],
@@ -197,7 +199,7 @@ _SAME = (
 def series(curves: Mapping[str, Any]) -> dict[str, Any]:
     """Return the report's ``series``, from a monitor's curves, :func:`thinned` or whole; raise as :func:`report`.
 
-    An older version had no samples, traffic or rollbacks, and kept all merges.
+    An older version had no samples, gauges, traffic or rollbacks, and kept all merges.
     """
     learners: Mapping[str, Any] = curves["learners"]
     return {
@@ -206,6 +208,7 @@ def series(curves: Mapping[str, Any]) -> dict[str, Any]:
         "global": curves["validation"],
         "traffic": curves.get("traffic", []),
         "samples": curves.get("samples", []),
+        "gauges": curves.get("gauges", {}),
         "merges": curves["merges"],
         "merges_every": curves.get("merges_every", 1),
         "merges_missed": curves.get("merges_missed", 0),

@@ -39,11 +39,12 @@ from diloco.wire import framing
 from diloco.wire.control import CoordinatorHeartbeat, Heartbeat, Sample, ShardHeartbeat
 from diloco.wire.fields import MemberName
 from diloco.wire.subjects import Subjects
-from diloco_coordinator import overview
+from diloco_coordinator import gauges, overview
 from diloco_coordinator.alerts import Alerts
 from diloco_coordinator.history import RunHistory, pack
 from diloco_coordinator.metrics import ObservedCoordinator
 from diloco_coordinator.monitor import Monitor
+from diloco_coordinator.origin import origin
 from diloco_coordinator.series import SeriesFile, as_text
 from diloco_report import page
 
@@ -118,6 +119,7 @@ class Coordinator:
         await self.transport.subscribe(self.subjects.heartbeat(), self._hear)
         await hear(self.transport, self.subjects.shard(), ShardHeartbeat, identity, self._hear_shard, refused)
         await hear(self.transport, self.subjects.sample(), Sample, identity, self._hear_sample, refused)
+        await gauges.listen(self)
         while not self.finished:
             await self._tick()
             if self._leadership.leads:
@@ -338,7 +340,7 @@ class Coordinator:
         """Return all that the run's page shows but the curves; None while another coordinator leads."""
         if self.monitor is None:
             return None
-        return overview.picture(self.monitor, self._alerts, self.follower.known, self.now_s())
+        return overview.picture(self.monitor, self._alerts, self.follower.known, self.now_s()) | {"origin": origin(self)}
 
     async def _past(self) -> Past | None:
         try:
@@ -376,7 +378,7 @@ class Coordinator:
 
     async def _write_history(self, monitor: Monitor, term: int) -> int:
         """Store the history as of now; return its size in bytes."""
-        picture = overview.picture(monitor, self._alerts, self.follower.known, self.now_s())
+        picture = overview.picture(monitor, self._alerts, self.follower.known, self.now_s()) | {"origin": origin(self)}
         past = Past(term, self.transport.wall_s(), picture, monitor.curves(self.now_s()))
         packed = await asyncio.to_thread(pack, past)
         await self.history.write(packed, term)

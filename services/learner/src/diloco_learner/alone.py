@@ -75,6 +75,7 @@ def _train(process: LearnerProcess, model: Model, member: Member, task: Batches,
     keeper = checkpoint.CheckpointKeeper(model, member, settings, log)
     feed = BatchFeed(task, run.created, member.leased, log)
     trainer = make_trainer(process, tokens_per_batch, model, member, feed, keeper.at_boundary)
+    member.show(trainer.instruments)
     try:
         finished = trainer.run()
     finally:

@@ -60,6 +60,10 @@ class StepOutput:
         """Wait for the step to end; the task's own metrics."""
         return {name: float(value) for name, value in jax.device_get(dict(self.metrics)).items()}
 
+    def gradient_norm(self) -> float:
+        """Wait for the step to end; the norm of all gradients together, before clipping."""
+        return float(jax.device_get(self.grad_norm))
+
 
 @dataclass(frozen=True)
 class IslandReading:
@@ -226,6 +230,18 @@ class Island:
     def hold(self) -> None:
         """Have steps wait for captures whatever room there is here: another process of the learner has none."""
         self._held = True
+
+    @property
+    def device(self) -> str:
+        """What it computes on, in words."""
+        here, count = jax.local_devices(), jax.device_count()
+        return f"{f'{count} x ' if count > 1 else ''}{here[0].platform} {here[0].device_kind}"
+
+    def device_bytes(self) -> int | None:
+        """Return the memory in use on this process's devices; None where it is not known, as on CPUs. From any thread."""
+        used = [(device.memory_stats() or {}).get("bytes_in_use") for device in jax.local_devices()]
+        known = [int(each) for each in used if each is not None]
+        return sum(known) if known else None
 
     def step(self, batch: Any, learning_rate: float, at: tuple[int, int] = (0, 0)) -> StepOutput:
         """Dispatch one inner step. Where loss or gradients are not finite, nothing changes but what the output says.

@@ -45,6 +45,9 @@ class Output(Protocol):
     def metric_values(self) -> dict[str, float]:
         """Wait for the step to end; the task's own metrics."""
 
+    def gradient_norm(self) -> float:
+        """Wait for the step to end; the norm of all gradients together, before clipping."""
+
 
 class FragmentCopy(Protocol):
     """A fragment's values as of when it was read, still on the device."""
@@ -69,6 +72,13 @@ class SharedParameters(Protocol):
 
 class Stepping(SharedParameters, Protocol):
     """A model that a trainer steps."""
+
+    @property
+    def device(self) -> str:
+        """What it computes on, in words."""
+
+    def device_bytes(self) -> int | None:
+        """Return the memory in use on its devices here; None where it is not known. From any thread."""
 
     @property
     def apart(self) -> bool:

@@ -19,6 +19,7 @@ from diloco.core.fragment_state import Reader
 from diloco.core.fragments import FragmentMap
 from diloco.core.pace import MovingAverage
 from diloco.core.schedule import Moment, learning_rate
+from diloco.member.instruments import Instruments
 from diloco.member.member import Boundary
 from diloco.process.observe import Logger
 from diloco.settings.run import RunSettings
@@ -29,6 +30,7 @@ from diloco_learner.model import Output, SharedParameters, Stepping
 
 IDLE_S = 0.5  # news wake it earlier; it then looks whether it is asked to end
 LOG_EVERY_S = 10.0  # a line for people who watch
+SHOW_EVERY_S = 4.0  # between two steps whose gradients' norm is read from the device, to be shown
 # A boundary begins before the step's expected end by so many times its own usual length and the usual error of the
 # expectation, but by this share of the step at most: what is learned after it reaches the model a step later.
 LEAD_BOUNDARIES = 2.0
@@ -46,6 +48,7 @@ class _End:
     loss: float
     metrics: dict[str, float]
     ended_s: float
+    gradient_norm: float | None = None  # where it was asked for
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,7 @@ class _Flight:
     batch: Batch
     made: MeteredSpan  # when its batch was made
     called_s: float
+    rate: float  # of learning
     end: Future[_End]
 
 
@@ -131,6 +135,8 @@ class Trainer:
         self.leave_s, self.at_boundary = leave_s, at_boundary
         self._leaving = False
         self._busy, self._error, self._boundary = MovingAverage(), MovingAverage(), MovingAverage()  # seconds
+        self.instruments = Instruments(island.device, island.device_bytes)
+        self._shown_s = time.perf_counter()
         self._meter = Meter()
         self._ended: _End | None = None  # of the last step
         self._logged_s = time.perf_counter()
@@ -172,7 +178,9 @@ class Trainer:
             called_s = time.perf_counter()
             output = self.island.begin_step(batch.data, rate, (batch.share, batch.index))
             self._boundary.add(time.perf_counter() - opened_s)
-            landing, flight = flight, _Flight(batch, made, called_s, watcher.submit(self._watch, output))
+            shown = called_s - self._shown_s >= SHOW_EVERY_S
+            self._shown_s = called_s if shown else self._shown_s
+            landing, flight = flight, _Flight(batch, made, called_s, rate, watcher.submit(self._watch, output, shown))
             batch, made = self._make_batch()  # while the step runs
             if landing is not None:
                 self._land(landing)
@@ -200,14 +208,14 @@ class Trainer:
         done = StepDone(self.tokens_per_batch, flight.batch.share, flight.batch.index, None, 0.0, 0.0)
         self.look_ahead(done, (batch.share, batch.index))
 
-    def _watch(self, output: Output) -> _End:
-        """Wait for a step's end; a slow learner is asleep for the rest of its step."""
+    def _watch(self, output: Output, shown: bool) -> _End:
+        """Wait for a step's end; a slow learner is asleep for the rest of its step. ``shown``: with its gradients' norm."""
         began_s = time.perf_counter()
         loss = output.wait()
         if self.slow > 1:
             time.sleep((time.perf_counter() - began_s) * (self.slow - 1))
         ended_s = time.perf_counter()
-        return _End(loss, output.metric_values(), ended_s)
+        return _End(loss, output.metric_values(), ended_s, output.gradient_norm() if shown else None)
 
     def _await_boundary(self, flight: _Flight) -> None:
         """Wait until the step in flight is about to end, or has ended."""
@@ -230,6 +238,8 @@ class Trainer:
             self._error.add(abs(busy_s - self._busy.value))
         self._busy.add(busy_s)
         self._ended = end
+        if end.gradient_norm is not None:
+            self.instruments.note_step(flight.rate, end.gradient_norm)
         if not math.isfinite(end.loss):
             self.log.warning("step_not_finite", step=self.member.step, loss=str(end.loss))
 

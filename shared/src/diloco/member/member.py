@@ -41,6 +41,7 @@ from diloco.member.answering import Answering, Answers
 from diloco.member.audit import Audit
 from diloco.member.catching_up import Catching, listen
 from diloco.member.following import Following
+from diloco.member.instruments import Instruments
 from diloco.member.outbox import Outbox, sample_of
 from diloco.member.peer import Borrower, Layout, Lendable, Lender, Loan, LoanWatch
 from diloco.member.refusals import RefusalWatch
@@ -358,6 +359,11 @@ class Member:
     def report_sample(self, text: str) -> None:
         """Send text that was drawn from the model as of the last boundary (an evaluator's)."""
         self._outbox.send_soon(sample_of(self.settings.name, self.versions(), text))
+
+    def show(self, instruments: Instruments) -> None:
+        """Send what a learner's instruments show, again and again."""
+        sending = instruments.send(self.settings.name, self._outbox)
+        self._shared.loop.call_soon_threadsafe(lambda: self._shared.tasks.spawn(sending))
 
     def leave(self, within_s: float) -> None:
         """Take no further step, and ask for rounds that merge what is unmerged.

@@ -1,4 +1,4 @@
-"""A member's messages on subjects of its own name, which are not stored: heartbeats, answers to markers, samples."""
+"""A member's messages on subjects of its own name, which are not stored: heartbeats, gauges, answers to markers, samples."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from diloco.control.creation import KnownRun
 from diloco.member.shared import SharedLearner
 from diloco.transport import Transport
 from diloco.wire import framing
-from diloco.wire.control import Heartbeat, MarkerAnswer, MarkerDeclined, Sample
+from diloco.wire.control import Gauges, Heartbeat, MarkerAnswer, MarkerDeclined, Sample
 from diloco.wire.fields import MAX_TEXT
 from diloco.wire.subjects import Subjects
 
 _SUBJECTS = {
+    Gauges: Subjects.gauges,
     Heartbeat: Subjects.heartbeat,
     MarkerAnswer: Subjects.marker_answer,
     MarkerDeclined: Subjects.marker_answer,
     Sample: Subjects.sample,
 }
-Sent: TypeAlias = Heartbeat | MarkerAnswer | MarkerDeclined | Sample
+Sent: TypeAlias = Gauges | Heartbeat | MarkerAnswer | MarkerDeclined | Sample
 
 
 class Outbox:

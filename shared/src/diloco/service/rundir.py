@@ -41,6 +41,9 @@ class RunDirectory:
     init_names: str | None = None  # file of the names that tensors have there
     torch: dict[str, str] | None = None  # by learner: the task of one that computes with PyTorch; None: none does
     units: str | None = None  # of the loss, as the task says them; None: it does not, or was not asked
+    command: str | None = None  # command line of the `diloco up` that worked on it last
+    host: str | None = None  # and its machine's name
+    began_at_s: float | None = None  # Unix time at which the run was begun
 
     @property
     def learner_names(self) -> list[str]:
@@ -100,6 +103,7 @@ def load(path: Path) -> RunDirectory:
         kinds: dict[str, Any] = {"name": str, "nats_url": str, "data": str | None, "init": str | None, "learners": int | None}
         kinds |= {"nats_bulk_url": str | None, "wan_control": str | None, "identity": str | None}
         kinds |= {"devices_per_learner": int | None, "processes_per_learner": int | None, "least_processes": int | None}
+        kinds |= {"command": str | None, "host": str | None, "began_at_s": float | None}
         kinds |= {"region_urls": dict | None, "units": str | None, "init_names": str | None, "torch": dict | None}
         for key, kind in kinds.items():
             if not isinstance(values.get(key), kind):

@@ -272,6 +272,7 @@ class CoordinatorSettings(ServiceSettings):
     """The coordinator's own settings; ``settings`` is the run that it creates if the server does not have it yet."""
 
     settings: RunSettings = RunSettings()
+    started_by: str = Field("", description="command line that started the run, for its page")
     page_address: str = Field("", description="HOST:PORT that the run's page is served at; empty: nowhere (watching.md)")
     page_token_file: Path | None = Field(
         None,

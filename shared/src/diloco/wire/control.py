@@ -31,7 +31,10 @@ from diloco.wire.framing import Message
 MAX_SAID = 500  # characters
 MAX_PARTS = 1023  # files of a learner's state, besides the first
 
+MAX_PLACE = 100  # characters
+
 Said = Annotated[str, Meta(max_length=MAX_SAID)]  # for people
+Place = Annotated[str, Meta(max_length=MAX_PLACE)]  # a device or a host, for people; may be empty
 
 
 class Heartbeat(Message, frozen=True):
@@ -74,6 +77,22 @@ class Sample(Message, frozen=True):
     evaluator: MemberName
     versions: Counts  # by fragment: of the model that it was drawn from
     text: Text
+
+
+class Gauges(Message, frozen=True):
+    """Figures of a learner that are shown, and nothing goes by. Not stored."""
+
+    kind = "gauges"
+    subject_field = "learner"
+
+    learner: MemberName
+    learning_rate: float | None  # of the newest step; None: not known
+    gradient_norm: float | None  # of all parameters together, before clipping; None: not known, or not finite
+    cores: Seconds  # processor time of its process by the time that passed
+    memory_bytes: Count  # resident
+    device_memory_bytes: Count | None  # in use on its devices; None: not known
+    device: Place
+    host: Place
 
 
 class ShardHeartbeat(Message, frozen=True):

@@ -101,6 +101,9 @@ class Subjects:
     def sample(self, evaluator: str = "*") -> str:
         return f"diloco.{self.run}.sample.{evaluator}"
 
+    def gauges(self, learner: str = "*") -> str:
+        return f"diloco.{self.run}.gauges.{learner}"
+
     def shard(self, syncer: str = "*") -> str:
         return f"diloco.{self.run}.shard.{syncer}"
 

@@ -17,11 +17,11 @@ from typing import Any, Protocol
 from diloco import __version__
 from diloco.process.observe import Logger
 from diloco.process.retry import Complaint
-from diloco_report.page import PARTS
+from diloco_report.page import PARTS, render_html
 
 FRAME_S = 0.5  # between two drawings at least: a page moves twice a second
 SHARE = 0.003  # of a core that drawing either group may take; with what sending takes one viewer costs less than 1 %
-CURVED = ("loss", "activity", "merges", "regions", "sample")  # parts that need the series; all others are quick
+CURVED = ("loss", "course", "activity", "merges", "regions", "sample")  # parts that need the series; all others are quick
 
 Report = Mapping[str, Any]
 
@@ -88,6 +88,11 @@ class Drawing:
         nonce, _, number = state.rpartition(".")
         seen = int(number) if nonce == self.nonce and number.isdecimal() and len(number) < 16 else -1
         return {name: self.parts[name] for name, changed in self._changed.items() if changed > seen}
+
+    async def whole(self) -> str:
+        """Return the page as one file that needs no server."""
+        report, series = await self.source.report(), await self.source.series()
+        return await asyncio.to_thread(lambda: render_html({**report, "series": series()}))
 
     async def draw(self, *, curves: bool = True) -> None:
         """Draw the parts that are due, or only the quick ones; of a run that is over, all.

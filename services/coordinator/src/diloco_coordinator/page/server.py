@@ -210,7 +210,9 @@ class _Events(Response):
                 text = f"id: {state}\nevent: parts\ndata: {json.dumps(parts)}\n\n" if parts else "event: quiet\ndata:\n\n"
                 async with asyncio.timeout(STALLED_S):
                     await send({"type": "http.response.body", "body": text.encode(errors="replace"), "more_body": True})
-            await send({"type": "http.response.body", "body": b"event: over\ndata:\n\n", "more_body": False})
+            end_ = f"event: over\ndata: {json.dumps(await self.viewers.drawing.whole())}\n\n"
+            async with asyncio.timeout(STALLED_S):
+                await send({"type": "http.response.body", "body": end_.encode(errors="replace"), "more_body": False})
         except TimeoutError:
             return
         finally:

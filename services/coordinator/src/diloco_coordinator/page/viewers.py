@@ -10,7 +10,7 @@ from diloco.process.tasks import end
 from diloco_coordinator.page.drawing import FRAME_S, Drawing
 
 QUIET_S = 15.0  # without a frame a viewer is sent an empty one: it looks for another connection after three times as long
-LAST_FRAME_S = 2.0  # for viewers to take the end of a run: as long as they need who read at all
+LAST_FRAME_S = 5.0  # for viewers to take the end of a run and its report: as long as they need who read at all
 
 
 class Viewers:

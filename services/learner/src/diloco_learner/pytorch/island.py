@@ -41,9 +41,9 @@ from diloco_learner.task_api import STATE
 
 @dataclass(frozen=True)
 class TorchStepOutput:
-    """A step that was queued: its loss, NaN where it was not taken, and the task's own metrics."""
+    """A step that was queued: its loss, NaN where it was not taken, the task's own metrics, and the norm of the gradients."""
 
-    outcome: Future[tuple[float, dict[str, float]]]
+    outcome: Future[tuple[float, dict[str, float], float]]
 
     def wait(self) -> float:
         """Wait for the step to end; its loss, or NaN where loss or gradients were not finite and no step was taken."""
@@ -52,6 +52,10 @@ class TorchStepOutput:
     def metric_values(self) -> dict[str, float]:
         """Wait for the step to end; the task's own metrics."""
         return self.outcome.result()[1]
+
+    def gradient_norm(self) -> float:
+        """Wait for the step to end; the norm of all gradients together, before clipping."""
+        return self.outcome.result()[2]
 
 
 @dataclass(frozen=True)
@@ -199,6 +203,17 @@ class TorchIsland:
         for name, values in kept.items():
             held[name].copy_(values)
 
+    @property
+    def device(self) -> str:
+        """What it computes on, in words."""
+        place = next(iter(self._inner.masters.values())).device
+        return torch.cuda.get_device_name(place) if place.type == "cuda" else place.type
+
+    def device_bytes(self) -> int | None:
+        """Return the memory in use on its device; None where it is not known, as on CPUs. From any thread."""
+        place = next(iter(self._inner.masters.values())).device
+        return torch.cuda.memory_allocated(place) if place.type == "cuda" else None
+
     def begin_step(self, batch: Any, learning_rate: float, at: tuple[int, int] = (0, 0)) -> TorchStepOutput:
         """Queue a step. Where loss or gradients are not finite, nothing changes but what the output says."""
         return TorchStepOutput(self._queue.add(self._step, batch, learning_rate, at))
@@ -206,19 +221,19 @@ class TorchIsland:
     def finish_step(self) -> None:
         """Do nothing: a step is one piece of work."""
 
-    def _step(self, batch: Any, learning_rate: float, at: tuple[int, int]) -> tuple[float, dict[str, float]]:
+    def _step(self, batch: Any, learning_rate: float, at: tuple[int, int]) -> tuple[float, dict[str, float], float]:
         loss, metrics = self._measure(batch, at)
         found = self._gradients()
         norm = torch.nn.utils.get_total_norm([gradient for gradient in found if gradient is not None])
         # read now: a question that comes after the optimizer's work waits for it, and holds up the next step
-        value = loss.item()
-        if not (math.isfinite(value) and math.isfinite(norm.item())):
-            return math.nan, metrics
+        value, length = loss.item(), norm.item()
+        if not (math.isfinite(value) and math.isfinite(length)):
+            return math.nan, metrics, length
         if self._inner.clips:
             torch.nn.utils.clip_grads_with_norm_(list(self._inner.masters.values()), self._run.inner.clip_norm, norm)
         with members.users_errors(self._run.task, getattr(self.task, "optimizer", None)):
             self._inner.step(learning_rate)
-        return value, metrics
+        return value, metrics, length
 
     def _measure(self, batch: Any, at: tuple[int, int]) -> tuple[torch.Tensor, dict[str, float]]:
         """Return a batch's loss and metrics, and leave the gradients in the module."""

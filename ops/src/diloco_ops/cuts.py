@@ -1,0 +1,33 @@
+"""Cuts and heals of emulated links, as events of a run: from what the relay says of its links each time that it is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+class Cuts:
+    """The links that are cut, as known by the last look."""
+
+    def __init__(self) -> None:
+        self.links: frozenset[str] = frozenset()
+
+    def look(self, status: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:
+        """Take in the relay's links, and return what changed: the links' names, and what happened to them, in words.
+
+        Without an answer (no links) nothing is known to have changed.
+        """
+        if not status:
+            return []
+        cut = frozenset(name for name, link in status.items() if link.get("state") == "cut")
+        before, self.links = self.links, cut
+        found = (("cut", cut - before), ("healed", before - cut))
+        return [(_named(names), f"{_verb(names)} {what}") for what, names in found if names]
+
+
+def _named(names: frozenset[str]) -> str:
+    return f"link{'s' if len(names) > 1 else ''} {', '.join(sorted(names))}"
+
+
+def _verb(names: frozenset[str]) -> str:
+    return "are" if len(names) > 1 else "is"
