@@ -41,6 +41,9 @@ STANDINS = {
     "ssh": 'cd "$HOSTS/${1%%.*}" && . ./.environment && exec bash -c "$2"',
 }
 
+# learners of a toy model would take all of the machine's cores
+SLOW = ROOT / "tests" / "compose" / "slow.yml"
+
 # a model that a busy machine trains fast enough for a test, in a run that does not end meanwhile
 SMALL = """
 [settings.task]
@@ -107,8 +110,11 @@ class Machine:
 
 
 @contextmanager
-def datacenters(folder: Path, hosts: tuple[str, ...]) -> Iterator[dict[str, Machine]]:
-    """Make a machine a data center, and remove all that they leave. Skips the test where no docker can do that."""
+def datacenters(folder: Path, hosts: tuple[str, ...], **environment: str) -> Iterator[dict[str, Machine]]:
+    """Make a machine a data center, and remove all that they leave. Skips the test where no docker can do that.
+
+    ``environment`` is that of each machine's shell.
+    """
     if shutil.which("docker") is None or not docker_works("info") or not docker_works("compose", "version"):
         pytest.skip("no docker daemon with compose answers")
     for image in BASES:
@@ -136,6 +142,8 @@ def datacenters(folder: Path, hosts: tuple[str, ...]) -> Iterator[dict[str, Mach
             "COMPOSE_PROJECT_NAME": f"diloco-test-{marked}-{host}",
             "TAG": f"test-{marked}",
             "SYNCERS": "1",
+            "COMPOSE_FILE": f"compose.yml:{SLOW}",
+            **environment,
             **{name: str(port) for name, port in chosen.items()},
         }
 

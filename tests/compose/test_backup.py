@@ -25,41 +25,42 @@ def type_all(machines: dict[str, Machine], typed: list[Block]) -> list[str]:
 @pytest.mark.compose
 def test_three_datacenters_that_lost_everything_are_restored_by_the_page_alone(tmp_path: Path) -> None:
     with datacenters(tmp_path, ALL_HOSTS) as machines:
-        us = machines["us"]
         deploy(machines)
+        check(machines)
 
-        taken, *_, collected = type_all(machines, blocks(PAGE["Each night"]))
-        assert "not here yet: learner-eu-0" in taken
-        assert "whole, with 3 learners' states" in collected
-        folder = max((us.place / "seen" / "whole").iterdir(), key=lambda path: int(path.name))
-        saved = manifest.load(folder).manifest
-        steps = {name: learner.step or 0 for name, learner in saved.learners.items()}
-        for name, step in steps.items():
-            us.until(f"{name} trains on", STATUS, steps_beyond(name, step))
-        lost = status(us)
 
-        for machine in machines.values():
-            machine.type("docker compose down --volumes --timeout 5")
+def check(machines: dict[str, Machine]) -> None:
+    """Take a checkpoint by the page, lose everything, and restore it by the page."""
+    us = machines["us"]
+    taken, *_, collected = type_all(machines, blocks(PAGE["Each night"]))
+    assert "not here yet: learner-eu-0" in taken
+    assert "whole, with 3 learners' states" in collected
+    folder = max((us.place / "seen" / "whole").iterdir(), key=lambda path: int(path.name))
+    saved = manifest.load(folder).manifest
+    steps = {name: learner.step or 0 for name, learner in saved.learners.items()}
+    for name, step in steps.items():
+        us.until(f"{name} trains on", STATUS, steps_beyond(name, step))
+    lost = status(us)["learners"]
 
-        *servers, restore, put, start = blocks(PAGE["Everything is lost"])[:-1]
-        began_s = time.monotonic()
-        type_all(machines, servers)
-        [said] = type_all(machines, [restore])
-        assert "run demo is restored at versions" in said
-        type_all(machines, [put, start])
-        for name, step in steps.items():
-            us.until(f"{name} trains again", STATUS, steps_beyond(name, step))
-        took_s = time.monotonic() - began_s
-        print(f"restored and trained after {took_s:.0f} s")
-        assert took_s < scaled_s(RESTORE_S)
+    for machine in machines.values():
+        machine.type("docker compose down --volumes --timeout 5")
 
-        # what is lost is what came after the checkpoint: each learner begins from its state in it
-        for host in ALL_HOSTS:
-            [restored] = machines[host].events("learner", "checkpoint_restored")
-            assert restored["step"] == steps[f"learner-{host}-0"] < lost["learners"][f"learner-{host}-0"]["step"]
-            assert not machines[host].events("learner", "message_refused")
-        [(hosts, looking)] = blocks(PAGE["Everything is lost"])[-1:]
-        assert hosts == ["us"]
-        assert "holds" in us.type(looking).stdout
-        verdict = json.loads(us.type("./diloco verify seen --json").stdout)
-        assert verdict["holds"]
+    *servers, restore, put, start, looking = blocks(PAGE["Everything is lost"])
+    began_s = time.monotonic()
+    type_all(machines, servers)
+    [said] = type_all(machines, [restore])
+    assert "run demo is restored at versions" in said
+    type_all(machines, [put, start])
+    for name, step in steps.items():
+        us.until(f"{name} trains again", STATUS, steps_beyond(name, step))
+    took_s = time.monotonic() - began_s
+    print(f"restored, and all train, after {took_s:.0f} s")
+    assert took_s < scaled_s(RESTORE_S)
+
+    # what is lost is what came after the checkpoint: each learner begins from its state in it
+    for host, machine in machines.items():
+        [restored] = machine.events("learner", "checkpoint_restored")
+        assert restored["step"] == steps[f"learner-{host}-0"] < lost[f"learner-{host}-0"]["step"]
+        assert not machine.events("learner", "message_refused")
+    assert "holds" in type_all(machines, [looking])[0]
+    assert json.loads(us.type("./diloco verify seen --json").stdout)["holds"]

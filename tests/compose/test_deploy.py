@@ -77,11 +77,11 @@ def check_evening(machines: dict[str, Machine]) -> None:
     alone, evening, morning = typed[:2], typed[2:-2], typed[-2:]
     assert [host for host, _ in alone + morning] == ["eu", "eu", "us", "eu"]
 
-    before = status(us)["learners"]
     for host, block in alone:
         machines[host].type(block)
         if "stop" in block:
             check_ends(machines[host])
+            before = status(us)["learners"]  # only who takes steps after this has started again
     for name, learner in before.items():  # us's was restarted too, with new keys
         us.until(f"{name} is back", STATUS, steps_beyond(name, learner["step"]))
 
