@@ -102,11 +102,19 @@ class Machine:
             f"{what}: not within {within_s:g} s; {ended.stdout[-2000:]}\n{ended.stderr[-2000:]}\n{logs[-9000:]}"
         )
 
-    def events(self, service: str, name: str) -> list[dict[str, Any]]:
-        """Return the events of a name that the containers of a service have logged, in order."""
-        said = self.type(f"docker compose logs --no-log-prefix {service}").stdout
-        lines = [json.loads(line) for line in said.splitlines() if f'"event":"{name}"' in line]
-        return [line for line in lines if line["event"] == name]
+    def log_lines(self, *services: str) -> list[str]:
+        """Return what the containers of services have said; compose begins lines with a code for terminals."""
+        said = self.type(f"docker compose logs --no-log-prefix {' '.join(services)}").stdout
+        return [line.removeprefix("\x1b[2K") for line in said.splitlines()]
+
+    def events(self, *services: str) -> list[dict[str, Any]]:
+        """Return the events of the structured logs of services, each container's in order."""
+        return [json.loads(line) for line in self.log_lines(*services) if line.startswith('{"time"')]
+
+
+def named(name: str, events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return those of a name."""
+    return [event for event in events if event["event"] == name]
 
 
 @contextmanager

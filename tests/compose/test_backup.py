@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.compose.datacenters import ALL_HOSTS, STATUS, Machine, datacenters, deploy, status, steps_beyond
+from tests.compose.datacenters import ALL_HOSTS, STATUS, Machine, datacenters, deploy, named, status, steps_beyond
 from tests.made.docker_commands import ROOT
 from tests.made.pages import Block, blocks, sections
 from tests.pace import scaled_s
@@ -59,8 +59,9 @@ def check(machines: dict[str, Machine]) -> None:
 
     # what is lost is what came after the checkpoint: each learner begins from its state in it
     for host, machine in machines.items():
-        [restored] = machine.events("learner", "checkpoint_restored")
+        events = machine.events("learner", "syncer")
+        [restored] = named("checkpoint_restored", events)
         assert restored["step"] == steps[f"learner-{host}-0"] < lost[f"learner-{host}-0"]["step"]
-        assert not machine.events("learner", "message_refused")
+        assert not named("message_refused", events)
     assert "holds" in type_all(machines, [looking])[0]
     assert json.loads(us.type("./diloco verify seen --json").stdout)["holds"]

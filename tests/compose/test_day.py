@@ -33,7 +33,6 @@ machine's.
 from __future__ import annotations
 
 import json
-import re
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
@@ -49,6 +48,7 @@ from tests.compose.datacenters import (
     Machine,
     datacenters,
     deploy,
+    named,
     status,
     steps_beyond,
 )
@@ -84,10 +84,7 @@ def containers(machine: Machine) -> list[dict[str, Any]]:
     return found
 
 
-def logged(machine: Machine) -> list[dict[str, Any]]:
-    """Return all events of our services."""
-    said = machine.type("docker compose logs --no-log-prefix coordinator learner syncer server-watch", check=False).stdout
-    return [json.loads(line) for line in said.splitlines() if line.startswith('{"time"')]
+OURS = ("coordinator", "learner", "syncer")
 
 
 def test_the_third_datacenter_joins_without_a_restart(machines: Machines) -> None:
@@ -101,9 +98,9 @@ def test_a_founder_restarts_after_its_right_is_taken_away_and_is_believed(machin
     before = status(us)["learners"]
     us.type("docker compose restart learner")
     us.until("the founder is back", STATUS, steps_beyond("learner-us-0", before["learner-us-0"]["step"]))
-    assert not us.events("learner", "permission_denied")
+    assert not named("permission_denied", us.events("learner"))
     for machine in machines.values():
-        assert not [event for event in logged(machine) if event["event"] == "message_refused"]
+        assert not named("message_refused", machine.events("learner", "syncer"))
 
 
 def test_whether_a_list_has_arrived_can_be_seen(machines: Machines) -> None:
@@ -260,12 +257,13 @@ def test_a_region_without_its_disk_is_in_the_merges_again_and_verify_holds_throu
     before = status(us)
     lose_the_disk(ap, f"$COMPOSE_FILE:{ROOT / 'tests' / 'compose' / 'tmpfs.yml'}")
     us.until("ap's learner goes on", STATUS, steps_beyond("learner-ap-0", before["learners"]["learner-ap-0"]["step"]))
-    joined = ap.events("learner", "joined")[-1]
+    joined = named("joined", ap.events("learner"))[-1]
     assert joined["version_min"] >= min(fragment["version"] for fragment in before["fragments"])
     attach = block_with(sections(DEPLOY)["A second datacenter joins"], "--bulk tls://us.example.org:4222 ").splitlines()[0]
     us.type(attach.replace("attach seen", "attach through-ap").replace("--bulk tls://us.", "--bulk tls://ap."))
     us.until("verify holds through ap", "./diloco verify through-ap", lambda said: "holds" in said)
-    assert not [event for event in logged(ap) if event["event"] == "message_refused" and event["time"] > joined["time"]]
+    refused = named("message_refused", ap.events("learner", "syncer"))
+    assert not [event for event in refused if event["time"] > joined["time"]]
 
 
 def test_a_full_disk_of_a_server_has_alerts_and_is_mended_by_room_and_a_restart(
@@ -282,10 +280,10 @@ def test_a_full_disk_of_a_server_has_alerts_and_is_mended_by_room_and_a_restart(
 
 def test_logs_of_the_day_repeat_nothing_without_end_and_have_no_errors_of_libraries(machines: Machines) -> None:
     for machine in machines.values():
-        events = logged(machine)
+        services = OURS if machine.name == "us" else OURS[1:]
+        events = machine.events(*services)
         counts = Counter((event["service"], event["event"]) for event in events if event["level"] in ("warning", "error"))
         often = {key: count for key, count in counts.items() if count > 60}
         assert often == {}
-        assert not [event for event in events if event["event"] == "library_message" and event["level"] == "error"]
-        said = machine.type("docker compose logs --no-log-prefix coordinator learner syncer", check=False).stdout
-        assert not [line for line in said.splitlines() if line and not re.match(r'\{"time":', line)]
+        assert not [event for event in named("library_message", events) if event["level"] == "error"]
+        assert not [line for line in machine.log_lines(*services) if not line.startswith('{"time"')]
