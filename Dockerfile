@@ -23,6 +23,9 @@ HEALTHCHECK --interval=15s --timeout=10s --retries=3 --start-period=120s \
 WORKDIR /state
 ENTRYPOINT ["/opt/start"]
 
+# its program is also in the coordinator's image: `diloco restore` completes a log at a server of its own
+FROM ${NATS_IMAGE} AS server
+
 # ---- packages; their tests and debugging symbols are left out
 
 FROM base AS binutils
@@ -84,6 +87,7 @@ LABEL org.opencontainers.image.title=diloco-syncer org.opencontainers.image.vers
 
 # also the relay between the regions, and what watches a server
 FROM command-packages AS coordinator
+COPY --from=server /usr/local/bin/nats-server /usr/local/bin/
 COPY --from=code /code/shared /code/services/coordinator /code/report /code/ops /
 COPY --from=kernels /opt/kernels /opt/kernels
 USER diloco
@@ -102,7 +106,7 @@ ARG VERSION=0.2.0
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title=diloco-learner org.opencontainers.image.version=$VERSION org.opencontainers.image.revision=$REVISION
 
-FROM ${NATS_IMAGE} AS nats
+FROM server AS nats
 RUN mkdir /data && chown 10001:10001 /data
 USER 10001:10001
 ARG VERSION=0.2.0

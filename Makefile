@@ -7,7 +7,7 @@ unexport PYTHONDONTWRITEBYTECODE
 DISTRIBUTIONS = shared services/learner services/syncer services/coordinator report ops lab
 LINTED = $(DISTRIBUTIONS) tests bench examples
 
-.PHONY: setup torch extras up test test-services test-all test-extras test-compose stress fuzz bench lint ruff types format requirements wheels pin-images images sbom clean chaos chaos-long
+.PHONY: setup torch extras up test test-services test-all test-extras test-compose test-day stress fuzz bench lint ruff types format requirements wheels pin-images images sbom clean chaos chaos-long
 
 setup: .venv/ready
 
@@ -73,7 +73,11 @@ fuzz: setup
 
 # the images and docker-compose.yml, in containers; skipped where there is no docker, or no base image
 test-compose: setup
-	$(BIN)/pytest -rs -n 2 tests/compose
+	$(BIN)/pytest -rs -n 2 -m "not day" tests/compose
+
+# a day on call of three data centers, in containers; with a Prometheus in each (an image of it, or Debian's package)
+test-day: setup
+	$(BIN)/pytest -rs -s -v -m day tests/compose
 
 lint: ruff types
 

@@ -35,6 +35,8 @@ DEPLOY = ROOT / "deploy"
 DATACENTER = DEPLOY / "datacenter"
 OVERLAYS = sorted(path.name for path in (DEPLOY / "kubernetes" / "overlays").iterdir())
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
+TIMERS = sorted((DEPLOY / "systemd").glob("*.timer"))
+NIGHTLY = {timer.stem for timer in TIMERS}
 SETTINGS: dict[str, type[ServiceSettings]] = {
     "learner": LearnerSettings,
     "evaluator": LearnerSettings,
@@ -235,6 +237,23 @@ def pods(resources: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]
             yield item["metadata"]["name"], item["spec"]["template"]["spec"]
 
 
+def nightly_pods(resources: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    jobs = {item["metadata"]["name"]: item["spec"]["jobTemplate"] for item in resources if item["kind"] == "CronJob"}
+    return {name: job["spec"]["template"]["spec"] for name, job in jobs.items()}
+
+
+def check_closed(pod: dict[str, Any]) -> None:
+    assert pod["automountServiceAccountToken"] is False
+    assert pod["enableServiceLinks"] is False
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    for container in [*pod.get("initContainers", ()), *pod["containers"]]:
+        closed = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
+        assert container["securityContext"] == closed
+        assert container["resources"]["requests"].keys() == {"cpu", "memory"}
+        assert container["image"].startswith("registry.example.org/diloco-")
+
+
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_resources_are_what_kubernetes_takes(overlay: str) -> None:
     resources = kustomize.build(DEPLOY / "kubernetes" / "overlays" / overlay)
@@ -266,15 +285,7 @@ def test_pods_are_as_closed_as_they_can_be_and_told_what_they_know(overlay: str)
     resources = kustomize.build(DEPLOY / "kubernetes" / "overlays" / overlay)
     maps = {item["metadata"]["name"]: item["data"] for item in resources if item["kind"] == "ConfigMap"}
     for name, pod in pods(resources):
-        assert pod["automountServiceAccountToken"] is False
-        assert pod["enableServiceLinks"] is False
-        assert pod["securityContext"]["runAsNonRoot"] is True
-        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-        for container in [*pod.get("initContainers", ()), *pod["containers"]]:
-            closed = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
-            assert container["securityContext"] == closed
-            assert container["resources"]["requests"].keys() == {"cpu", "memory"}
-            assert container["image"].startswith("registry.example.org/diloco-")
+        check_closed(pod)
         container, *beside = pod["containers"]
         secrets = {volume["secret"]["secretName"] for volume in pod["volumes"] if "secret" in volume}
         if name in SERVERS:
@@ -291,6 +302,44 @@ def test_pods_are_as_closed_as_they_can_be_and_told_what_they_know(overlay: str)
         assert told - {"INDEX", "LEADER", "PROCESSES"} <= variables(name.removesuffix("-0"))
         paths = {container[probe]["httpGet"]["path"] for probe in ("readinessProbe", "livenessProbe")}
         assert paths == {"/readyz", "/healthz"} <= set(PATHS)
+
+
+@pytest.mark.parametrize(("overlay", "jobs"), [("us", {"checkpoint", "states"}), ("eu", {"states"}), ("island", set())])
+def test_each_night_the_operator_takes_a_checkpoint_and_each_region_copies_its_states(overlay: str, jobs: set[str]) -> None:
+    resources = kustomize.build(DEPLOY / "kubernetes" / "overlays" / overlay)
+    claims = {item["metadata"]["name"] for item in resources if item["kind"] == "PersistentVolumeClaim"} | {"state-learner-0"}
+    found = nightly_pods(resources)
+    assert found.keys() == jobs
+    for pod in found.values():
+        check_closed(pod)
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        assert {mount["name"] for container in pod["containers"] for mount in container["volumeMounts"]} <= volumes.keys()
+        assert volumes["state"]["persistentVolumeClaim"]["claimName"] in claims
+
+
+@pytest.mark.tool
+def test_the_states_of_a_pod_s_learner_are_copied_once_each(tmp_path: Path) -> None:
+    """The script of the CronJob, with folders for its volumes."""
+    [container] = nightly_pods(kustomize.build(DEPLOY / "kubernetes" / "overlays" / "eu"))["states"]["containers"]
+    *shell, script = container["command"]
+    for volume in ("state", "backup"):
+        script = script.replace(f"/{volume}/", f"{tmp_path}/{volume}/")
+    command = [*shell, script]
+    subprocess.run(command, check=True)  # a learner that has saved nothing yet
+    assert not (tmp_path / "backup").exists()
+    for name in ("3/learner-eu-0.safetensors", "12/learner-eu-0.safetensors", "learner-eu-0.a.safetensors"):
+        path = tmp_path / "state" / "checkpoints" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+    subprocess.run(command, check=True)
+    copied = tmp_path / "backup" / "checkpoints"
+    assert {str(path.relative_to(copied)) for path in copied.rglob("*") if path.is_file()} == {
+        "3/learner-eu-0.safetensors",
+        "12/learner-eu-0.safetensors",
+    }
+    (copied / "3" / "learner-eu-0.safetensors").write_text("as it was copied")
+    subprocess.run(command, check=True)
+    assert (copied / "3" / "learner-eu-0.safetensors").read_text() == "as it was copied"
 
 
 def test_the_servers_configuration_is_the_same_everywhere() -> None:
@@ -324,7 +373,7 @@ def test_a_unit_is_hardened_and_told_what_its_service_knows(unit: Path) -> None:
     values = dict(said)
     assert HARDENED.items() <= values.items()
     assert values["User"].startswith("diloco")
-    if "nats" in unit.name:
+    if "nats" in unit.name or unit.stem in NIGHTLY:
         return
     if "server-watch" in unit.name:
         assert values["ExecStart"] == "/opt/diloco/bin/diloco-server-watch"
@@ -343,6 +392,19 @@ def test_a_unit_is_hardened_and_told_what_its_service_knows(unit: Path) -> None:
     assert values["BindReadOnlyPaths"] == told["DILOCO_IDENTITY"]
 
 
+def test_each_night_a_checkpoint_is_taken_then_states_are_copied_then_collected() -> None:
+    times = {timer.stem: dict(lines(timer))["OnCalendar"] for timer in TIMERS}
+    assert sorted(times, key=times.__getitem__) == ["diloco-checkpoint", "diloco-states", "diloco-collect"]
+    units = {name: dict(lines(DEPLOY / "systemd" / f"{name}.service")) for name in times}
+    assert {unit["Type"] for unit in units.values()} == {"oneshot"}
+    # what one writes, the next one reads
+    assert units["diloco-checkpoint"]["ExecStart"].startswith("/opt/diloco/bin/diloco checkpoint /var/lib/diloco-operator/")
+    assert units["diloco-checkpoint"]["StateDirectory"] == units["diloco-collect"]["StateDirectory"] == "diloco-operator"
+    assert units["diloco-states"]["StateDirectory"] == "diloco-backup"
+    assert units["diloco-states"]["ExecStart"].endswith(" /var/lib/diloco/checkpoints/ /var/lib/diloco-backup/checkpoints/")
+    assert ":/var/lib/diloco-backup/checkpoints" in (DEPLOY / "systemd" / "diloco-collect.service").read_text()
+
+
 @pytest.mark.tool
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd-analyze")
 def test_systemd_takes_the_units(tmp_path: Path) -> None:
@@ -354,6 +416,7 @@ def test_systemd_takes_the_units(tmp_path: Path) -> None:
         "shutdown.target",
         "network-online.target",
         "multi-user.target",
+        "timers.target",
         "system.slice",
     ):
         (folder / name).write_text("[Unit]\nDescription=stands for the system's\nDefaultDependencies=no\n")
@@ -364,9 +427,9 @@ def test_systemd_takes_the_units(tmp_path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("#!/bin/sh\n")
         path.chmod(0o755)
-    for unit in UNITS:
+    for unit in UNITS + TIMERS:
         shutil.copy(unit, folder)
-    names = [unit.name.replace("@.", "@learner-us-0.") for unit in UNITS]
+    names = [unit.name.replace("@.", "@learner-us-0.") for unit in UNITS + TIMERS]
     verify = ["systemd-analyze", "verify", "--man=no", f"--root={tmp_path}", *names]
     ended = subprocess.run(verify, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from tests.made.pages import Block, blocks, sections
 from tests.pace import DEADLINE_S
 from tests.services.apart import demand_one_log
 from tests.services.cluster import small, some_versions
@@ -34,7 +35,6 @@ PAGE = ROOT / "docs" / "backup.md"
 DEPLOYMENT = ROOT / "deploy" / "datacenter"
 RUN = "demo"
 REGIONS = ("ap", "eu", "us")
-BLOCK = re.compile(r"^( *)```sh ((?:us|eu|ap| )+)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 DOCKER = """#!/bin/bash
 host=${PWD#"$HOSTS"/}; host=${host%%/*}
 case "$1 $2" in
@@ -50,11 +50,8 @@ cd "$HOSTS/${1%%.*}" && exec sh -c "$2"
 """
 
 
-def section(heading: str) -> list[tuple[list[str], str]]:
-    """The blocks of a section: on which hosts each is typed, and its lines without indentation."""
-    text = re.split(rf"^## {heading}$", PAGE.read_text(), flags=re.MULTILINE)[1].split("\n## ")[0]
-    found = BLOCK.findall(text)
-    return [(hosts.split(), re.sub(rf"^{indent}", "", lines, flags=re.MULTILINE)) for indent, hosts, lines in found]
+def section(heading: str) -> list[Block]:
+    return blocks(sections(PAGE)[heading])
 
 
 @dataclass(frozen=True)
@@ -91,8 +88,8 @@ class Hosts:
         assert ended.returncode == 0, f"{host}: {block}\n{ended.stdout[-3000:]}\n{ended.stderr[-5000:]}"
         return ended.stdout
 
-    async def type_all(self, blocks: list[tuple[list[str], str]]) -> list[str]:
-        return [await asyncio.to_thread(self.type, host, block) for hosts, block in blocks for host in hosts]
+    async def type_all(self, typed: list[Block]) -> list[str]:
+        return [await asyncio.to_thread(self.type, host, block) for hosts, block in typed for host in hosts]
 
 
 @pytest.fixture
