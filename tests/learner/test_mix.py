@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from diloco.errors import AdmissionError, DataError, DilocoError, SettingsError
+from diloco.process import locks
 from diloco.settings.presets import run_settings
 from diloco.settings.run import MixSettings, TaskSettings
 
 pytest.importorskip("grain", reason="the extra `data` is not installed: make extras")
 
 from diloco_learner.check import PlannedRun, check
-from diloco_learner.mix import file, pipeline
+from diloco_learner.mix import file, pipeline, stored
 from diloco_learner.mix import mix as mixes
 from diloco_learner.mix.describe import describe
 from diloco_learner.mix.mix import Mix
@@ -190,6 +193,33 @@ def test_tokens_whose_making_was_broken_off_are_made_again(make: MakeMix, tmp_pa
         make(ONE)
     monkeypatch.undo()
     assert make(ONE).sources["one"].stored.documents == 45
+
+
+def test_two_processes_make_the_same_tokens_at_once(make: MakeMix, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(locks, "wait_for", lambda path, chosen: nullcontext())  # on machines that share the cache
+    fill, others = stored._fill, list[Mix]()
+
+    def interrupted(*arguments: Any) -> None:
+        fill(*arguments)
+        monkeypatch.setattr(stored, "_fill", fill)
+        others.append(make(ONE))
+
+    monkeypatch.setattr(stored, "_fill", interrupted)
+    mine, (theirs,) = make(ONE), others
+    assert spelt(mine.sources["one"].stored.training) == spelt(theirs.sources["one"].stored.training)
+    assert len(list((tmp_path / "cache" / "data" / "tokens").iterdir())) == 1
+
+
+def test_a_draft_that_a_killed_process_left_is_removed(make: MakeMix, tmp_path: Path) -> None:
+    tokens = tmp_path / "cache" / "data" / "tokens"
+    for name, age_s in (("left", stored.LEFT_S + 60), ("young", 60)):
+        draft = tokens / f"{name}.draft"
+        draft.mkdir(parents=True)
+        (draft / "training.bin").write_bytes(b"ab")
+        for path in (draft / "training.bin", draft):
+            os.utime(path, (time.time() - age_s,) * 2)
+    make(ONE)
+    assert [path.name for path in tokens.glob("*.draft")] == ["young.draft"]
 
 
 @pytest.mark.parametrize("name", ["about.json", "training.bin"])

@@ -5,20 +5,28 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from diloco.errors import DilocoError
-from diloco.service import rundir
+from diloco.service import rundir, volume
 from diloco_learner import programs
 from diloco_learner.mix import mix
 
+
+@contextmanager
+def _claimed(path: Path) -> Iterator[None]:
+    volume.claim(path, "demo")
+    yield
+
+
 LOCKED: dict[str, tuple[Callable[[Path], AbstractContextManager[Any]], str]] = {
     "run": (rundir.locked, "--run-dir"),
+    "service": (_claimed, "DILOCO_STATE_DIR"),
     "mix": (mix._locked, "DILOCO_CACHE_DIR"),
     "programs": (lambda path: programs.compiled_once(path, "step", lambda: False), "DILOCO_CACHE_DIR"),
 }
@@ -43,7 +51,7 @@ def test_a_file_system_without_locks_is_named(name: str, tmp_path: Path, monkeyp
 def test_a_run_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with (
-        pytest.raises(DilocoError, match="cannot be written: Not a directory; choose another --run-dir"),
+        pytest.raises(DilocoError, match=r"^--run-dir: .* cannot be written: Not a directory; set --run-dir to"),
         rundir.locked(tmp_path / "file" / "run"),
     ):
         pass

@@ -147,3 +147,13 @@ def test_up_prints_a_line_before_its_modules_are_imported(tmp_path: Path) -> Non
 def test_up_as_json_prints_no_line() -> None:
     ended = diloco("up", "--json", "--nats", "no address")
     assert (ended.returncode, ended.stdout) == (2, "")
+
+
+@pytest.mark.services
+def test_help_has_words_and_no_types_of_python() -> None:
+    shown = diloco("up", "--help", columns=160).stdout
+    assert re.search(r"--set +TEXT +KEY=VALUE, any setting; repeatable", shown)
+    assert re.search(r"--plain +Plain lines", shown)
+    assert re.search(r"--standbys +NUMBER \[x>=0\]", shown)
+    shown += diloco("set", "--help", columns=160).stdout + diloco("wan", "cut", "--help", columns=160).stdout
+    assert not re.findall(r"<[a-z]+(?:\[\w+\]>|>| range>)", shown)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from diloco.errors import RunError
+from diloco.service import rundir
 from diloco.service.rundir import RunDirectory
 from diloco.settings.presets import run_settings
-from diloco_ops import task_check
+from diloco_ops import task_check, up
 from diloco_ops.run_summary import on_missed
 
 
@@ -44,3 +47,19 @@ def test_rounds_that_all_learners_miss_are_told(rounds: dict[str, tuple[int, int
     assert found is None if said is None else found is not None and found.startswith(said)
     if found:
         assert "round.overlap_steps (2) steps" in found
+
+
+def test_a_directory_that_another_up_makes_is_said_to_be_in_use(tmp_path: Path) -> None:
+    with rundir.locked(tmp_path / "new"):  # the other one has written nothing yet
+        for look in (up._check_new, lambda path, _: up._directory(path, run_settings("decoupled"), False, None, None)):
+            with pytest.raises(RunError, match="another `diloco up` is at work on this run"):
+                look(tmp_path / "new", "a checkpoint")
+    up._check_new(tmp_path / "new", "a checkpoint")  # the lock's file alone makes it no run's directory
+
+
+def test_of_two_that_begin_one_run_the_second_leaves_it_alone(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path, "run", "", None, run_settings("decoupled"))
+    replace(directory, name="theirs").save()  # while this process checked its own
+    with pytest.raises(RunError, match=r"another `diloco up` began a run here at the same time: go on with that one"):
+        up._begun(directory, None, None, existed=True, quiet=True)
+    assert rundir.load(tmp_path).name == "theirs"

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from diloco.errors import DilocoError, SettingsError
+from diloco.errors import DilocoError, RunError, SettingsError
+from diloco.service import skeleton
 from diloco.service.skeleton import parse_settings
 from diloco.settings.service import ServiceSettings, SyncerSettings
 
@@ -56,10 +57,30 @@ def test_each_process_takes_the_first_number_that_is_free_and_leaves_it_to_the_n
         end(two)
 
 
-def test_a_name_without_a_star_is_taken_as_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_name_without_a_star_is_taken_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DILOCO_NAME", "syncer-us")
     assert parse_settings(SyncerSettings, "test").name == "syncer-us"
-    assert not (tmp_path / "names").exists()
+
+
+@pytest.mark.services
+def test_two_processes_of_one_name_do_not_use_one_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DILOCO_NAME", "syncer-us-0")
+    monkeypatch.setattr(skeleton, "ENDING_S", 0.0)
+    one, first = process()
+    try:
+        assert first == "syncer-us-0"
+        with pytest.raises(RunError) as refused:
+            parse_settings(SyncerSettings, "test")
+        assert str(refused.value) == (
+            f"name = 'syncer-us-0': another process with this name uses {tmp_path} (state_dir): stop that one, or give "
+            "this one another name or another folder"
+        )
+        monkeypatch.setenv("DILOCO_NAME", "syncer-us-*")
+        assert parse_settings(SyncerSettings, "test").name == "syncer-us-1"
+    finally:
+        end(one)
+    monkeypatch.setenv("DILOCO_NAME", "syncer-us-0")
+    assert parse_settings(SyncerSettings, "test").name == "syncer-us-0"  # a killed process leaves nothing behind
 
 
 @pytest.mark.parametrize("name", ["*", "a*b", "Learner-*", "a" * 44 + "*", "a" * 49])
@@ -72,7 +93,7 @@ def test_a_star_stands_at_the_end_of_a_name(name: str, monkeypatch: pytest.Monke
 def test_a_state_directory_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("DILOCO_STATE_DIR", str(tmp_path / "file"))
-    with pytest.raises(DilocoError, match=r"file: this service's folder \(state_dir\) cannot be written: File exists"):
+    with pytest.raises(DilocoError, match=r"^state_dir: .*file cannot be written: File exists; set state_dir"):
         parse_settings(SyncerSettings, "test")
 
 

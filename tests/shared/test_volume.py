@@ -57,7 +57,7 @@ def test_a_damaged_one_is_named(tmp_path: Path, content: bytes) -> None:
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "state").write_text("")
-    with pytest.raises(RunError, match=r"state: this service's folder \(state_dir\) cannot be written: "):
+    with pytest.raises(RunError, match=r"^state_dir: .*/state cannot be written: .*; set state_dir \(DILOCO_STATE_DIR\) to"):
         volume.claim(tmp_path / "state", "demo")
 
 

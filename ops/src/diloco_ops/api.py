@@ -16,7 +16,8 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -29,15 +30,18 @@ from diloco.process import kernel_cache
 from diloco.service import rundir
 from diloco.settings import folders
 from diloco.settings.loading import assignment
-from diloco_ops import attach, export, inspect, run_reader
+from diloco_ops import attach, evaluating, export, inspect, notebook, pages, run_reader
 from diloco_ops.checking import found
 from diloco_ops.export import LATEST, parsed_version
+from diloco_ops.local_runs import LocalRun, local_run
 from diloco_ops.report import build
 from diloco_ops.supervise import ServiceFailed, last_words
 from diloco_ops.track import values
+from diloco_report.samples import trimmed
 
 T = TypeVar("T")
 POLL_S = 0.1  # soon enough for a person who waits for a run to begin
+SHOW_EVERY_S = 2.0  # as the page is drawn
 STOP_S = 60.0  # learners write their checkpoints meanwhile; then the command is killed, and its services with it
 WORDS_BYTES = 1 << 16  # of what a command said, from its end
 
@@ -58,6 +62,15 @@ class Metrics(list[dict[str, Any]]):
         return pandas.DataFrame(self, columns=["owner", "name", "step", "value", "wall_s"])
 
 
+class Text(str):
+    """Text that a notebook and Python's prompt show with its lines."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
 class Run:
     """A run in a directory, going on, stopped or over; it is read when it is asked."""
 
@@ -65,7 +78,27 @@ class Run:
         self.directory = directory
 
     def __repr__(self) -> str:
-        return f"diloco.open({str(self.directory)!r})"
+        """Return where the run stands, in one line."""
+        return notebook.sentence(self._seen(), self.page)
+
+    def _repr_html_(self) -> str:
+        """Return the same for a notebook, with the loss as a picture."""
+        return notebook.picture(self._seen(), self.page)
+
+    def _seen(self) -> LocalRun:
+        """Return the run as its directory has it; of one that ``diloco up`` does not keep there, as its coordinator has it."""
+        seen = local_run(self.directory)
+        if seen.standing == "elsewhere":
+            with suppress(DilocoError):  # it does not answer now
+                seen = replace(seen, status=self.status())
+        return seen
+
+    @property
+    def page(self) -> str | None:
+        """The address of the run's page, or of its report once it is over; None: it has none, or it is not known here."""
+        directory = rundir.load(self.directory)
+        report = (directory.path / "report.html").resolve()
+        return report.as_uri() if directory.finished and report.exists() else pages.link_of(directory)
 
     @property
     def report(self) -> dict[str, Any] | None:
@@ -104,6 +137,28 @@ class Run:
         ]
         found = [*now, *(point for point in points if (point.owner, point.name, point.step) not in known)]
         return Metrics(asdict(value) for value in sorted(found, key=lambda value: value.wall_s))
+
+    def frame(self) -> Any:
+        """Return :meth:`metrics` as a data frame of pandas.
+
+        Raises:
+            DilocoError: pandas is not installed; or as :meth:`metrics` does.
+        """
+        return self.metrics().frame()
+
+    def sample(self, prompt: str | None = None, *, count: int = 400, seed: int = 0, version: int | str = LATEST) -> Text:
+        """Return text that the run's model draws behind a ``prompt``, which is part of it; None: the task's own.
+
+        ``count``: characters to draw. ``version``: as of :meth:`params`. The newest one, unless another is asked for.
+
+        Raises:
+            RunError, SettingsError, BrokerError: as :meth:`params` does.
+            ServiceFailed: the task draws no text, or takes no prompt.
+        """
+        wanted = {"seed": seed, "count": count, "prompt": prompt}
+        asked = evaluating.EvaluationRequest(self.directory, str(version), 1, None, [])
+        found = _in_a_thread(lambda: evaluating.result(asked, wanted))
+        return Text(trimmed(found["prompt"] + found["sample"]))
 
     def versions(self) -> list[dict[str, Any]]:
         """Return of each fragment its newest version, the tokens merged, and whether its log is closed.
@@ -158,8 +213,12 @@ class Started(Run):
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
         if kind is not None:
             self.stop()
-        else:
+            return
+        try:
             self.wait()
+        except BaseException:
+            self.stop()
+            raise
 
     def has_begun(self) -> bool:
         """Whether its coordinator answers, or it is over.
@@ -177,20 +236,33 @@ class Started(Run):
         return True
 
     def wait(self) -> dict[str, Any] | None:
-        """Wait until the run ends; return its report, or None where it was stopped. Ctrl-C stops it in order.
+        """Wait until the run ends; return its report, or None where it was stopped. A notebook shows its progress meanwhile.
+
+        Ctrl-C, or a notebook's interrupt, ends the waiting and not the run, which ends with this process, in order.
 
         Raises:
             ServiceFailed: it ended with an error.
         """
+        handle = notebook.display_handle(self)
         try:
-            code = self._process.wait()
+            while (code := self._ended(SHOW_EVERY_S)) is None:
+                if handle is not None:
+                    handle.update(self)
         except KeyboardInterrupt:
-            self.stop()
+            print("interrupted; the run goes on: run.wait() waits for it again, run.stop() ends it in order", flush=True)
             raise
+        if handle is not None:
+            handle.update(self)
         atexit.unregister(self._end)
         if code not in (0, 130):
             raise ServiceFailed(last_words(self._said(), code), code)
         return self.report
+
+    def _ended(self, within_s: float) -> int | None:
+        try:
+            return self._process.wait(within_s)
+        except subprocess.TimeoutExpired:
+            return None
 
     def stop(self) -> None:
         """End the run in order: learners write checkpoints. ``diloco.up(run_dir=...)`` goes on with it."""
@@ -366,5 +438,9 @@ class _InMemory:
 
 def _in_a_loop(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """Run work in a loop of its own, in another thread: a notebook has one in this thread."""
+    return _in_a_thread(lambda: asyncio.run(work()))
+
+
+def _in_a_thread(work: Callable[[], T]) -> T:
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(lambda: asyncio.run(work())).result()
+        return thread.submit(work).result()

@@ -78,6 +78,7 @@ def _run(named: str) -> int | None:
     from diloco.errors import DilocoError
     from diloco.process import kernel_cache
     from diloco.settings import folders
+    from diloco_ops.help_words import put_words
     from diloco_ops.progress_lines import progress_line
 
     kernel_cache.choose(folders.cache_dir())
@@ -98,7 +99,10 @@ def _run(named: str) -> int | None:
     if not meant:
         for point in points:  # so that a misspelt name is answered with those that are close to it
             app.command(point.name)(_root)
-    code: int | None = app(standalone_mode=False, prog_name="diloco")
+    command = typer.main.get_command(app)
+    if "--help" in sys.argv:
+        put_words(command)
+    code: int | None = command(standalone_mode=False, prog_name="diloco")
     return code
 
 

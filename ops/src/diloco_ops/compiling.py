@@ -9,6 +9,13 @@ from contextlib import contextmanager
 
 from diloco_ops.progress_lines import progress_line
 
+# it prints a line when it begins to compile; where all kernels are in the cache it prints none
+_LOAD = """
+from diloco.core.compiled import kernels
+kernels.announce = lambda: print("compiling", flush=True)
+kernels.load()
+"""
+
 
 @contextmanager
 def kernels_compiled(*, quiet: bool = False) -> Iterator[None]:
@@ -16,11 +23,12 @@ def kernels_compiled(*, quiet: bool = False) -> Iterator[None]:
 
     ``quiet``: print no line while the caller waits for that process.
     """
-    process = subprocess.Popen([sys.executable, "-c", "import diloco.core.kernels"])
-    try:
-        yield
-        with progress_line("compiling the kernels, once for this installation", quiet=quiet):
-            process.wait()
-    finally:
-        process.kill()
-        process.wait()
+    with subprocess.Popen([sys.executable, "-c", _LOAD], stdout=subprocess.PIPE) as process:
+        try:
+            yield
+            assert process.stdout is not None
+            if process.stdout.readline():
+                with progress_line("compiling the kernels, once for this installation", quiet=quiet):
+                    process.wait()
+        finally:
+            process.kill()

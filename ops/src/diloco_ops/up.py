@@ -8,7 +8,8 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -115,11 +116,7 @@ def up(
     slowed = _slow_factors(slow or [], directory.learner_names)
     directory = _shaped(directory, devices_per_learner, processes_per_learner, least_processes, torch or [])
     metrics = metrics_addresses(service_count(directory, standbys, coordinators))
-    directory, resumed = _begin(directory, source, resume_at, nats_url, quiet=json_)
-    directory = origin.noted(directory)
-    with rundir.locked(directory.path):
-        if not resumed:
-            directory.save()
+    with _locked(directory, source, resume_at, nats_url, quiet=json_) as (directory, resumed):
         served = pages.addresses(page or (pages.NOWHERE if json_ else pages.ANYWHERE), coordinators)
         asked = LaunchRequest(standbys, coordinators, nats_url is None, json_, plain, track or [], served, open_, metrics)
         report = asyncio.run((launcher := Launcher(directory, slowed, asked)).run(resumed))
@@ -170,40 +167,71 @@ def _source(
     return None, _directory(path, settings, bool(overrides) or preset != DEFAULT_PRESET, data, nats_url)
 
 
-def _begin(
+@contextmanager
+def _locked(
     directory: RunDirectory,
     source: RunCheckpoint | continuing.ContinuationSource | None,
     at: int | None,
     nats_url: str | None,
     *,
     quiet: bool,
-) -> tuple[RunDirectory, bool]:
-    """Check a run that begins in this directory while the kernels are compiled, as :func:`_checked` does.
+) -> Iterator[tuple[RunDirectory, bool]]:
+    """Lock a run's directory, after a run that begins there was checked and before it is written.
 
-    ``quiet``: print no lines about what takes long.
+    Yield the directory, and whether there is a run to go on with. ``quiet``: print no lines about what takes long.
     """
-    with compiling.kernels_compiled(quiet=quiet), progress_line("checking the task and its data", quiet=quiet):
-        return _checked(directory, source, at, nats_url)
+    existed, resumed = directory.path.exists(), (directory.path / "run.json").exists()
+    with compiling.kernels_compiled(quiet=quiet):
+        if not resumed:
+            with progress_line("checking the task and its data", quiet=quiet):
+                directory = _checked(directory, source, nats_url)
+    directory = origin.noted(directory)
+    with rundir.locked(directory.path):
+        if not resumed:
+            directory = _begun(directory, source, at, existed=existed, quiet=quiet)
+        yield directory, resumed or source is not None
 
 
 def _checked(
-    directory: RunDirectory, source: RunCheckpoint | continuing.ContinuationSource | None, at: int | None, nats_url: str | None
-) -> tuple[RunDirectory, bool]:
-    """Check a run that begins in this directory, and write what it goes on from there.
+    directory: RunDirectory, source: RunCheckpoint | continuing.ContinuationSource | None, nats_url: str | None
+) -> RunDirectory:
+    """Check a run that is to begin in this directory; nothing is written.
 
-    Return the directory, with the units of its loss and its mix of data, and whether there is a run to go on with. Nothing is
-    written before all that was asked for is known to be right.
+    Return the directory, with the units of its loss and its mix of data.
+    """
+    check_time_limits(directory.settings, "diloco up")
+    if not isinstance(source, continuing.ContinuationSource):  # a run that goes on is checked with its weights
+        directory = task_check.check_task(directory)
+    if source is None and nats_url is not None:
+        asyncio.run(_check_name(directory.name, nats_url))
+    return directory
+
+
+def _begun(
+    directory: RunDirectory,
+    source: RunCheckpoint | continuing.ContinuationSource | None,
+    at: int | None,
+    *,
+    existed: bool,
+    quiet: bool,
+) -> RunDirectory:
+    """Write a new run's directory, which this process has locked, and what it goes on from.
+
+    ``existed``: the directory, before it was locked.
+
+    Raises:
+        RunError: another process has begun a run there while this one checked its own.
     """
     if (directory.path / "run.json").exists():
-        return directory, True
-    check_time_limits(directory.settings, "diloco up")
-    if not isinstance(source, continuing.ContinuationSource):
-        directory = task_check.check_task(directory)
+        raise RunError(
+            f"{directory.path}: another `diloco up` began a run here at the same time: go on with that one (diloco up "
+            f"--run-dir {directory.path}), or choose another --run-dir"
+        )
     if source is not None:
-        return _prepare(source, directory, at), True
-    if nats_url is not None:
-        asyncio.run(_check_name(directory.name, nats_url))
-    return directory, False
+        with progress_line(f"copying the state of {source.path}", quiet=quiet):
+            return _prepare(source, directory, at, existed=existed)
+    directory.save()
+    return directory
 
 
 def _beginning_with(
@@ -331,7 +359,8 @@ def _directory(path: Path, settings: RunSettings, given: bool, data: str | None,
     """Return the run's directory; a new one is not written yet."""
     if not (path / "run.json").exists():
         data = data_source(data, settings)
-        if path.exists() and any(path.iterdir()):
+        rundir.check_free(path)
+        if not _is_new(path):
             raise RunError(f"{path}: exists, is not empty, and is no run's directory; choose another one")
         return RunDirectory(path.resolve(), _name_of(path), nats_url or "", data, settings)
     directory = rundir.load(path.resolve())
@@ -340,6 +369,7 @@ def _directory(path: Path, settings: RunSettings, given: bool, data: str | None,
             f"{path}: this run is finished (its report is {directory.report}); choose another --run-dir, or for more tokens go "
             f"on from it in another one: diloco up --continue {path} --tokens N"
         )
+    rundir.check_free(path)
     settings = settings.with_mix(directory.settings.task.mix)
     if given and directory.settings != settings:
         difference = creation.first_difference(directory.settings.model_dump(), settings.model_dump())
@@ -415,8 +445,14 @@ def _continued(
 
 
 def _check_new(path: Path, what: str) -> None:
-    if path.exists() and any(path.iterdir()):
+    rundir.check_free(path)
+    if not _is_new(path):
         raise RunError(f"{path}: exists and is not empty; {what} goes on in a new directory: choose another --run-dir")
+
+
+def _is_new(path: Path) -> bool:
+    """Return whether a directory is not there or is empty, except for the lock that a command which failed left there."""
+    return not path.exists() or all(entry.name == rundir.LOCK for entry in path.iterdir())
 
 
 def _check_preset(source: Path, run: str, settings: RunSettings, preset: str) -> None:
@@ -432,8 +468,9 @@ def _learners(overrides: dict[str, Any]) -> int | None:
     return learners
 
 
-def _prepare(source: RunCheckpoint | continuing.ContinuationSource, directory: RunDirectory, at: int | None) -> RunDirectory:
-    existed = directory.path.exists()
+def _prepare(
+    source: RunCheckpoint | continuing.ContinuationSource, directory: RunDirectory, at: int | None, *, existed: bool
+) -> RunDirectory:
     try:
         if isinstance(source, RunCheckpoint):
             asyncio.run(resume.prepare(source, directory, at=at))

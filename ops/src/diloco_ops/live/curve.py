@@ -58,7 +58,7 @@ class _Canvas:
 def loss_curve(status: Status, width: int, lines: int) -> RenderableType:
     units, validation = status.get("units"), status.get("validation") or []
     body = loss_lines(status.get("loss") or {}, validation, learner_colours(status), width - 4, lines - 2)
-    legend = Text().append("● each learner  ", "default dim").append("━ global", _GLOBAL) if _points(validation) else ""
+    legend = Text().append("● each learner  ", "default dim").append("━ global", _GLOBAL) if known_points(validation) else ""
     return panel(body, f"loss, {units}" if units else "loss", width, legend)
 
 
@@ -69,7 +69,7 @@ def loss_lines(
 
     A point is (seconds, tokens, loss).
     """
-    learners, validation = {name: _points(each) for name, each in sorted(loss.items())}, _points(points)
+    learners, validation = {name: known_points(each) for name, each in sorted(loss.items())}, known_points(points)
     drawn = [each for each in (*learners.values(), validation) if each]
     rows, columns = lines - 1, width - 6
     if not drawn:
@@ -94,7 +94,8 @@ def loss_lines(
     return body
 
 
-def _points(points: Iterable[Sequence[float | None]]) -> list[tuple[float, float]]:
+def known_points(points: Iterable[Sequence[float | None]]) -> list[tuple[float, float]]:
+    """Return (seconds, loss) of those points (seconds, tokens, loss) whose loss is known and finite."""
     return [
         (float(point[0]), float(point[2]))
         for point in points

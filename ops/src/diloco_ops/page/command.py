@@ -26,24 +26,14 @@ from diloco_ops.local_runs import RUNS, newest_run
 from diloco_ops.page.acting import OperatorActions
 from diloco_ops.page.source import OperatorSource, ReportSource
 from diloco_ops.pages import ANYWHERE, link, show
+from diloco_ops.url_options import BulkUrl, IdentityFile, RunName, RunPlace
 
 
 def page(
-    run_at: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[DIR|URL]",
-            help="The run's directory, or the NATS server that has it. Default: the newest directory in runs/.",
-            show_default=False,
-        ),
-    ] = None,
-    run: Annotated[str, typer.Option(envvar="DILOCO_RUN", help="With a URL: the run's name.")] = "run",
-    bulk_url: Annotated[
-        str | None, typer.Option("--bulk", envvar="DILOCO_NATS_BULK_URL", help="In a run with regions: the server of one.")
-    ] = None,
-    identity: Annotated[
-        Path | None, typer.Option(envvar="DILOCO_IDENTITY", help="With a URL: file that `diloco keys` made, an operator's.")
-    ] = None,
+    run_at: RunPlace = None,
+    run: RunName = "run",
+    bulk_url: BulkUrl = None,
+    identity: IdentityFile = None,
     run_dir: Annotated[
         Path | None, typer.Option(help="With a URL: where run.json and checkpoints are put; default: runs/NAME.")
     ] = None,

@@ -6,9 +6,6 @@ import asyncio
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from diloco.errors import RunError, SettingsError
 from diloco.nats.opening import checked
@@ -19,26 +16,14 @@ from diloco_ops import run_reader
 from diloco_ops.live.rows import MIN_HEIGHT, MIN_WIDTH
 from diloco_ops.local_runs import newest_run
 from diloco_ops.top.feed import reached
+from diloco_ops.url_options import BulkUrl, IdentityFile, RunName, RunPlace
 
 
 def top(
-    place: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[URL|DIR]",
-            help="The run's NATS server (nats://HOST:PORT), or its directory. Default: the newest one in runs/.",
-            show_default=False,
-        ),
-    ] = None,
-    run: Annotated[str, typer.Option(envvar="DILOCO_RUN", help="With a URL: the run's name.")] = "run",
-    bulk_url: Annotated[
-        str | None,
-        typer.Option("--bulk", envvar="DILOCO_NATS_BULK_URL", help="With a URL, in a run with regions: the server of one."),
-    ] = None,
-    identity: Annotated[
-        Path | None,
-        typer.Option(envvar="DILOCO_IDENTITY", help="With a URL: file that `diloco keys` made, an observer's or operator's."),
-    ] = None,
+    place: RunPlace = None,
+    run: RunName = "run",
+    bulk_url: BulkUrl = None,
+    identity: IdentityFile = None,
 ) -> None:
     """Watch a run in the terminal: what learners and fragments do, each in detail, what happens, logs."""
     place = place or str(newest_run("diloco top"))

@@ -8,7 +8,6 @@ does not keep, each process compiles it for itself.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -19,9 +18,10 @@ import jax
 from blake3 import blake3
 
 from diloco.errors import SettingsError
+from diloco.process import locks
+from diloco.process.locks import LOOK_S
 from diloco.settings import folders
 
-LOOK_S = 0.05  # small beside the second that loading takes, and 20 looks a second cost nothing
 PATIENCE_S = 300.0  # a process that compiles may be frozen; the others then compile, too
 
 
@@ -60,35 +60,29 @@ def compiled_once(cache_dir: Path, name: str, stopping: Callable[[], bool]) -> I
         KeyboardInterrupt: this process is asked to end meanwhile.
         SettingsError: the cache cannot be written, or its file system has no locks.
     """
-    path = folders.made(cache_dir) / f"{name}.compiled"
-    try:
-        mark = path.open("ab")
-    except OSError as error:  # the file is another user's
-        raise folders.not_writable(path, error) from None
+    mark = _turn(folders.made(cache_dir) / f"{name}.compiled", stopping)
+    if mark is None:
+        yield
+        return
     with mark:
-        try:
-            has_turn = _has_turn(mark, stopping)
-        except OSError as error:
-            raise folders.not_lockable(path.parent, error) from None
-        if has_turn:
-            yield
-            mark.write(b"\n")  # stored when the file is closed, which ends the lock, too
-            return
-    yield
+        yield
+        mark.write(b"\n")  # stored when the file is closed, which ends the lock, too
 
 
-def _has_turn(mark: IO[bytes], stopping: Callable[[], bool]) -> bool:
-    """Return whether this process has the lock, and is the one to compile; wait until it is, or need not."""
+def _turn(path: Path, stopping: Callable[[], bool]) -> IO[bytes] | None:
+    """Wait until this process has the lock, and is the one to compile; None: it need not wait any more."""
     deadline_s = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline_s:
-        if os.fstat(mark.fileno()).st_size:
-            return False
-        try:
-            fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if stopping():
-                raise KeyboardInterrupt from None
-            time.sleep(LOOK_S)
-        else:
-            return not os.fstat(mark.fileno()).st_size  # it may have been marked between look and lock
-    return False
+    while time.monotonic() < deadline_s and not _is_marked(path):
+        if (mark := locks.take(path, folders.CACHE)) is not None:
+            if not _is_marked(path):  # it may have been marked between look and lock
+                return mark
+            mark.close()
+            break
+        if stopping():
+            raise KeyboardInterrupt
+        time.sleep(LOOK_S)
+    return None
+
+
+def _is_marked(path: Path) -> bool:
+    return path.is_file() and path.stat().st_size > 0

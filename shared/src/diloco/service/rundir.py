@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from diloco import __version__
 from diloco.errors import RunError, SettingsError
+from diloco.process import locks
+from diloco.settings import folders
 from diloco.settings.run import RunSettings
 from diloco.settings.validation import parse
 
 FORMAT = 3  # grows with the settings of runs, too
-LOOK_S = 0.05  # more than the time for which is_locked() holds a lock
+LOCK = "lock"
 
 
 @dataclass(frozen=True)
@@ -126,44 +126,33 @@ def locked(path: Path) -> Iterator[None]:
     Raises:
         RunError: another process holds it; or it cannot be written, or its file system has no locks.
     """
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        lock = (path / "lock").open("w")
-    except OSError as error:
-        raise RunError(f"{path}: cannot be written: {error.strerror}; choose another --run-dir") from None
+    lock = locks.take_alone(path / LOCK, folders.RUN)
+    if lock is None:
+        raise _in_use(path)
     with lock:
-        try:
-            _lock(lock)
-        except BlockingIOError:
-            raise RunError(
-                f"{path}: another `diloco up` is at work on this run: look at it with `diloco status {path}`, stop it, or "
-                "choose another --run-dir"
-            ) from None
-        except OSError as error:
-            raise RunError(
-                f"{path}: cannot be locked: {error.strerror}; choose a --run-dir on a local disk, which has locks"
-            ) from None
         yield
+
+
+def check_free(path: Path) -> None:
+    """Find out that no process has locked a run's directory, which may not be there, as :func:`locked` does.
+
+    Raises:
+        RunError: one has.
+    """
+    if is_locked(path):
+        raise _in_use(path)
 
 
 def is_locked(path: Path) -> bool:
     """Whether a process holds the lock of a run's directory, as :func:`locked` does; False where that cannot be known."""
-    try:
-        with (path / "lock").open() as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
+    return locks.is_taken(path / LOCK)
 
 
-def _lock(lock: IO[str]) -> None:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        time.sleep(LOOK_S)  # another command may be looking whether it is locked
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+def _in_use(path: Path) -> RunError:
+    return RunError(
+        f"{path}: another `diloco up` is at work on this run: look at it with `diloco status {path}`, stop it, or choose "
+        "another --run-dir"
+    )
 
 
 def write_json(path: Path, value: Any) -> None:

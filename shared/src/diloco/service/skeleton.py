@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
-import fcntl
 import os
 import signal
 from collections.abc import Awaitable, Callable, Sequence
@@ -15,12 +13,13 @@ from typing import Any, Literal, NoReturn, TypeVar
 from diloco.control import creation
 from diloco.control.creation import KnownRun
 from diloco.core.compiled import kernels
-from diloco.errors import DilocoError, SettingsError
+from diloco.errors import DilocoError, RunError, SettingsError
 from diloco.nats.identity import Role, identity_file, of_service
 from diloco.nats.transport import NatsTransport
-from diloco.process import kernel_cache, observe, resolving
+from diloco.process import kernel_cache, locks, observe, resolving
 from diloco.process.observe import Logger
 from diloco.service import volume
+from diloco.settings import folders
 from diloco.settings.loading import load_service, logging_settings
 from diloco.settings.service import LearnerSettings, ProcessesSettings, ServiceSettings, check_region
 from diloco.transport import Transport
@@ -28,6 +27,8 @@ from diloco.transport import Transport
 S = TypeVar("S", bound=ServiceSettings)
 MAX_NUMBERS = 4096
 ALONE = ProcessesSettings()
+NAMES = "names"  # folder of locks
+ENDING_S = 5.0  # a process that was just killed may still have its name
 
 
 class _Arguments(argparse.ArgumentParser):
@@ -43,11 +44,13 @@ def parse_settings(cls: type[S], program: str) -> S:
     Raises:
         SettingsError: a setting is wrong.
         RunError: their state directory is another run's, or a newer version's.
-        DilocoError: a name that ends in a star cannot be settled.
+        DilocoError: another process has the name, or one that ends in a star cannot be settled.
     """
     loaded = read_settings(cls, program)
     volume.claim(loaded.state_dir, loaded.run)
     settings = named(loaded)
+    if settings is loaded:
+        _hold_name(settings)
     begin_logs(settings, program)
     return settings
 
@@ -111,26 +114,34 @@ def named(settings: S) -> S:
 
     Raises:
         SettingsError: there are identities and none of them has such a name, or they cannot be listed.
-        DilocoError: the state directory cannot be written, or all numbers are taken.
+        RunError: the state directory cannot be written, or its file system has no locks.
+        DilocoError: all numbers are taken.
     """
     if not settings.name.endswith("*"):
         return settings
     names = [f"{settings.name[:-1]}{number}" for number in range(MAX_NUMBERS)]
     if settings.identity is not None:
         names = _with_identity(names, settings.identity, settings.name)
-    folder = settings.state_dir / "names"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in names:
-            lock = os.open(folder / name, os.O_RDWR | os.O_CREAT, 0o644)
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return settings.model_copy(update={"name": name})
-            os.close(lock)
-    except OSError as error:
-        raise DilocoError(f"name = {settings.name!r}: {folder} cannot be written: {error.strerror}") from None
+    folder = settings.state_dir / NAMES
+    for name in names:
+        if locks.hold(folder / name, folders.STATE, patience_s=0.0):
+            return settings.model_copy(update={"name": name})
     taken = f"all {MAX_NUMBERS} numbers" if settings.identity is None else f"all names with an identity ({settings.identity})"
     raise DilocoError(f"name = {settings.name!r}: {taken} are taken by processes that share {folder}")
+
+
+def _hold_name(settings: ServiceSettings) -> None:
+    """Hold this process's name in its ``state_dir`` as long as it lives: two processes would write the same files.
+
+    Raises:
+        RunError: another process has it; or the folder cannot be written, or its file system has no locks.
+    """
+    name = process_name(settings)
+    if not locks.hold(settings.state_dir / NAMES / name, folders.STATE, ENDING_S):
+        raise RunError(
+            f"name = {name!r}: another process with this name uses {settings.state_dir} (state_dir): stop that one, or give "
+            "this one another name or another folder"
+        )
 
 
 def _with_identity(names: Sequence[str], path: str, pattern: str) -> list[str]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 from pathlib import Path
 from typing import Any
 
 from diloco import __version__
 from diloco.errors import RunError
+from diloco.process import locks
+from diloco.settings import folders
 from diloco.settings.validation import shown
 
 FORMAT = 1  # of the folder: grows when an older version would misread the files of a newer one
@@ -20,43 +21,39 @@ def claim(folder: Path, run: str) -> None:
     """Note that a folder is a run's, or find that it is already. Services that share one may call it at the same time.
 
     Raises:
-        RunError: it is another run's, a newer version's or damaged, or cannot be written.
+        RunError: it is another run's, a newer version's or damaged, or cannot be written, or its file system has no locks.
     """
     path = folder / NAME
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with path.open("a+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+    with locks.wait_for(path, folders.STATE) as file:
+        try:
             file.seek(0)
-            text = file.read(MAX_BYTES)
-            if not text:
-                file.write(json.dumps({"format": FORMAT, "run": run, "software": __version__}) + "\n")
+            raw = file.read(MAX_BYTES)
+            if not raw:
+                said = {"format": FORMAT, "run": run, "software": __version__}
+                file.write(json.dumps(said).encode() + b"\n")
+                file.flush()
                 return
-    except UnicodeDecodeError as error:
-        raise _damaged(path, error) from None
-    except OSError as error:
-        raise RunError(f"{folder}: this service's folder (state_dir) cannot be written: {error.strerror}") from None
-    _check(path, text, run)
+        except OSError as error:
+            raise folders.STATE.not_writable(path, error) from None
+    _check(path, raw, run)
 
 
 def check(folder: Path, run: str) -> None:
     """Check a folder as :func:`claim`, without a change to it."""
     path = folder / NAME
     try:
-        with path.open() as file:
-            text = file.read(MAX_BYTES)
+        with path.open("rb") as file:
+            raw = file.read(MAX_BYTES)
     except OSError:  # it has no owner yet
         return
-    except UnicodeDecodeError as error:
-        raise _damaged(path, error) from None
-    if text:
-        _check(path, text, run)
+    if raw:
+        _check(path, raw, run)
 
 
-def _check(path: Path, text: str, run: str) -> None:
+def _check(path: Path, raw: bytes, run: str) -> None:
     folder = path.parent
     try:
-        said: Any = json.loads(text)
+        said: Any = json.loads(raw)
         written, owner = int(said["format"]), str(said["run"])
     except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
         raise _damaged(path, error) from None

@@ -4,15 +4,51 @@ from __future__ import annotations
 
 import os
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
-from diloco.errors import SettingsError
+from diloco.errors import DilocoError, RunError, SettingsError
 
 CACHE_DIR = Path("~/.cache/diloco/jax")  # the default of `cache_dir`; ~ is looked up when a process uses it
 CACHE_VARIABLE = "DILOCO_CACHE_DIR"
 KEYS_VARIABLE = "DILOCO_KEYS"  # names the folder of `diloco keys`
 PASSPHRASE_VARIABLE = "DILOCO_CA_PASSPHRASE_FILE"  # names the file with the passphrase of its authority
-CACHE_SETTING = f"cache_dir ({CACHE_VARIABLE})"
+
+
+@dataclass(frozen=True)
+class ChosenFolder:
+    """A folder that a setting or an option chooses, as errors name it.
+
+    ``variable``: of the environment that sets it, too. ``error``: the class of its errors.
+    """
+
+    name: str
+    variable: str = ""
+    error: type[DilocoError] = SettingsError
+
+    @property
+    def setting(self) -> str:
+        """The setting, and its variable."""
+        return f"{self.name} ({self.variable})" if self.variable else self.name
+
+    def not_writable(self, path: Path, error: OSError) -> DilocoError:
+        """Return the error that says that the folder, or a file in it, cannot be written."""
+        return self.error(
+            f"{self.name}: {path} cannot be written: {error.strerror}; set {self.setting} to a folder that this process may "
+            "write"
+        )
+
+    def not_lockable(self, path: Path, why: str) -> DilocoError:
+        """Return the error that says that the folder's file system has no locks."""
+        return self.error(
+            f"{self.name}: {path} cannot be locked: {why}; set {self.setting} to a folder on a file system with locks, such as "
+            "a local disk"
+        )
+
+
+CACHE = ChosenFolder("cache_dir", CACHE_VARIABLE)
+STATE = ChosenFolder("state_dir", "DILOCO_STATE_DIR", RunError)
+RUN = ChosenFolder("--run-dir", error=RunError)
 
 
 def cache_dir() -> Path:
@@ -50,28 +86,13 @@ def made(folder: Path) -> Path:
     Raises:
         SettingsError: no home directory is known, or this process cannot write the folder.
     """
-    whole = expanded(folder, CACHE_SETTING)
+    whole = expanded(folder, CACHE.setting)
     try:
         whole.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=whole).close()
     except OSError as error:
-        raise not_writable(whole, error) from None
+        raise CACHE.not_writable(whole, error) from None
     return whole
-
-
-def not_writable(path: Path, error: OSError) -> SettingsError:
-    """Return the error that says that ``cache_dir``, or a file in it, cannot be written."""
-    return SettingsError(
-        f"cache_dir: {path} cannot be written: {error.strerror}; set {CACHE_SETTING} to a folder that this process may write"
-    )
-
-
-def not_lockable(path: Path, error: OSError) -> SettingsError:
-    """Return the error that says that the file system of ``cache_dir`` has no locks."""
-    return SettingsError(
-        f"cache_dir: {path} cannot be locked: {error.strerror}; set {CACHE_SETTING} to a folder on a file system with locks, "
-        "such as a local disk"
-    )
 
 
 def can_write(folder: Path) -> bool:

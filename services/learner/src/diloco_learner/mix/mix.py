@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from diloco.errors import AdmissionError, DataError, DilocoError
+from diloco.process import locks
 from diloco.settings import folders
 from diloco.settings.run import MixedSource, MixSettings, RunSettings, TaskSettings
 from diloco_learner.mix import documents, file, stored, tokenizer
@@ -223,14 +223,6 @@ def _locked(cache: Path) -> Iterator[Path]:
     Raises:
         SettingsError: it cannot be written, or its file system has no locks.
     """
-    path = folders.made(cache) / "lock"
-    try:
-        lock = path.open("w")
-    except OSError as error:  # the file is another user's
-        raise folders.not_writable(path, error) from None
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError as error:
-            raise folders.not_lockable(path.parent, error) from None
-        yield path.parent
+    folder = folders.made(cache)
+    with locks.wait_for(folder / "lock", folders.CACHE):
+        yield folder

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import itertools
 import shutil
+import time
+import uuid
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
@@ -32,6 +35,7 @@ STORED = "tokens"  # folder of the cache
 PARTS = ("training.bin", "held_out.bin")
 ABOUT = "about.json"
 AT_ONCE = 1 << 20  # characters that are tokenised at once, by all cores
+LEFT_S = 3600.0  # a process that makes tokens writes some every few seconds
 SCANNED = 1 << 24  # tokens looked at at once
 
 
@@ -121,9 +125,36 @@ def _about(folder: Path) -> _About | None:
 
 
 def _make(documents: Documents, tokenizer: Tokenizer, folder: Path, dtype: np.dtype[Any]) -> None:
-    draft = folder.with_suffix(".draft")
-    shutil.rmtree(draft, ignore_errors=True)
+    """Make a folder of tokens in a draft of this process's own: one of another machine may be making the same folder.
+
+    Raises:
+        DataError: there is no text.
+    """
+    _remove_left_drafts(folder.parent)
+    draft = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}.draft")
     draft.mkdir(parents=True)
+    try:
+        _fill(documents, tokenizer, draft, dtype)
+        if _about(folder) is None:
+            shutil.rmtree(folder, ignore_errors=True)
+            draft.rename(folder)
+    except OSError:
+        if _about(folder) is None:  # else the other process was faster by a moment
+            raise
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _remove_left_drafts(folder: Path) -> None:
+    """Remove drafts whose processes were killed."""
+    for draft in folder.glob("*.draft"):
+        with suppress(OSError):  # it was renamed or removed meanwhile
+            written_s = max(path.stat().st_mtime for path in (draft, *draft.iterdir()))
+            if time.time() - written_s > LEFT_S:
+                shutil.rmtree(draft, ignore_errors=True)
+
+
+def _fill(documents: Documents, tokenizer: Tokenizer, draft: Path, dtype: np.dtype[Any]) -> None:
     count = characters = 0
     with (draft / PARTS[0]).open("wb") as training, (draft / PARTS[1]).open("wb") as held_out:
         for batch in _batches(documents):
@@ -135,12 +166,9 @@ def _make(documents: Documents, tokenizer: Tokenizer, folder: Path, dtype: np.dt
                     _write(file, np.array([tokenizer.end]), dtype)
                 count = number + 1
     if not count:
-        shutil.rmtree(draft)
         raise DataError(f"source {documents.name!r}: {documents.root}: has no text: all rows are empty; name another column")
     about = _About(count, characters, [(draft / part).stat().st_size for part in PARTS])
     (draft / ABOUT).write_bytes(msgspec.json.encode(about))
-    shutil.rmtree(folder, ignore_errors=True)
-    draft.rename(folder)
 
 
 def _batches(documents: Documents) -> Iterator[list[tuple[int, str, bool]]]:
