@@ -68,8 +68,8 @@ class Region:
 
     async def found(self, known_epoch: int = 0) -> tuple[int, bytes, int]:
         """Return the highest epoch, the last entry, and the last message."""
-        head, epoch, sequence = await self.log.region.log_head(0, self.genesis, known_epoch)
-        return epoch, head.entry_hash, sequence
+        end = await self.log.region.log_end(0, self.genesis, known_epoch)
+        return end.epoch, end.last.entry_hash, end.sequence
 
 
 @pytest.fixture
@@ -291,8 +291,8 @@ class Overtaken:
 
     async def load_first(self, fragment: int, genesis: Genesis, check: bytes) -> None:
         await self.install_snapshot(fragment, self.home.region, 0)
-        last, epoch, sequence = await self.home.region.log_head(fragment, check, 0)
-        await self.home.region.claim(fragment, epoch + 1, "s", last, sequence)
+        end = await self.home.region.log_end(fragment, check, 0)
+        await self.home.region.claim(fragment, end.epoch + 1, "s", end.last, end.sequence)
         raise RunError(f"fragment {fragment} has no keyframe of version 0")
 
     async def install_snapshot(self, fragment: int, to: RegionalLog, expected_sequence: int) -> object:

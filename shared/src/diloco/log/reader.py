@@ -240,13 +240,18 @@ class Reader:
 
     async def newest_keyframe(self, fragment: int) -> tuple[Keyframe, int] | None:
         """Return the newest keyframe after an entry of the log, its head whole, without its body, and that head's sequence."""
+        found = await self.whole_keyframe(fragment)
+        return None if found is None else (found[0], found[2])
+
+    async def whole_keyframe(self, fragment: int) -> tuple[Keyframe, bytes, int] | None:
+        """Return the newest keyframe as :meth:`newest_keyframe` does, between them what its head has of its body."""
         newest = await self.stream.last(self.stream.subjects.keyframe(fragment))
         async for stored in self._from_newest(fragment, newest):
             with contextlib.suppress(MessageError):  # load says so
-                keyframe, _ = decode_keyframe(stored, self.stream.run)
+                keyframe, inline = decode_keyframe(stored, self.stream.run)
                 chain = Chain.from_keyframe(keyframe, self.stream.epoch_step)
                 if keyframe.entry_hash != NO_ENTRY and await self.holds(chain):
-                    return keyframe, stored.sequence
+                    return keyframe, inline, stored.sequence
         return None
 
     async def oldest_keyframe(self, fragment: int) -> Keyframe | None:

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
-from dataclasses import replace
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, replace
 
 import msgspec
 
 from diloco.core.chain import NO_ENTRY, Chain
 from diloco.core.quorum import MAX_COPIED, NOTICE_EVERY, LogHead, UncommittedEntries, counts
-from diloco.errors import FenceError, MessageError, RunError
+from diloco.errors import FenceError, MessageError, RewoundError, RunError
 from diloco.log.reader import Reader
-from diloco.log.stream import Head, LogStream, Packed, decode_keyframe
+from diloco.log.stream import Head, LogStream, Packed
 from diloco.log.writer import Writer
 from diloco.process import observe
 from diloco.transport import Fence, Stored
 from diloco.wire import framing
 from diloco.wire.entries import Claim, CommitNotice, Genesis, Keyframe
 
-FIRST_SPAN, SPAN_GROWTH = 256, 16  # messages of the stream that are looked through for the newest heads of a fragment
+FIRST_SPAN, SPAN_GROWTH = 1024, 4  # messages of the stream that are looked through for the newest notices of a fragment
+
+
+@dataclass(frozen=True)
+class LogEnd:
+    """The end of a fragment's log in one region."""
+
+    last: LogHead  # the last entry, committed or not
+    epoch: int  # the highest of any head message
+    sequence: int  # of the last head message, which a fence names; 0: there is none
+    read: Sequence[Head] = ()  # the entries that were read to find out, the oldest first
 
 
 class RegionalLog:
@@ -28,18 +38,18 @@ class RegionalLog:
     def __init__(self, stream: LogStream, reader: Reader, writer: Writer) -> None:
         self.stream, self.reader, self.writer = stream, reader, writer
 
-    async def log_head(self, fragment: int, genesis_check: bytes, known_epoch: int) -> tuple[LogHead, int, int]:
+    async def log_end(self, fragment: int, genesis_check: bytes, known_epoch: int) -> LogEnd:
         """Return the last entry, committed or not, the highest epoch of any head message, and the last one's sequence.
 
         A claim may be hidden by entries of earlier epochs, :data:`MAX_COPIED` of them. Messages that are damaged, or whose
         epoch is further beyond what is before it, or beyond ``known_epoch``, than any may be, are passed over.
         """
-        subject = self.stream.subjects.record(fragment)
-        newest = await self.stream.last(subject)
+        newest = await self.stream.last(self.stream.subjects.record(fragment))
         log_head, epoch = LogHead(0, 0, False, genesis_check, 0), 0
         if newest is None:
-            return log_head, epoch, 0
-        for found in await self._newest_heads(subject, newest.sequence):
+            return LogEnd(log_head, epoch, 0)
+        heads = await self._newest_heads(fragment, newest.sequence)
+        for found in heads:
             message = found if isinstance(found, Claim) else found.record
             if not counts(message, max(epoch, known_epoch)):
                 continue
@@ -49,14 +59,35 @@ class RegionalLog:
                 last = LogHead(record.epoch, record.version, record.closing, found.entry_hash, found.sequence)
                 if last.rank >= log_head.rank:  # else it follows nothing: it is an old entry, stored once more
                     log_head = last
-        return log_head, epoch, newest.sequence
+        return LogEnd(log_head, epoch, newest.sequence, [found for found in heads if isinstance(found, Head)])
 
-    async def _newest_heads(self, subject: str, last_sequence: int) -> list[Head | Claim]:
-        """Return entries and claims up to a message, more than :data:`MAX_COPIED` entries or all, the oldest first."""
+    async def _newest_heads(self, fragment: int, last_sequence: int) -> list[Head | Claim]:
+        """Return entries and claims up to a message, more than :data:`MAX_COPIED` entries or all, the oldest first.
+
+        Entries may have their bodies with them, and the link to the server be thin. So notices, which are small, say where
+        enough of them begin.
+        """
         span = FIRST_SPAN
         while True:
-            start, found, entries = max(1, last_sequence - span), list[Head | Claim](), 0
-            async for stored in self.stream.by_now(subject, start):
+            start = max(1, last_sequence - span)
+            begin = await self._enough_from(fragment, start)
+            found = await self._heads(fragment, begin, last_sequence) if begin else []
+            if sum(isinstance(head, Head) for head in found) > MAX_COPIED:
+                return found
+            if start == 1:  # there are so few, or notices are missing, or false
+                return await self._heads(fragment, 1, last_sequence)
+            span *= SPAN_GROWTH
+
+    async def _enough_from(self, fragment: int, start: int) -> int:
+        """Return from where on there are enough entries, as notices say that were stored from ``start`` on; 0: none says so."""
+        notices = [notice async for notice in self._notices(fragment, start)]
+        return max((each.sequence for each in notices if each.version <= notices[-1].version - MAX_COPIED), default=0)
+
+    async def _heads(self, fragment: int, start: int, last_sequence: int) -> list[Head | Claim]:
+        """Return entries and claims between two messages of the stream; what is neither is named in the log and passed over."""
+        subject, found = self.stream.subjects.record(fragment), list[Head | Claim]()
+        with contextlib.suppress(RewoundError):  # the last one was lost meanwhile
+            async for stored in self.stream.pull([subject], start, last_sequence):
                 try:
                     message = self.stream.decode(stored)
                 except MessageError as error:
@@ -64,12 +95,7 @@ class RegionalLog:
                 else:
                     assert not isinstance(message, CommitNotice)  # notices have a subject of their own
                     found.append(message)
-                    entries += isinstance(message, Head)
-                if stored.sequence >= last_sequence:
-                    break
-            if entries > MAX_COPIED or start == 1:
-                return found
-            span *= SPAN_GROWTH
+        return found
 
     async def claim(self, fragment: int, epoch: int, syncer: str, log_head: LogHead, head_sequence: int) -> int:
         """Claim the fragment in this region, behind ``head_sequence``; return the claim's sequence, the fence from now on.
@@ -114,8 +140,8 @@ class RegionalLog:
         found = await self._newest_true(earlier)
         return found.sequence if found is not None else 0
 
-    async def _notices(self, fragment: int) -> AsyncIterator[CommitNotice]:
-        async for stored in self.stream.by_now(self.stream.subjects.commit_notice(fragment)):
+    async def _notices(self, fragment: int, start: int = 1) -> AsyncIterator[CommitNotice]:
+        async for stored in self.stream.by_now(self.stream.subjects.commit_notice(fragment), start):
             notice = self._notice(stored)
             if notice is not None:
                 yield notice
@@ -144,13 +170,20 @@ class RegionalLog:
             return notice
         return None
 
-    async def path(self, fragment: int, start: int, stop: int, after: bytes, last: bytes) -> list[Packed] | None:
+    async def path(
+        self, fragment: int, start: int, stop: int, after: bytes, last: bytes, read: Sequence[Head] = ()
+    ) -> list[Packed] | None:
         """Return the entries after the one named ``after`` up to the one named ``last``; None: not all of them are here.
 
-        They stand behind ``start``, and none behind ``stop``.
+        They stand behind ``start``, and none behind ``stop``. ``read``: the last of them, if they were read before.
         """
         held: UncommittedEntries[Packed] = UncommittedEntries(None)
-        async for packed in self.reader.entries.stored(fragment, start + 1, stop):
+        known = [Packed(head.record, head.entry_hash, head.sequence, head.inline, []) for head in read if head.sequence > start]
+        if any(packed.record.body is not None and packed.record.body.parts for packed in known):
+            known = []
+        async for packed in self.reader.entries.stored(fragment, start + 1, known[0].sequence if known else stop):
+            held.add(packed)
+        for packed in known:
             held.add(packed)
         path = held.path(last)
         names = [packed.previous for packed in path]
@@ -162,31 +195,31 @@ class RegionalLog:
         parts = [body.attempt + part for part in packed.parts] if body else []
         return await self.writer.append_record(packed.record, packed.inline, parts, expected_sequence)
 
-    async def install_snapshot(self, fragment: int, to: RegionalLog, expected_sequence: int) -> Keyframe | None:
-        """Install the newest keyframe in another region, whose log is too far behind; return it as it is there, if any.
+    async def install_snapshot(self, fragment: int, to: RegionalLog, expected_sequence: int) -> tuple[Keyframe, int] | None:
+        """Install the newest keyframe in another region, whose log is too far behind.
 
-        The head of its entry is stored before it, behind ``expected_sequence``, and a notice of that entry after it.
+        Return it as it is there, and the sequence of its entry here; None: there is none. The head of its entry is stored
+        before it, behind ``expected_sequence``, and a notice of that entry after it.
 
         Raises:
             FenceError: another process has appended there.
             StorageFullError: nothing was stored.
         """
-        newest = await self.reader.newest_keyframe(fragment)
+        newest = await self.reader.whole_keyframe(fragment)
         entry = await self.stream.get(newest[0].entry_sequence) if newest else None
-        stored = await self.stream.get(newest[1]) if newest else None
-        if entry is None or stored is None:
+        if newest is None or entry is None:
             return None
-        keyframe, inline = decode_keyframe(stored, self.stream.run)
+        keyframe, inline, keyframe_sequence = newest
         what = f"fragment {fragment}, keyframe of version {keyframe.version}"
         head = self.stream.subjects.keyframe(fragment)
-        pieces = await self.stream.parts(head, keyframe.body, what, stored.sequence)
+        pieces = await self.stream.parts(head, keyframe.body, what, keyframe_sequence)
         record = self.stream.subjects.record(fragment)
         sequence = await to.writer.append(record, entry.data, [], b"", Fence(record, expected_sequence))
         there, attempt = msgspec.structs.replace(keyframe, entry_sequence=sequence), keyframe.body.attempt
         frame = framing.pack(there, self.stream.run, inline)
         await to.writer.append(head, frame, [attempt + piece for piece in pieces], attempt, Fence(record, sequence))
         await to.notice(fragment, there.version, there.epoch, there.entry_hash, sequence)
-        return there
+        return there, entry.sequence
 
     async def begin_from(self, source: RegionalLog, genesis_frame: bytes) -> None:
         """Store the keyframes of version 0 that ``source`` has, unless they are here, and the genesis record that names them.
@@ -212,38 +245,39 @@ class RegionalLog:
         self,
         source: RegionalLog,
         fragment: int,
-        last: LogHead,
+        end: LogEnd,
         noticed: bytes | None,
         genesis: Genesis,
         entry_hash: bytes,
     ) -> None:
-        """Store what leads up to the last entry of another region, ``last``, before this log has its genesis record.
+        """Store what leads up to the ``end`` of another region's log, before this log has its genesis record.
 
         That is the newest keyframe there, or version 0, unless this log goes on from one already; the entries after it; and
-        notices up to the entry named ``noticed``, which the last notice there named when ``last`` was read.
-        ``entry_hash``: of the genesis record.
+        notices up to the entry named ``noticed``, which the last notice there named when ``end`` was read.
+        ``entry_hash``: of the genesis record. The link may be thin, so nothing is read twice.
 
         Raises:
             FenceError: another process brings it, too.
             MessageError, RunError: ``source`` does not have all of it.
         """
-        log_head, _, fence = await self.log_head(fragment, entry_hash, last.epoch)
-        path: list[Packed] | None = None
+        here = await self.log_end(fragment, entry_hash, end.epoch)
+        path, fence = None, here.sequence
         if await self.reader.newest_keyframe(fragment) is not None or (
             fence and await self.reader.begins_with(fragment, entry_hash)
         ):
-            path = await self._path_from(source, fragment, log_head.version, log_head.entry_hash, last)
+            path = await self._path_from(source, fragment, here.last.version, here.last.entry_hash, end)
         if path is None:
-            keyframe = await source.install_snapshot(fragment, self, fence)
-            if keyframe is None:
+            installed = await source.install_snapshot(fragment, self, fence)
+            if installed is None:
                 if await self.reader.oldest_keyframe(fragment) is None:
                     await self._begin_fragment_as(source, fragment, genesis, entry_hash, fence)
-                version, after = 0, entry_hash
+                path = await self._path_from(source, fragment, 0, entry_hash, end)
             else:
-                version, after, fence = keyframe.version, keyframe.entry_hash, keyframe.entry_sequence
-            path = await self._path_from(source, fragment, version, after, last)
+                keyframe, start = installed
+                fence = keyframe.entry_sequence
+                path = await self._path_from(source, fragment, keyframe.version, keyframe.entry_hash, end, start)
             if path is None:
-                raise RunError(f"fragment {fragment}: the entries after version {version} are not all there")
+                raise RunError(f"fragment {fragment}: the entries after its keyframe are not all there")
         names = [packed.entry_hash for packed in path]
         known = names.index(noticed) + 1 if noticed in names else 0
         for number, packed in enumerate(path, 1):
@@ -252,11 +286,19 @@ class RegionalLog:
                 await self.notice(fragment, packed.record.version, packed.record.epoch, packed.entry_hash, fence)
 
     async def _path_from(
-        self, source: RegionalLog, fragment: int, version: int, after: bytes, last: LogHead
+        self, source: RegionalLog, fragment: int, version: int, after: bytes, end: LogEnd, start: int | None = None
     ) -> list[Packed] | None:
+        """Return the entries after one, which stands at ``start`` in another region, up to the end there."""
+        last = end.last
         if after == last.entry_hash:
             return []
-        return await source.path(fragment, await source.before(fragment, version), last.sequence, after, last.entry_hash)
+        if start is not None and start < last.sequence:
+            path = await source.path(fragment, start, last.sequence, after, last.entry_hash, end.read)
+            if path is not None:  # else that entry was stored twice, and what follows it stands behind the first one
+                return path
+        return await source.path(
+            fragment, await source.before(fragment, version), last.sequence, after, last.entry_hash, end.read
+        )
 
     async def _begin_fragment_as(
         self, source: RegionalLog, fragment: int, genesis: Genesis, entry_hash: bytes, expected_sequence: int
