@@ -281,8 +281,7 @@ class Replication:
         end = await log.region.log_end(self.fragment, self.genesis_check, self._known_epoch)
         log_head, place.fence = end.last, end.sequence
         if end.epoch > self.epoch:
-            what = f"fragment {self.fragment}: region {place.region} is at epoch {end.epoch}, not {self.epoch}"
-            raise OutbidError(what, end.epoch)
+            raise OutbidError(f"fragment {self.fragment}: region {place.region} is at epoch {end.epoch}", end.epoch)
         notice = await log.region.last_notice(self.fragment)
         place.older.clear()
         place.untold = 0
@@ -367,8 +366,7 @@ class Replication:
         path = await home.region.path(self.fragment, start, stop, place.at, last)
         if path is not None:
             return path
-        installed = await home.region.install_snapshot(self.fragment, log.region, place.fence)
-        if installed is None:
+        if (installed := await home.region.install_snapshot(self.fragment, log.region, place.fence)) is None:
             raise AppendUncertainError(f"fragment {self.fragment}: the own region has no keyframe to go on from")
         jumped, _ = installed
         place.fence, place.untold = jumped.entry_sequence, 0

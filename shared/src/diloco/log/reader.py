@@ -171,7 +171,7 @@ class Reader:
             RunError: its keyframe is gone.
         """
         chain, fault = Chain.from_genesis(fragment, genesis, genesis_check, self.stream.epoch_step), None
-        async for stored in self.stream.by_now(self.stream.subjects.keyframe(fragment)):
+        async for stored in self.stream.from_first(self.stream.subjects.keyframe(fragment)):
             try:
                 keyframe, inline = decode_keyframe(stored, self.stream.run)
             except MessageError as error:
@@ -260,7 +260,7 @@ class Reader:
         Raises:
             MessageError: it is damaged.
         """
-        async for stored in self.stream.by_now(self.stream.subjects.keyframe(fragment)):
+        async for stored in self.stream.from_first(self.stream.subjects.keyframe(fragment)):
             return decode_keyframe(stored, self.stream.run)[0]
         return None
 

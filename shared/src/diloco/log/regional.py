@@ -48,7 +48,7 @@ class RegionalLog:
         log_head, epoch = LogHead(0, 0, False, genesis_check, 0), 0
         if newest is None:
             return LogEnd(log_head, epoch, 0)
-        heads = await self._newest_heads(fragment, newest.sequence)
+        heads = await self._newest_heads(fragment, newest)
         for found in heads:
             message = found if isinstance(found, Claim) else found.record
             if not counts(message, max(epoch, known_epoch)):
@@ -61,21 +61,21 @@ class RegionalLog:
                     log_head = last
         return LogEnd(log_head, epoch, newest.sequence, [found for found in heads if isinstance(found, Head)])
 
-    async def _newest_heads(self, fragment: int, last_sequence: int) -> list[Head | Claim]:
-        """Return entries and claims up to a message, more than :data:`MAX_COPIED` entries or all, the oldest first.
+    async def _newest_heads(self, fragment: int, last: Stored) -> list[Head | Claim]:
+        """Return entries and claims up to the ``last`` one, more than :data:`MAX_COPIED` entries or all, the oldest first.
 
         Entries may have their bodies with them, and the link to the server be thin. So notices, which are small, say where
         enough of them begin.
         """
         span = FIRST_SPAN
         while True:
-            start = max(1, last_sequence - span)
+            start = max(1, last.sequence - span)
             begin = await self._enough_from(fragment, start)
-            found = await self._heads(fragment, begin, last_sequence) if begin else []
+            found = await self._heads(fragment, begin, last) if begin else []
             if sum(isinstance(head, Head) for head in found) > MAX_COPIED:
                 return found
             if start == 1:  # there are so few, or notices are missing, or false
-                return await self._heads(fragment, 1, last_sequence)
+                return await self._heads(fragment, 1, last)
             span *= SPAN_GROWTH
 
     async def _enough_from(self, fragment: int, start: int) -> int:
@@ -83,11 +83,11 @@ class RegionalLog:
         notices = [notice async for notice in self._notices(fragment, start)]
         return max((each.sequence for each in notices if each.version <= notices[-1].version - MAX_COPIED), default=0)
 
-    async def _heads(self, fragment: int, start: int, last_sequence: int) -> list[Head | Claim]:
-        """Return entries and claims between two messages of the stream; what is neither is named in the log and passed over."""
+    async def _heads(self, fragment: int, start: int, last: Stored) -> list[Head | Claim]:
+        """Return entries and claims up to the ``last`` one; what is neither is named in the log and passed over."""
         subject, found = self.stream.subjects.record(fragment), list[Head | Claim]()
         with contextlib.suppress(RewoundError):  # the last one was lost meanwhile
-            async for stored in self.stream.pull([subject], start, last_sequence):
+            async for stored in self.stream.pull([subject], start, last.sequence, last):
                 try:
                     message = self.stream.decode(stored)
                 except MessageError as error:
@@ -181,8 +181,9 @@ class RegionalLog:
         known = [Packed(head.record, head.entry_hash, head.sequence, head.inline, []) for head in read if head.sequence > start]
         if any(packed.record.body is not None and packed.record.body.parts for packed in known):
             known = []
-        async for packed in self.reader.entries.stored(fragment, start + 1, known[0].sequence if known else stop):
-            held.add(packed)
+        if not known or known[0].previous != after:
+            async for packed in self.reader.entries.stored(fragment, start + 1, known[0].sequence if known else stop):
+                held.add(packed)
         for packed in known:
             held.add(packed)
         path = held.path(last)
@@ -252,9 +253,9 @@ class RegionalLog:
     ) -> None:
         """Store what leads up to the ``end`` of another region's log, before this log has its genesis record.
 
-        That is the newest keyframe there, or version 0, unless this log goes on from one already; the entries after it; and
-        notices up to the entry named ``noticed``, which the last notice there named when ``end`` was read.
-        ``entry_hash``: of the genesis record. The link may be thin, so nothing is read twice.
+        That is the newest keyframe there, or version 0 where there is none or all entries after it were read, unless this log
+        goes on from one already; the entries after it; and notices up to the entry named ``noticed``, which the last notice
+        there named when ``end`` was read. ``entry_hash``: of the genesis record. The link may be thin: nothing is read twice.
 
         Raises:
             FenceError: another process brings it, too.
@@ -266,18 +267,18 @@ class RegionalLog:
             fence and await self.reader.begins_with(fragment, entry_hash)
         ):
             path = await self._path_from(source, fragment, here.last.version, here.last.entry_hash, end)
+        if path is None and not here.last.sequence and (not end.read or end.read[0].previous == entry_hash):
+            path = await self._path_from_first(source, fragment, genesis, entry_hash, end)
         if path is None:
             installed = await source.install_snapshot(fragment, self, fence)
             if installed is None:
-                if await self.reader.oldest_keyframe(fragment) is None:
-                    await self._begin_fragment_as(source, fragment, genesis, entry_hash, fence)
-                path = await self._path_from(source, fragment, 0, entry_hash, end)
+                path = await self._path_from_first(source, fragment, genesis, entry_hash, end)
             else:
                 keyframe, start = installed
                 fence = keyframe.entry_sequence
                 path = await self._path_from(source, fragment, keyframe.version, keyframe.entry_hash, end, start)
-            if path is None:
-                raise RunError(f"fragment {fragment}: the entries after its keyframe are not all there")
+        if path is None:
+            raise RunError(f"fragment {fragment}: a keyframe, or entries after it, are not there")
         names = [packed.entry_hash for packed in path]
         known = names.index(noticed) + 1 if noticed in names else 0
         for number, packed in enumerate(path, 1):
@@ -300,15 +301,29 @@ class RegionalLog:
             fragment, await source.before(fragment, version), last.sequence, after, last.entry_hash, end.read
         )
 
+    async def _path_from_first(
+        self, source: RegionalLog, fragment: int, genesis: Genesis, entry_hash: bytes, end: LogEnd
+    ) -> list[Packed] | None:
+        """Store version 0, unless a keyframe is here, and return all entries up to the end of another region's log."""
+        if await self.reader.oldest_keyframe(fragment) is None:
+            try:
+                await self._store_first(source, fragment, genesis, entry_hash)
+            except RunError:
+                return None
+        return await self._path_from(source, fragment, 0, entry_hash, end, 0)
+
     async def _begin_fragment_as(
         self, source: RegionalLog, fragment: int, genesis: Genesis, entry_hash: bytes, expected_sequence: int
     ) -> None:
         try:
-            replica = (await source.reader.load_first(fragment, genesis, entry_hash)).replica
+            await self._store_first(source, fragment, genesis, entry_hash)
         except RunError:
             if source is self or await source.install_snapshot(fragment, self, expected_sequence) is None:
                 raise
-            return
+
+    async def _store_first(self, source: RegionalLog, fragment: int, genesis: Genesis, entry_hash: bytes) -> None:
+        """Store version 0 as ``source`` has it; look only whether it is there, if that is this log."""
+        replica = (await source.reader.load_first(fragment, genesis, entry_hash)).replica
         if source is not self:
             chain = Chain(fragment, 0, 0, NO_ENTRY, 0, replica.chain.state_hash)
             await self.writer.append_keyframe(replace(replica, chain=chain), None, Fence(self.stream.subjects.genesis, 0))
