@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import dropwhile
 
 import msgspec
 
@@ -70,7 +71,7 @@ class RegionalLog:
         span = FIRST_SPAN
         while True:
             start = max(1, last.sequence - span)
-            begin = await self._enough_from(fragment, start)
+            begin = await self._enough_from(fragment, start, last.sequence)
             found = await self._heads(fragment, begin, last) if begin else []
             if sum(isinstance(head, Head) for head in found) > MAX_COPIED:
                 return found
@@ -78,9 +79,12 @@ class RegionalLog:
                 return await self._heads(fragment, 1, last)
             span *= SPAN_GROWTH
 
-    async def _enough_from(self, fragment: int, start: int) -> int:
-        """Return from where on there are enough entries, as notices say that were stored from ``start`` on; 0: none says so."""
-        notices = [notice async for notice in self._notices(fragment, start)]
+    async def _enough_from(self, fragment: int, start: int, last_sequence: int) -> int:
+        """Return from where on there are enough entries, as notices say that were stored from ``start`` on; 0: none says so.
+
+        A notice may be false, so entries are counted when they are read.
+        """
+        notices = [each async for each in self._notices(fragment, start) if each.sequence <= last_sequence]
         return max((each.sequence for each in notices if each.version <= notices[-1].version - MAX_COPIED), default=0)
 
     async def _heads(self, fragment: int, start: int, last: Stored) -> list[Head | Claim]:
@@ -262,11 +266,7 @@ class RegionalLog:
             MessageError, RunError: ``source`` does not have all of it.
         """
         here = await self.log_end(fragment, entry_hash, end.epoch)
-        path, fence = None, here.sequence
-        if await self.reader.newest_keyframe(fragment) is not None or (
-            fence and await self.reader.begins_with(fragment, entry_hash)
-        ):
-            path = await self._path_from(source, fragment, here.last.version, here.last.entry_hash, end)
+        path, fence = await self._path_on(source, fragment, entry_hash, here, end), here.sequence
         if path is None and not here.last.sequence and (not end.read or end.read[0].previous == entry_hash):
             path = await self._path_from_first(source, fragment, genesis, entry_hash, end)
         if path is None:
@@ -300,6 +300,26 @@ class RegionalLog:
         return await source.path(
             fragment, await source.before(fragment, version), last.sequence, after, last.entry_hash, end.read
         )
+
+    async def _path_on(
+        self, source: RegionalLog, fragment: int, entry_hash: bytes, here: LogEnd, end: LogEnd
+    ) -> list[Packed] | None:
+        """Return the entries that this log lacks of those up to another one's end; None: it goes on from nothing there.
+
+        Its last entry does not tell: a writer of before the loss may have stored it, out of place.
+        """
+        keyframe = await self.reader.newest_keyframe(fragment)
+        if keyframe is not None:
+            version, after = keyframe[0].version, keyframe[0].entry_hash
+        elif here.sequence and await self.reader.begins_with(fragment, entry_hash):
+            version, after = 0, entry_hash
+        else:
+            return None
+        path = await self._path_from(source, fragment, version, after, end)
+        if path is not None and here.sequence:
+            held = {packed.entry_hash async for packed in self.reader.entries.stored(fragment, 1, here.sequence)}
+            path = list(dropwhile(lambda packed: packed.entry_hash in held, path))
+        return path
 
     async def _path_from_first(
         self, source: RegionalLog, fragment: int, genesis: Genesis, entry_hash: bytes, end: LogEnd
