@@ -206,7 +206,7 @@ async def test_a_lost_log_is_brought_from_a_keyframe_or_from_all_entries_if_few(
         end, notice = await log.region.log_end(0, region.genesis, 0), await log.region.last_notice(0)
         assert notice is not None
         for _ in range(2):  # once more changes nothing
-            await home.region.bring_from(log.region, 0, end, notice.entry_hash, *genesis)
+            await home.region.bring_from(log.region, 0, end, {notice.entry_hash}, *genesis)
         await home.writer.append_genesis(frame.data)
         stop, refused = await home.reader.end_sequence(0), list[Refusal]()
         heads = [head.record.version async for head in home.entries.heads(refused.append, stop_sequence=stop)]

@@ -250,8 +250,8 @@ class Regions:
         highest = max(end.last.rank for end in ends)
         best = [index for index, end in enumerate(ends) if end.last.rank == highest]
         chosen = best[fragment % len(best)]  # each link carries its part
-        home, notice = self.home.region, notices[chosen]
-        noticed = notice.entry_hash if notice is not None else None
+        home = self.home.region
+        noticed = {notice.entry_hash for notice in notices if notice is not None}  # the last one may have come late, and be old
         await home.bring_from(logs[chosen], fragment, ends[chosen], noticed, genesis, entry_hash)
         here, epoch = await home.log_end(fragment, entry_hash, known_epoch), max(end.epoch for end in ends)
         if here.epoch < epoch:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import dropwhile
 
@@ -251,15 +251,15 @@ class RegionalLog:
         source: RegionalLog,
         fragment: int,
         end: LogEnd,
-        noticed: bytes | None,
+        noticed: Collection[bytes],
         genesis: Genesis,
         entry_hash: bytes,
     ) -> None:
         """Store what leads up to the ``end`` of another region's log, before this log has its genesis record.
 
         That is the newest keyframe there, or version 0 where there is none or all entries after it were read, unless this log
-        goes on from one already; the entries after it; and notices up to the entry named ``noticed``, which the last notice
-        there named when ``end`` was read. ``entry_hash``: of the genesis record. The link may be thin: nothing is read twice.
+        goes on from one already; the entries after it; and notices up to the last entry of those named ``noticed``, which
+        notices named before ``end`` was read. ``entry_hash``: of the genesis record. Nothing is read twice, for thin links.
 
         Raises:
             FenceError: another process brings it, too.
@@ -279,8 +279,7 @@ class RegionalLog:
                 path = await self._path_from(source, fragment, keyframe.version, keyframe.entry_hash, end, start)
         if path is None:
             raise RunError(f"fragment {fragment}: a keyframe, or entries after it, are not there")
-        names = [packed.entry_hash for packed in path]
-        known = names.index(noticed) + 1 if noticed in names else 0
+        known = max((number for number, packed in enumerate(path, 1) if packed.entry_hash in noticed), default=0)
         for number, packed in enumerate(path, 1):
             fence = await self.append_packed(packed, fence)
             if number <= known and (number % NOTICE_EVERY == 0 or number == known):
