@@ -7,9 +7,11 @@ The bench begins a run with ``diloco up`` in three regions (its defaults otherwi
 freezes all processes of one region for ``--away`` seconds. The others train on. Then the region's server loses its files,
 and all processes of the region are killed at once. ``up`` starts them again.
 
-Seconds count from the moment at which the server answers again. *current* is the first heartbeat of the region's learner that
-steps, and has applied what the run had when the server was back. *holds* is the end of the first ``diloco verify`` through the
-region that holds; the first begins 60 s after *current*. *refused* is the sum of what all processes refused.
+Seconds count from the moment at which the server answers again. *brought* is the first heartbeat in which the region's syncer
+says that the log is back, and *read* are the bytes that it has received from the other regions' servers until then.
+*current* is the first heartbeat of the region's learner that steps, and has applied what the run had when the server was back.
+*holds* is the end of the first ``diloco verify`` through the region that holds; the first begins 60 s after *current*.
+*refused* is the sum of what all processes refused.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ from diloco.transport import Heard
 from diloco.wire import framing
 from diloco.wire.control import Heartbeat, ShardHeartbeat
 from diloco.wire.subjects import Subjects
+from diloco_ops.embedded import RATE_BITS_PER_S
 
 REGIONS = ("ap", "eu", "us")
 LOST = 1  # the region that loses its disk, which has neither the run's coordinator nor its founder
@@ -54,6 +57,7 @@ class Watch:
         self.directory = directory
         self.learners: dict[str, Heartbeat] = {}
         self.syncers: dict[str, ShardHeartbeat] = {}
+        self.brought: dict[str, tuple[float, int]] = {}  # by region: when its log was back, and what was read for it
 
     async def open(self) -> NatsTransport:
         await script.until(self._begun, "the run's servers are up", DEADLINE_S)
@@ -77,6 +81,10 @@ class Watch:
     async def _hear_syncer(self, message: Heard) -> None:
         with suppress(MessageError):
             heartbeat = framing.unpack(message.data, ShardHeartbeat, self.identity)[0]
+            before = self.syncers.get(heartbeat.syncer)
+            if before is not None and before.state == "unable" != heartbeat.state:
+                received = sum(each[2] for each in heartbeat.crossing)
+                self.brought[heartbeat.region] = time.monotonic(), received
             self.syncers[heartbeat.syncer] = heartbeat
 
     def applied(self, region: str, *, outside: bool = False) -> Any:
@@ -176,12 +184,16 @@ async def measure(away_s: float, folder: Path) -> dict[str, Any]:
         stepping_s = time.monotonic() - back_s
         await script.until(lambda: bool(np.all(watch.applied(lost) >= wanted)), "they train on current versions", DEADLINE_S)
         current_s = time.monotonic() - back_s
+        brought_s, read_bytes = watch.brought[lost]
         await asyncio.sleep(TARGET_S)
         holds, said = await verified(watch, folder, lost)
         return {
             "machine": script.machine(),
             "away_s": away_s,
             "versions_missed": missed,
+            "link_bits_per_s": RATE_BITS_PER_S,
+            "read_bytes": read_bytes,
+            "brought_s": brought_s - back_s,
             "stepping_s": stepping_s,
             "first_step_behind": int(np.max(wanted - first)),
             "current_s": current_s,
@@ -195,6 +207,8 @@ async def measure(away_s: float, folder: Path) -> dict[str, Any]:
 
 def show(result: dict[str, Any]) -> None:
     print(f"a region without its disk, away for {result['away_s']:g} s, {result['versions_missed']} versions missed")
+    rate = f"links of {result['link_bits_per_s'] / 1e6:g} Mbit/s"
+    print(f"  its log is back after {result['brought_s']:.1f} s: {result['read_bytes'] / 1e6:.1f} MB read over {rate}")
     print(
         f"  steps {result['stepping_s']:.1f} s after its server is back, {result['first_step_behind']} versions behind at most"
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ class Guarded(Cluster):
     regions: Sequence[str] = REGIONS
     servers: Mapping[str, Server] = {}  # of the control store and of each region
     keys: Folder
+    named_by_region = False  # syncers are called as in docs/deploy.md
 
     def place(self, number: int) -> dict[str, Any]:
         region = self.regions[number % len(self.regions)]
@@ -46,7 +47,8 @@ class Guarded(Cluster):
     def syncer(self, index: int) -> Service:
         own = self.place(index)
         urls = {region: self.servers[region].url for region in self.regions if region != own["region"]}
-        return self.start(f"syncer-{index}", "diloco_syncer", region_urls=urls, **own)
+        name = f"syncer-{own['region']}-0" if self.named_by_region else f"syncer-{index}"
+        return self.start(name, "diloco_syncer", region_urls=urls, **own)
 
     def toy_process(self, share: int, **values: Any) -> Service:
         return super().toy_process(share, **self.place(share) | values)
@@ -111,21 +113,40 @@ async def in_regions(
     regions: Sequence[str],
     keys: Folder,
     ports: Mapping[str, int] | None = None,
+    folder_of: Callable[[str], str] = str,
 ) -> AsyncIterator[Guarded]:
-    """A cluster of a run's members in these regions, at servers whose files are in ``path``; ``keys`` as :func:`keys_of`."""
+    """A cluster of a run's members in these regions, at servers whose files are in ``path``; ``keys`` as :func:`keys_of`.
+
+    ``folder_of``: the name that the keys have for a server.
+    """
     at = ports or {}
-    servers = {name: Server(path / name, at.get(name), keys=keys.server_folder(name)) for name in places(regions)}
+    servers = {name: Server(path / name, at.get(name), keys=keys.server_folder(folder_of(name))) for name in places(regions)}
     with contextlib.ExitStack() as started:
         for server in servers.values():
             server.start()
             started.callback(server.kill)
-        cluster = Guarded(nursery, path / run, servers[CONTROL].url, run, settings)
-        cluster.regions, cluster.servers, cluster.keys = regions, servers, keys
-        cluster.identity = str(keys.path / "identities" / "{name}.identity")
-        try:
+        async with at_servers(nursery, path / run, run, settings, regions, keys, servers) as cluster:
             yield cluster
-        finally:
-            await cluster.close()
+
+
+@contextlib.asynccontextmanager
+async def at_servers(
+    nursery: Nursery,
+    directory: Path,
+    run: str,
+    settings: RunSettings,
+    regions: Sequence[str],
+    keys: Folder,
+    servers: Mapping[str, Server],
+) -> AsyncIterator[Guarded]:
+    """A cluster as :func:`in_regions`, at servers that are running."""
+    cluster = Guarded(nursery, directory, servers[CONTROL].url, run, settings)
+    cluster.regions, cluster.servers, cluster.keys = regions, servers, keys
+    cluster.identity = str(keys.path / "identities" / "{name}.identity")
+    try:
+        yield cluster
+    finally:
+        await cluster.close()
 
 
 def two_regions(

@@ -29,6 +29,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -65,10 +66,11 @@ ROLES = {
     "syncer": Who(LIAR, "syncer"),
     "coordinator": Who(LIAR, "coordinator", founder=True),
 }
+OWN_KEYS = {f"member.{LIAR}", f"share.{LIAR}", f"refused.{LIAR}"}  # owners report in the last one what they refuse of it
 MAY_CHANGE = {
-    "learner": {f"member.{LIAR}", f"share.{LIAR}"},
-    "founder": {f"member.{LIAR}", f"share.{LIAR}"},
-    "syncer": {"owners", "changes"},
+    "learner": OWN_KEYS,
+    "founder": OWN_KEYS,
+    "syncer": {"owners", "changes", "refused.*"},
     "coordinator": {"coordinator"},
 }
 WRITTEN_BY_ALL = {"owners", "coordinator", "history"}  # by honest members, all the time
@@ -146,7 +148,9 @@ class Siege:
         after = await self._keys()
         mine = MAY_CHANGE.get(self.role, set()) | WRITTEN_BY_ALL
         outcome.changed = sorted(
-            key for key in keys.keys() | after.keys() if key not in mine and keys.get(key) != after.get(key)
+            key
+            for key in keys.keys() | after.keys()
+            if keys.get(key) != after.get(key) and not any(fnmatchcase(key, pattern) for pattern in mine)
         )
         return outcome
 

@@ -1,135 +1,65 @@
-"""``docs/backup.md`` is typed as it stands: a night's backup of three data centers, then everything is lost, and restored.
-
-Servers, identities, ``diloco`` and ``deploy/datacenter/states`` are real. ``docker`` and ``ssh`` are stood in for: a volume
-is a folder, the other machine is another folder, and services that ``docker compose up -d`` starts are this test's.
-"""
+"""``docs/backup.md`` is typed as it stands: a night's backup of three data centers, their loss, and a region that is added."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import shutil
-import subprocess
-import sys
-from dataclasses import dataclass
+import signal
+import time
+import tomllib
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
-from tests.made.pages import Block, blocks, sections
 from tests.pace import DEADLINE_S
 from tests.services.apart import demand_one_log
 from tests.services.cluster import small, some_versions
+from tests.services.data_centers import (
+    DEPLOYMENT,
+    LATER,
+    REGIONS,
+    ROOT,
+    RUN,
+    Hosts,
+    begin,
+    blocks,
+    make_hosts,
+    operators_keys,
+    server_name,
+)
 from tests.services.forking import Nursery
-from tests.services.guarded import CONTROL, Guarded, in_regions, places
-from tests.services.secured import make_keys
+from tests.services.guarded import Guarded, at_servers, in_regions
 from tests.services.toy import SAMPLES
 
 from diloco_ops import manifest
-from diloco_ops.broker.server import free_ports
+from diloco_ops.broker.server import Server
 from diloco_ops.keys.folder import Folder
-from diloco_ops.keys.permissions import Who
 
-ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "backup.md"
-DEPLOYMENT = ROOT / "deploy" / "datacenter"
-RUN = "demo"
-REGIONS = ("ap", "eu", "us")
-DOCKER = """#!/bin/bash
-host=${PWD#"$HOSTS"/}; host=${host%%/*}
-case "$1 $2" in
-  "compose run") while [ "$1" != -c ]; do shift; done; exec sh -c "${2//\\/state/$HOSTS/$host/state}" ;;
-  "compose ps") ;;
-  "compose up") echo "$host: ${*:2}" >> "$HOSTS/typed" ;;
-  run*) while [ "$1" != diloco ]; do shift; done; shift; exec "$DILOCO" "$@" ;;
-  *) echo "docker $*" >&2; exit 1 ;;
-esac
-"""
-SSH = """#!/bin/bash
-cd "$HOSTS/${1%%.*}" && exec sh -c "$2"
-"""
 
 
-def section(heading: str) -> list[Block]:
-    return blocks(sections(PAGE)[heading])
-
-
-@dataclass(frozen=True)
-class Hosts:
-    """The three data centers' machines."""
-
-    path: Path
-    bin: Path
-    ports: dict[str, int]
-
-    @property
-    def typed(self) -> list[str]:
-        """What was started by ``docker compose up``."""
-        return (self.path / "typed").read_text().splitlines()
-
-    def deployment(self, host: str) -> Path:
-        return self.path / host / "diloco" / "deploy" / "datacenter"
-
-    def type(self, host: str, block: str) -> str:
-        """Type a block on a host; return what it prints."""
-        for server, port in (("control", CONTROL), *((region, region) for region in REGIONS)):
-            address = "us.example.org:4223" if server == "control" else f"{server}.example.org:4222"
-            block = block.replace(f"tls://{address}", f"tls://127.0.0.1:{self.ports[port]}")
-        environment = {key: value for key, value in os.environ.items() if not key.startswith("DILOCO_")} | {
-            "PATH": f"{self.bin}:{os.environ['PATH']}",
-            "HOSTS": str(self.path),
-            "HOME": str(self.path / host),
-            "DILOCO": str(Path(sys.executable).with_name("diloco")),
-        }
-        ended = subprocess.run(
-            ["bash", "-c", f"set -euo pipefail\n{block}"], cwd=self.deployment(host), env=environment, stdin=subprocess.DEVNULL,
-            capture_output=True, text=True, timeout=10 * DEADLINE_S, check=False,
-        )  # fmt: skip
-        assert ended.returncode == 0, f"{host}: {block}\n{ended.stdout[-3000:]}\n{ended.stderr[-5000:]}"
-        return ended.stdout
-
-    async def type_all(self, typed: list[Block]) -> list[str]:
-        return [await asyncio.to_thread(self.type, host, block) for hosts, block in typed for host in hosts]
+def section(heading: str) -> list[tuple[list[str], str]]:
+    return blocks(PAGE, heading)
 
 
 @pytest.fixture
 def hosts(tmp_path: Path) -> Hosts:
-    made = Hosts(tmp_path / "hosts", tmp_path / "bin", dict(zip((CONTROL, *REGIONS), free_ports(4), strict=True)))
-    for host in REGIONS:
-        made.deployment(host).mkdir(parents=True)
-        for script in ("states", "diloco"):
-            shutil.copy(DEPLOYMENT / script, made.deployment(host))
-    made.bin.mkdir()
-    for name, text in (("docker", DOCKER), ("ssh", SSH)):
-        (made.bin / name).write_text(text)
-        (made.bin / name).chmod(0o755)
-    (made.path / "typed").touch()
-    return made
+    return make_hosts(tmp_path)
 
 
 @pytest.fixture
 def keys(hosts: Hosts) -> Folder:
-    """As ``docs/deploy.md`` has the operator make them."""
-    who = [Who("coordinator", "coordinator", REGIONS[0], True), Who("ada", "operator"), Who("test", "observer")]
-    for number, region in enumerate(REGIONS):
-        who += [Who(f"learner-{region}-0", "learner", region, region == "us"), Who(f"syncer-{number}", "syncer", region)]
-    return make_keys(hosts.path / "us" / "diloco-keys", RUN, who, regions=REGIONS, servers=places(REGIONS))
-
-
-def start_learners(run: Guarded, hosts: Hosts) -> None:
-    for number, region in enumerate(REGIONS):
-        state = hosts.path / region / "state"
-        state.mkdir(exist_ok=True)
-        run.toy(number, name=f"learner-{region}-0", state_dir=state)
+    return operators_keys(hosts)
 
 
 async def test_a_night_and_a_disaster_typed_from_the_page(nursery: Nursery, tmp_path: Path, hosts: Hosts, keys: Folder) -> None:
     settings = small(shards=3, learners=3, tokens=3 * 100_000 * SAMPLES, round__steps=18, regions__names=list(REGIONS))
     *restoring, looking = section("Everything is lost")
     attach = looking[1].splitlines()[0]
-    async with in_regions(nursery, tmp_path / "servers", RUN, settings, REGIONS, keys, hosts.ports) as run:
-        start_learners(run, hosts)
-        await run.begin()
+    async with in_regions(nursery, tmp_path / "servers", RUN, settings, REGIONS, keys, hosts.ports, server_name) as run:
+        await begin(run, hosts)
         await some_versions(run, more=1)
         await asyncio.to_thread(hosts.type, "us", attach)
         with run.slowly():
@@ -146,12 +76,11 @@ async def test_a_night_and_a_disaster_typed_from_the_page(nursery: Nursery, tmp_
     *servers, restore, put, start = restoring
     await hosts.type_all(servers)
     assert hosts.typed == ["us: up -d nats control", "eu: up -d nats", "ap: up -d nats"]
-    async with in_regions(nursery, tmp_path / "servers", RUN, settings, REGIONS, keys, hosts.ports) as run:
+    async with in_regions(nursery, tmp_path / "servers", RUN, settings, REGIONS, keys, hosts.ports, server_name) as run:
         assert "run demo is restored at versions" in (await hosts.type_all([restore]))[0]
         await hosts.type_all([put, start])
         assert hosts.typed[3:] == ["us: up -d", "eu: up -d", "ap: up -d"]
-        start_learners(run, hosts)
-        await run.begin()
+        await begin(run, hosts)
         await some_versions(run, more=1)
         said = await hosts.type_all([looking])
         assert "holds" in said[0]
@@ -162,3 +91,60 @@ async def test_a_night_and_a_disaster_typed_from_the_page(nursery: Nursery, tmp_
             assert next(beat.step for beat in beats if beat.state == "stepping") >= saved.step
         run.gate.close()
         demand_one_log(*[await run.read(region, closed=False) for region in REGIONS])
+
+
+async def test_a_region_later_typed_from_the_page(nursery: Nursery, tmp_path: Path, hosts: Hosts, keys: Folder) -> None:
+    values: dict[str, Any] = {"learners": 3, "tokens": 3 * 100_000 * SAMPLES, "round__steps": 18}
+    settings = small(shards=3, regions__names=list(REGIONS), **values)
+    making, lists, sa, names, urls, taking, *stopping, removing, restoring, starting = section("A region later")
+    _, *collecting = section("Each night")
+    *_, putting, _, looking = section("Everything is lost")
+    (hosts.deployment("us") / "run.toml").write_text((DEPLOYMENT / "run.example.toml").read_text())
+    for host in REGIONS:
+        (hosts.deployment(host) / ".env").write_text('DILOCO_REGION_URLS={"xx": "tls://xx.example.org:4222"}\n')
+    async with in_regions(nursery, tmp_path / "servers", RUN, settings, REGIONS, keys, hosts.ports, server_name) as run:
+        await begin(run, hosts)
+        await some_versions(run, more=1)
+        await asyncio.to_thread(hosts.type, "us", looking[1].splitlines()[0])
+        await hosts.type_all([making, lists])
+        assert hosts.typed == ["us: kill -s HUP nats control", "eu: kill -s HUP nats", "ap: kill -s HUP nats"]
+        for server in run.servers.values():
+            server.reload()
+        await hosts.type_all([sa, names, urls])
+        assert hosts.typed[3:] == ["sa: up -d nats"]
+        written = tomllib.loads((hosts.deployment("us") / "run.toml").read_text())["settings"]
+        assert (written["regions"]["names"], written["shards"]) == (["us", "eu", "ap", "sa"], 4)
+        assert '{"sa": "tls://sa.example.org:4222", "xx":' in (hosts.deployment("eu") / ".env").read_text()
+        later = Server(tmp_path / "servers" / LATER, hosts.ports[LATER], keys=Folder.open(keys.path).server_folder("nats-sa"))
+        later.start()
+        try:
+            with run.slowly():
+                await hosts.type_all([taking])
+            stopped_s, before = time.monotonic(), run.heartbeats["learner-us-0"][-1].versions
+            await hosts.type_all(stopping)
+            for toy in run.toys:
+                await asyncio.to_thread(toy.stop)
+            for service in run.services:
+                service.process.send_signal(signal.SIGTERM)
+                await asyncio.to_thread(service.process.wait, DEADLINE_S)
+            await hosts.type_all([*collecting, removing])
+            assert "run demo is restored at versions" in (await hosts.type_all([restoring]))[0]
+            await hosts.type_all([putting, starting])
+            assert hosts.typed[-4:] == ["us: up -d", "eu: up -d", "ap: up -d", "sa: up -d"]
+            regions, servers = (*REGIONS, LATER), {**run.servers, LATER: later}
+            settings = small(shards=4, regions__names=["us", "eu", "ap", "sa"], **values)
+            async with at_servers(nursery, tmp_path / "servers" / "later", RUN, settings, regions, keys, servers) as again:
+                await goes_on(again, hosts, before, stopped_s)
+                again.gate.close()
+                demand_one_log(*[await again.read(region, closed=False) for region in regions])
+        finally:
+            later.kill()
+
+
+async def goes_on(run: Guarded, hosts: Hosts, before: Sequence[int], stopped_s: float) -> None:
+    """Wait until a run has versions in all of its regions, the one that is new among them; print for how long it had none."""
+    await begin(run, hosts)
+    first = sum(run.heartbeats["learner-us-0"][-1].versions)
+    await run.until(lambda: sum(run.heartbeats["learner-us-0"][-1].versions) > first, "a version")
+    print(f"a region later: no version for {time.monotonic() - stopped_s:.1f} s; {sum(before) - first} versions are lost")
+    await some_versions(run, more=1, of=[f"learner-{region}-0" for region in run.regions])

@@ -10,6 +10,7 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from tests.made.fixtures import MakeServer
 from tests.made.fragment_vectors import each
 from tests.pace import DEADLINE_S
@@ -55,6 +56,33 @@ class Region:
         self.fence = await self.log.writer.append_record(record, b"", [], self.fence)
         chain.advance(record, framing.hash_of(record, self.log.run), self.fence)
 
+    async def version(self, values: NDArray[np.float32]) -> None:
+        """Store a version that merges these values, float32 [64], of one learner."""
+        chain = self.replica.chain
+        number = chain.version + 1
+        sent = Offer(
+            0,
+            "ann",
+            1,
+            number,
+            (1, number - 1),
+            number,
+            number - 1,
+            bytes(32),
+            32,
+            1,
+            1,
+            0,
+            [],
+            Body(0, bytes(32), 0, bytes(8)),
+        )
+        merge = Merge(number, (RoundOffer(sent, values.view(np.uint8)),), False, 0.0, 0.0)
+        record, inline, parts = merging.make_version(
+            self.replica, np.zeros(64, np.float32), values, merge, SETTINGS, bits=32, syncer="s", attempt=bytes(8), now_s=0.0
+        )
+        self.fence = await self.log.writer.append_record(record, inline, parts, self.fence)
+        chain.advance(record, framing.hash_of(record, self.log.run), self.fence)
+
     async def claim(self, epoch: int, **lies: Any) -> None:
         """Store a claim behind whatever is the last message."""
         chain = self.replica.chain
@@ -68,8 +96,8 @@ class Region:
 
     async def found(self, known_epoch: int = 0) -> tuple[int, bytes, int]:
         """Return the highest epoch, the last entry, and the last message."""
-        head, epoch, sequence = await self.log.region.log_head(0, self.genesis, known_epoch)
-        return epoch, head.entry_hash, sequence
+        end = await self.log.region.log_end(0, self.genesis, known_epoch)
+        return end.epoch, end.last.entry_hash, end.sequence
 
 
 @pytest.fixture
@@ -140,6 +168,57 @@ async def test_a_region_that_was_away_is_claimed_with_an_epoch_that_others_have_
     assert (await region.found(known_epoch=2**30 - 1))[0] == 2**30
 
 
+async def test_the_end_of_a_long_log_is_found_by_its_newest_entries_alone(region: Region) -> None:
+    """They may have large bodies, and the link be thin. False notices make nothing but work."""
+    log, values = region.log, np.arange(64, dtype=np.float32)
+    for version in range(1, 61):
+        await region.version(values)
+        await log.region.notice(0, version, 0, region.replica.chain.head, region.fence)
+    end = await log.region.log_end(0, region.genesis, 0)
+    assert (end.last.version, end.last.entry_hash, end.sequence) == (60, region.replica.chain.head, region.fence)
+    assert [head.record.version for head in end.read] == list(range(60 - MAX_COPIED, 61))
+
+    for lie in ((0, 44, 0, b"?" * 32, region.fence), (0, 44, 0, b"?" * 32, 2**62), (0, 2**60, 0, b"?" * 32, 1)):
+        await log.region.notice(*lie)
+        again = await log.region.log_end(0, region.genesis, 0)
+        assert (again.last, again.epoch, again.sequence) == (end.last, 0, end.sequence)
+        assert len(again.read) > MAX_COPIED
+
+
+@pytest.mark.parametrize("versions", [5, 40], ids=["few versions", "many versions"])
+async def test_a_lost_log_is_brought_from_a_keyframe_or_from_all_entries_if_few(
+    region: Region, make_server: MakeServer, versions: int
+) -> None:
+    """What is there then is whole: a reader folds it to the same state, and it has the newest entries, and their notices."""
+    log, url, values = region.log, make_server().url, np.arange(64, dtype=np.float32)
+    for version in range(1, versions + 1):
+        await region.version(values)
+        await log.region.notice(0, version, 0, region.replica.chain.head, region.fence)
+        if version in (3, 30):
+            await log.writer.append_keyframe(region.replica, None, Fence(log.subjects.record(0), region.fence))
+    genesis, frame = await log.reader.genesis(), await log.transport.last(log.subjects.log_stream, log.subjects.genesis)
+    assert genesis is not None
+    assert frame is not None
+    link = await NatsTransport.open(url, url, "test", get_logger(), give_up_after_s=DEADLINE_S)
+    try:
+        home = Log(link, log.subjects.run, log.run, log.map, SETTINGS)
+        await link.ensure_stream(home.subjects.log_stream, home.subjects.log_filters())
+        end, notice = await log.region.log_end(0, region.genesis, 0), await log.region.last_notice(0)
+        assert notice is not None
+        for _ in range(2):  # once more changes nothing
+            await home.region.bring_from(log.region, 0, end, {notice.entry_hash}, *genesis)
+        await home.writer.append_genesis(frame.data)
+        stop, refused = await home.reader.end_sequence(0), list[RefusedEntry]()
+        heads = [head.record.version async for head in home.entries.heads(refused.append, stop_sequence=stop)]
+        assert refused == []
+        assert heads == list(range(1 if versions == 5 else 30, versions + 1))
+        loaded = await LogFollower(home, genesis, lambda refusal: None, get_logger(), in_place=True).load(0)
+        chain = region.replica.chain
+        assert (loaded.replica.chain.version, loaded.replica.chain.state_hash) == (versions, chain.state_hash)
+    finally:
+        await link.close()
+
+
 async def test_uncommitted_entries_take_bounded_memory_and_are_read_again_when_they_are_committed(
     region: Region, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,37 +228,7 @@ async def test_uncommitted_entries_take_bounded_memory_and_are_read_again_when_t
     monkeypatch.setattr(entries, "Bodies", lambda most_bytes: kept[0])
     values = np.arange(64, dtype=np.float32)
     for version in range(1, 4):
-        sent = Offer(
-            0,
-            "ann",
-            1,
-            version,
-            (1, version - 1),
-            version,
-            version - 1,
-            bytes(32),
-            32,
-            1,
-            1,
-            0,
-            [],
-            Body(0, bytes(32), 0, bytes(8)),
-        )
-        merge = Merge(version, (RoundOffer(sent, values.view(np.uint8)),), False, 0.0, 0.0)
-        record, inline, parts = merging.make_version(
-            region.replica,
-            np.zeros(64, np.float32),
-            values + version,
-            merge,
-            SETTINGS,
-            bits=32,
-            syncer="s",
-            attempt=bytes(8),
-            now_s=0.0,
-        )
-        assert 150 < len(inline) < 300
-        region.fence = await log.writer.append_record(record, inline, parts, region.fence)
-        chain.advance(record, framing.hash_of(record, log.run), region.fence)
+        await region.version(values + version)
     await log.region.notice(0, 3, chain.epoch, chain.head, region.fence)
     stop = await log.reader.end_sequence(0)
 
@@ -291,8 +340,8 @@ class Overtaken:
 
     async def load_first(self, fragment: int, genesis: Genesis, check: bytes) -> None:
         await self.install_snapshot(fragment, self.home.region, 0)
-        last, epoch, sequence = await self.home.region.log_head(fragment, check, 0)
-        await self.home.region.claim(fragment, epoch + 1, "s", last, sequence)
+        end = await self.home.region.log_end(fragment, check, 0)
+        await self.home.region.claim(fragment, end.epoch + 1, "s", end.last, end.sequence)
         raise RunError(f"fragment {fragment} has no keyframe of version 0")
 
     async def install_snapshot(self, fragment: int, to: RegionalLog, expected_sequence: int) -> object:

@@ -41,7 +41,7 @@ from diloco_ops.live.watched import Watched
 from diloco_ops.report import build, reference
 from diloco_ops.report.reference import ReferenceLosses
 from diloco_ops.run_reader import read_chains
-from diloco_ops.supervise import Supervisor
+from diloco_ops.supervise import ServiceFailed, Supervisor
 from diloco_ops.track import trackers
 from diloco_ops.track.tracking import FOLDER, Tracking
 from diloco_ops.wan import control as wan
@@ -82,6 +82,20 @@ def service_count(directory: RunDirectory, standbys: int, coordinators: int) -> 
 def syncer_count(settings: RunSettings) -> int:
     """Return the number of a run's syncers without those that stand by: one a shard, and one a region at least."""
     return max(settings.shards, len(settings.regions.names))
+
+
+def lost_files(failure: ServiceFailed, directory: RunDirectory) -> ServiceFailed:
+    """Return an error that also says what to do, where a service has ended since its server has lost its files."""
+    names, text = Subjects(directory.name), str(failure)
+    if failure.code != BrokerError.exit_code:
+        return failure
+    if f"bucket {names.bucket}: " in text:
+        remedy = "the control store has lost the run: begin again from a checkpoint (diloco up --resume CHECKPOINT)"
+    elif directory.settings.regions.names and (f"stream {names.log_stream}: " in text or "has lost the log" in text):
+        remedy = f"a region's server has lost its files: diloco up --run-dir {directory.path} gives it what the others hold"
+    else:
+        return failure
+    return ServiceFailed(f"{text}; {remedy}", failure.code)
 
 
 class Launcher:
@@ -268,8 +282,11 @@ class Launcher:
         looking = asyncio.create_task(self._look_at_links())
         try:
             while not self.stopping:
-                if self.services.tend():
-                    return True
+                try:
+                    if self.services.tend():
+                        return True
+                except ServiceFailed as failure:
+                    raise lost_files(failure, self.directory) from None
                 if self.embedded:
                     await self._restart_servers(self.embedded)
                 if showing.done():

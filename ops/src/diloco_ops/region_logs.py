@@ -105,8 +105,8 @@ async def _settle_fragment(logs: Mapping[str, Log], home: str, fragment: int, ge
     own = logs[home].region
     notices = {region: await log.region.last_notice(fragment) for region, log in logs.items()}
     known_epoch = max([notice.epoch for notice in notices.values() if notice is not None], default=0)
-    found = {region: await log.region.log_head(fragment, genesis_check, known_epoch) for region, log in logs.items()}
-    log_heads: dict[str, LogHead] = {region: log_head for region, (log_head, _, _) in found.items()}
+    found = {region: await log.region.log_end(fragment, genesis_check, known_epoch) for region, log in logs.items()}
+    log_heads: dict[str, LogHead] = {region: end.last for region, end in found.items()}
     chosen, noticed = best(log_heads, home), notices[home]
     last = log_heads[chosen]
     if last.entry_hash == (noticed.entry_hash if noticed else genesis_check):
@@ -114,17 +114,18 @@ async def _settle_fragment(logs: Mapping[str, Log], home: str, fragment: int, ge
     if chosen == home:
         await own.notice(fragment, last.version, last.epoch, last.entry_hash, last.sequence)
         return
-    source, fence = logs[chosen].region, found[home][2]
+    source, fence = logs[chosen].region, found[home].sequence
     start = await source.before(fragment, noticed.version) if noticed else 0
     path: list[Packed] | None = None
     for after in (log_heads[home].entry_hash, noticed.entry_hash if noticed else genesis_check):
         path = path or await source.path(fragment, start, last.sequence, after, last.entry_hash)
     if path is None:
-        keyframe = await source.install_snapshot(fragment, own, fence)
-        if keyframe is None:
+        installed = await source.install_snapshot(fragment, own, fence)
+        if installed is None:
             raise RunError(
                 f"fragment {fragment}: the log of region {chosen} has no keyframe that region {home} could go on from"
             )
+        keyframe, _ = installed
         fence, after = keyframe.entry_sequence, keyframe.entry_hash
         path = await source.path(fragment, 0, last.sequence, after, last.entry_hash) or []
     for number, packed in enumerate(path, 1):

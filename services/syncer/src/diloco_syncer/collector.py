@@ -177,14 +177,21 @@ class Collector:
             self._tell(offer, sender, round_.hold(held))
 
     async def _genesis_s(self) -> float:
-        """Return the time of genesis, in Unix time of the server whose offers are read: its learners began no sooner."""
+        """Return the time of genesis, in Unix time of the server whose offers are read: its learners began no sooner.
+
+        A stream that was made again has a younger copy of the record. So its founder's clock and the own region's server count
+        too, where they say earlier.
+        """
         if self._began_s is None:
-            look = partial(self.transport.last, self.subjects.log_stream, self.subjects.genesis)
-            stored = await until_available(look, self.log)
-            if stored is None:
-                return -math.inf
-            genesis = framing.unpack(stored.data, Genesis, self.run.identity)[0]
-            self._began_s = min(genesis.created_at_s, stored.stored_at_s)  # a stream that was made again has a younger copy
+            found = []
+            for transport in (self.transport, self.context.transport):
+                look = partial(transport.last, self.subjects.log_stream, self.subjects.genesis)
+                stored = await until_available(look, self.log)
+                if stored is None:
+                    return -math.inf
+                found.append(stored)
+            genesis = framing.unpack(found[0].data, Genesis, self.run.identity)[0]
+            self._began_s = min(genesis.created_at_s, *(stored.stored_at_s for stored in found))
         return self._began_s
 
     async def _open(

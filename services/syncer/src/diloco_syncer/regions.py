@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 
 from diloco.control.creation import KnownRun
 from diloco.control.genesis import decided_genesis
 from diloco.core.bandwidth import Appends
+from diloco.core.fold import keyframe_bytes
 from diloco.core.fragments import FragmentMap
-from diloco.core.quorum import best, majority
+from diloco.core.quorum import majority
 from diloco.errors import AppendUncertainError, BrokerError, MessageError, RunError, StorageFullError
 from diloco.log.log import Log
 from diloco.process.observe import Logger
 from diloco.process.retry import Complaint
-from diloco.process.tasks import end
+from diloco.process.tasks import end, side_by_side
 from diloco.transport import Transport
 from diloco.wire import framing
 from diloco.wire.entries import Genesis
@@ -29,6 +31,9 @@ RETRY_S = 0.5  # until a region is asked again whether the run has begun there
 # fragments that are brought up to date in a region at the same time: enough to keep a long link busy, few enough that the first
 # of them is there, and merged with again, long before the last
 CATCHING_UP = 2
+# fragments of a lost log that are brought at the same time, and bytes of their keyframes: over a long link each takes many
+# round trips, and what waits in front of a thin one has to cross it before a request times out
+BROUGHT_AT_ONCE, BROUGHT_BYTES = 4, 1 << 20
 # after so long a region may have lost its log, and have been brought back: its server starts again, and others' logs are read
 COMES_BACK_S = 0.5
 
@@ -220,8 +225,10 @@ class Regions:
         complaint.over()
         genesis, entry_hash, _ = framing.unpack(frame, Genesis, self.run.identity)
         try:
-            for fragment in self.map.fragments:
-                await self._bring_fragment(fragment.index, list(others), genesis, entry_hash)
+            largest = max(map(self._keyframe_bytes, range(len(self.map.fragments))))
+            most = max(1, min(BROUGHT_AT_ONCE, BROUGHT_BYTES // largest))
+            bring = partial(self._bring_fragment, list(others), genesis, entry_hash)
+            await side_by_side(len(self.map.fragments), most, bring)
             answers = [await self.same(region, made) for region, made in others.items()]
             if all(answers):
                 await self.home.writer.append_genesis(frame)
@@ -231,18 +238,21 @@ class Regions:
         except (BrokerError, MessageError, RunError) as error:  # a FenceError: another syncer of this region brings it, too
             log.debug("region_not_brought_back", reason=str(error))
 
-    async def _bring_fragment(self, fragment: int, others: list[str], genesis: Genesis, entry_hash: bytes) -> None:
-        logs = {region: self._logs[region].region for region in others}
+    def _keyframe_bytes(self, fragment: int) -> int:
+        return keyframe_bytes(self.map.fragments[fragment].size, self.home.stream.optimizers[fragment].moments)
+
+    async def _bring_fragment(self, others: list[str], genesis: Genesis, entry_hash: bytes, fragment: int) -> None:
+        logs = [self._logs[region].region for region in others]
         # before the last entries, which they lead to, since the others go on meanwhile
-        notices = {region: await log.last_notice(fragment) for region, log in logs.items()}
-        known_epoch = max((notice.epoch for notice in notices.values() if notice is not None), default=0)
-        found = {region: await log.log_head(fragment, entry_hash, known_epoch) for region, log in logs.items()}
-        log_heads = {region: log_head for region, (log_head, _, _) in found.items()}
-        chosen, highest = best(log_heads, self.own), max(epoch for _, epoch, _ in found.values())
+        notices = await asyncio.gather(*(log.last_notice(fragment) for log in logs))
+        known_epoch = max((notice.epoch for notice in notices if notice is not None), default=0)
+        ends = await asyncio.gather(*(log.log_end(fragment, entry_hash, known_epoch) for log in logs))
+        highest = max(end.last.rank for end in ends)
+        best = [index for index, end in enumerate(ends) if end.last.rank == highest]
+        chosen = best[fragment % len(best)]  # each link carries its part
         home = self.home.region
-        notice = notices[chosen]
-        noticed = notice.entry_hash if notice is not None else None
-        await home.bring_from(logs[chosen], fragment, log_heads[chosen], noticed, genesis, entry_hash)
-        last, epoch, fence = await home.log_head(fragment, entry_hash, known_epoch)
-        if epoch < highest:
-            await home.claim(fragment, highest, self.name, last, fence)
+        noticed = {notice.entry_hash for notice in notices if notice is not None}  # the last one may have come late, and be old
+        await home.bring_from(logs[chosen], fragment, ends[chosen], noticed, genesis, entry_hash)
+        here, epoch = await home.log_end(fragment, entry_hash, known_epoch), max(end.epoch for end in ends)
+        if here.epoch < epoch:
+            await home.claim(fragment, epoch, self.name, here.last, here.sequence)

@@ -120,12 +120,12 @@ class Replication:
         while True:
             try:
                 place.made = await self.regions.counted(place.region)
-                log_head, epoch, head = await log.region.log_head(self.fragment, self.genesis_check, self._known_epoch)
-                if epoch >= self.epoch:
-                    raise OutbidError(f"fragment {self.fragment}: region {place.region} is at epoch {epoch}", epoch)
-                place.fence = await log.region.claim(self.fragment, self.epoch, self.syncer, log_head, head)
+                end = await log.region.log_end(self.fragment, self.genesis_check, self._known_epoch)
+                if end.epoch >= self.epoch:
+                    raise OutbidError(f"fragment {self.fragment}: region {place.region} is at epoch {end.epoch}", end.epoch)
+                place.fence = await log.region.claim(self.fragment, self.epoch, self.syncer, end.last, end.sequence)
                 self._places.demand_counted(place)
-                log_heads[place.region] = log_head
+                log_heads[place.region] = end.last
                 return
             except OutbidError:
                 raise
@@ -278,9 +278,10 @@ class Replication:
     async def _settle(self, place: RegionProgress, log: Log) -> None:
         """Find out the last entry of a region, and so the next one to store there."""
         place.made, place.since_s = await self.regions.counted(place.region), asyncio.get_running_loop().time()
-        log_head, epoch, place.fence = await log.region.log_head(self.fragment, self.genesis_check, self._known_epoch)
-        if epoch > self.epoch:
-            raise OutbidError(f"fragment {self.fragment}: region {place.region} is at epoch {epoch}, not {self.epoch}", epoch)
+        end = await log.region.log_end(self.fragment, self.genesis_check, self._known_epoch)
+        log_head, place.fence = end.last, end.sequence
+        if end.epoch > self.epoch:
+            raise OutbidError(f"fragment {self.fragment}: region {place.region} is at epoch {end.epoch}", end.epoch)
         notice = await log.region.last_notice(self.fragment)
         place.older.clear()
         place.untold = 0
@@ -365,9 +366,9 @@ class Replication:
         path = await home.region.path(self.fragment, start, stop, place.at, last)
         if path is not None:
             return path
-        jumped = await home.region.install_snapshot(self.fragment, log.region, place.fence)
-        if jumped is None:
+        if (installed := await home.region.install_snapshot(self.fragment, log.region, place.fence)) is None:
             raise AppendUncertainError(f"fragment {self.fragment}: the own region has no keyframe to go on from")
+        jumped, _ = installed
         place.fence, place.untold = jumped.entry_sequence, 0
         self.log.info("region_given_keyframe", fragment=self.fragment, other_region=place.region, version=jumped.version)
         await self._reached(place, jumped.entry_hash, jumped.version, place.fence)

@@ -173,7 +173,7 @@ class Reader:
             RunError: its keyframe is gone.
         """
         chain, fault = Chain.from_genesis(fragment, genesis, genesis_check, self.stream.epoch_step), None
-        async for stored in self.stream.by_now(self.stream.subjects.keyframe(fragment)):
+        async for stored in self.stream.from_first(self.stream.subjects.keyframe(fragment)):
             try:
                 keyframe, inline = decode_keyframe(stored, self.stream.run)
             except MessageError as error:
@@ -242,13 +242,18 @@ class Reader:
 
     async def newest_keyframe(self, fragment: int) -> tuple[Keyframe, int] | None:
         """Return the newest keyframe after an entry of the log, its head whole, without its body, and that head's sequence."""
+        found = await self.whole_keyframe(fragment)
+        return None if found is None else (found[0], found[2])
+
+    async def whole_keyframe(self, fragment: int) -> tuple[Keyframe, bytes, int] | None:
+        """Return the newest keyframe as :meth:`newest_keyframe` does, between them what its head has of its body."""
         newest = await self.stream.last(self.stream.subjects.keyframe(fragment))
         async for stored in self._from_newest(fragment, newest):
             with contextlib.suppress(MessageError):  # load says so
-                keyframe, _ = decode_keyframe(stored, self.stream.run)
+                keyframe, inline = decode_keyframe(stored, self.stream.run)
                 chain = Chain.from_keyframe(keyframe, self.stream.epoch_step)
                 if keyframe.entry_hash != NO_ENTRY and await self.holds(chain):
-                    return keyframe, stored.sequence
+                    return keyframe, inline, stored.sequence
         return None
 
     async def oldest_keyframe(self, fragment: int) -> Keyframe | None:
@@ -257,7 +262,7 @@ class Reader:
         Raises:
             MessageError: it is damaged.
         """
-        async for stored in self.stream.by_now(self.stream.subjects.keyframe(fragment)):
+        async for stored in self.stream.from_first(self.stream.subjects.keyframe(fragment)):
             return decode_keyframe(stored, self.stream.run)[0]
         return None
 

@@ -122,8 +122,12 @@ class LogStream:
         """Return the message with a stream sequence; None if it is gone."""
         return await self.transport.get(self.subjects.log_stream, sequence)
 
-    async def pull(self, filters: list[str], start_sequence: int, stop_sequence: int | None) -> AsyncIterator[Stored]:
+    async def pull(
+        self, filters: list[str], start_sequence: int, stop_sequence: int | None, stop: Stored | None = None
+    ) -> AsyncIterator[Stored]:
         """Yield messages for ever, or up to and with the one to stop at, as long as that is there: lost, it never comes.
+
+        ``stop``: the message to stop at, where it was read before; it may be large.
 
         Raises (while iterating):
             RewoundError: the stream lost messages that were read, or the message to stop at.
@@ -134,7 +138,7 @@ class LogStream:
             async for message in pulled:
                 yield message
             return
-        expected = await self.get(stop_sequence)
+        expected = stop or await self.get(stop_sequence)
         while True:
             coming = asyncio.ensure_future(anext(pulled))
             try:
@@ -157,8 +161,16 @@ class LogStream:
         newest = await self.last(subject)
         if newest is not None and newest.sequence >= start_sequence:
             with contextlib.suppress(RewoundError):
-                async for stored in self.pull([subject], start_sequence, newest.sequence):
+                async for stored in self.pull([subject], start_sequence, newest.sequence, newest):
                     yield stored
+
+    async def from_first(self, subject: str) -> AsyncIterator[Stored]:
+        """Yield messages as :meth:`by_now`, for a reader who rarely needs more than the first: it costs no more than itself."""
+        first = await self.transport.first(self.subjects.log_stream, subject, 1)
+        if first is not None:
+            yield first
+            async for stored in self.by_now(subject, first.sequence + 1):
+                yield stored
 
     async def behind(self, subject: str, sequence: int, newest: int) -> AsyncIterator[Stored]:
         """Yield the messages on a subject that stand behind ``sequence``, up to and with ``newest``, the oldest first.
