@@ -20,9 +20,10 @@ from diloco.core.decisions import Decisions
 from diloco.core.learner import Learner
 from diloco.core.saving import Ended, Saves
 from diloco.member import rescue, restoring, state
+from diloco.member.follower import Follower
 from diloco.member.links import Links
 from diloco.member.meeting import Meeting
-from diloco.member.part import Follower, Part
+from diloco.member.part import Part
 from diloco.member.statefile import OpenFile, Stored
 from diloco.wire.island import Decided, PartSaved
 

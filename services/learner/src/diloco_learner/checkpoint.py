@@ -194,7 +194,7 @@ def take_up(island: Stored, member: Member, state_dir: Path, log: Logger) -> boo
     if found is None:
         return False
     put(found.saved, island, optimizer_only=True)
-    found.note(member, log)
+    member.note_state_before(found.learner, found.saved.digest)
     return True
 
 
@@ -204,11 +204,6 @@ class Before:
 
     learner: str
     saved: State
-
-    def note(self, member: Member, log: Logger) -> None:
-        """Note that the optimizer begins with it."""
-        member.tape.record(events.Borrowed(self.learner, self.saved.digest))
-        log.info("state_taken_up", learner=self.learner)
 
 
 def state_before(island: Stored, state_dir: Path, learner: str, run: bytes, log: Logger) -> Before | None:

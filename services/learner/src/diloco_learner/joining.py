@@ -30,7 +30,8 @@ from blake3 import blake3
 from diloco.core.accounts import STUCK_STEPS, StepDone
 from diloco.core.fragments import FixedSpec, TensorSpec, cut_model
 from diloco.errors import DilocoError, RunError, SettingsError
-from diloco.member.member import Boundary, Member
+from diloco.member.arrays import Boundary
+from diloco.member.member import Member
 from diloco.member.shares import OwnData
 from diloco.process import observe, telemetry
 from diloco.service import skeleton

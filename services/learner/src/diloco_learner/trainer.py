@@ -19,7 +19,7 @@ from diloco.core.fragment_state import Reader
 from diloco.core.fragments import FragmentMap
 from diloco.core.pace import Average
 from diloco.core.schedule import Moment, learning_rate
-from diloco.member.member import Boundary
+from diloco.member.arrays import Boundary
 from diloco.process.observe import Logger
 from diloco.settings.run import RunSettings
 from diloco_learner import members

@@ -14,9 +14,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from diloco.core import ranges
 from diloco.errors import ChainError
 from diloco.wire.entries import Cursor, Genesis, Keyframe, Record, RolledBack
+from diloco.wire.island import ChainHead
 
 NO_ENTRY = bytes(32)
 MAX_WRONG = 1024  # entries of a fragment that are remembered: their writer is replaced after the first few
@@ -63,6 +66,17 @@ class Chain:
             keyframe.rolled_back,
             epoch_step,
         )
+
+    @classmethod
+    def from_head(cls, fragment: int, head: ChainHead) -> Chain:
+        """Return the head of a log that came from another process of this learner."""
+        cursors = {cursor.learner: cursor for cursor in head.cursors}
+        return cls(fragment=fragment, **msgspec.structs.asdict(head) | {"cursors": cursors, "ends": dict(head.ends)})
+
+    def to_head(self) -> ChainHead:
+        """Return the head of this log as it travels to another process of this learner: all fields but the fragment's index."""
+        values = {name: getattr(self, name) for name in ChainHead.__struct_fields__}
+        return ChainHead(**values | {"cursors": list(self.cursors.values()), "ends": sorted(self.ends.items())})
 
     @property
     def floor(self) -> int:

@@ -19,7 +19,19 @@ from diloco.process.observe import Logger
 from diloco.settings.service import LearnerSettings, host_and_port
 from diloco.wire import island
 from diloco.wire.framing import Message
-from diloco.wire.island import Address, Again, Agree, Agreed, Candidate, Facts, Kept, Ping, Told, difference
+from diloco.wire.island import (
+    Address,
+    Again,
+    Agree,
+    Agreed,
+    Candidate,
+    Facts,
+    Kept,
+    LeaderAnswer,
+    LoanPeers,
+    Ping,
+    difference,
+)
 
 WATCH_S = 0.25  # small beside the least `processes.silent_s`
 OTHERS_S = 2.0  # in which the others notice what this process has, and begin again too
@@ -27,7 +39,7 @@ KEEP_S = 60.0  # in which they write what they keep
 NOTHING = Kept("", 0)
 
 R = TypeVar("R")
-S = TypeVar("S", Told, Candidate)
+S = TypeVar("S", LeaderAnswer, LoanPeers, Candidate)
 
 
 class Rescue(Protocol):
@@ -74,7 +86,7 @@ class Group:
         self._early: list[tuple[int, Message, memoryview]] = []  # messages before there was anybody to handle them
         self._found: dict[str, dict[int, Facts]] = {}  # by stage and process, of a leader
         self._agreed: dict[str, str] = {}  # by stage: the leader's answer
-        self._told: dict[str, Told | Candidate] = {}  # by stage: what the leader said
+        self._told: dict[str, LeaderAnswer | LoanPeers | Candidate] = {}  # by stage: what the leader said
         self._news = asyncio.Event()
         self._ending = threading.Event()
         self._failure: IslandError | None = None
@@ -153,6 +165,10 @@ class Group:
             raise IslandError(f"{self.links.name(LEADER)} says {heard.kind!r} at {stage!r}, expected {kind.kind!r}")
         return heard
 
+    async def hear_answer(self, stage: str, yes: bool | None) -> bool:
+        """Return the leader's yes or no at a stage; it alone gives it."""
+        return (await self.hear_leader(LeaderAnswer, stage, None if yes is None else LeaderAnswer(stage, yes))).yes
+
     async def _next(self) -> None:
         self._news.clear()
         await self._news.wait()
@@ -181,7 +197,7 @@ class Group:
             case Agree() if self.place == LEADER:
                 self._found.setdefault(message.stage, {})[source] = message.facts
                 self._news.set()
-            case Told() | Candidate() if source == LEADER:
+            case LeaderAnswer() | LoanPeers() | Candidate() if source == LEADER:
                 self._told[message.stage] = message
                 self._news.set()
             case Agreed() if source == LEADER:

@@ -20,9 +20,8 @@ from diloco.member.part import Part
 from diloco.member.state import State
 from diloco.process.observe import Logger
 from diloco.settings.service import LearnerSettings
-from diloco.wire.island import Candidate, Pending, Save, Told
+from diloco.wire.island import Candidate, Pending, Save
 
-TAKEN = "taken"
 # errors of a checkpoint that is none of this learner's
 UNFIT = (DilocoError, LookupError, TypeError, ValueError, OverflowError)
 
@@ -84,10 +83,8 @@ async def begin_again(settings: LearnerSettings, part: Part, leader: Leader | No
             except UNFIT as error:
                 problem = str(error)
         differs = await group.difference(stage, {"checkpoint": problem})
-        taken = None
-        if leader is not None and fit is not None:
-            taken = Told(f"{stage}, taken", TAKEN if _restored(leader, fit, differs, log) else "")
-        if (await group.hear_leader(Told, f"{stage}, taken", taken)).text != TAKEN:
+        taken = None if leader is None or fit is None else _restored(leader, fit, differs, log)
+        if not await group.hear_answer(f"{stage}, taken", taken):
             continue
         assert fit is not None
         part.carrier.restore(fit.carried)
@@ -166,7 +163,7 @@ def _restored(leader: Leader, fit: Fit, differs: str, log: Logger) -> bool:
     reason = differs
     if not reason:
         try:
-            leader.restore(fit.saved.accounts, {}, fit.bare)
+            leader.member.restore(fit.saved.accounts, {}, fit.bare)
         except UNFIT as error:
             reason = str(error)
     if reason:
