@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 from tests.pace import DEADLINE_S, scaled_s
 
-from diloco.member.group import Group
-from diloco.member.links import Links
-from diloco.member.meeting import free_port
 from diloco.process.observe import get_logger
+from diloco.processes.group import Group
+from diloco.processes.links import Links
+from diloco.processes.meeting import free_port
 from diloco.settings.service import LearnerSettings, MeshSettings, ProcessesSettings
 from diloco.wire.island import facts
 

@@ -20,10 +20,10 @@ from tests.simulation.part import Vector, Worker
 
 from diloco.core.roll import LEADER
 from diloco.core.rows import RowLayout, carriers
+from diloco.elastic.rescue import OTHERS_S
 from diloco.errors import IslandError
-from diloco.member.group import OTHERS_S
-from diloco.member.leader import Leader
-from diloco.member.restoring import Fit
+from diloco.processes.leader import Leader
+from diloco.processes.restoring import Fit
 from diloco.settings.service import MeshSettings
 from diloco.wire.island import Kept
 

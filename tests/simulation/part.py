@@ -27,19 +27,22 @@ from diloco.core.delta import Apply
 from diloco.core.leases import RoundRobin
 from diloco.core.roll import LEADER
 from diloco.core.rows import carriers
+from diloco.elastic import coming, rescue
+from diloco.elastic.renewing import Renewing
+from diloco.elastic.rescue import Rescue
 from diloco.errors import IslandError
 from diloco.log.log import Log
-from diloco.member import coming, rescue, restoring, state
+from diloco.member import state
 from diloco.member.arrays import Boundary
-from diloco.member.follower import Follower, LearnerProcess
-from diloco.member.group import WATCH_S, Group
-from diloco.member.leader import Leader
 from diloco.member.member import Member
-from diloco.member.part import Part, Saving
-from diloco.member.rescue import Rescue
 from diloco.member.state import Content, Saved, State
 from diloco.process.observe import Counted
 from diloco.process.tape import Unrecorded
+from diloco.processes import restoring
+from diloco.processes.follower import Follower, LearnerProcess
+from diloco.processes.group import WATCH_S, Group
+from diloco.processes.leader import Leader
+from diloco.processes.part import Part, Saving
 from diloco.wire.island import Decided, Kept, Ping, Purpose, facts
 from diloco_lab.virtual import threads
 
@@ -125,6 +128,7 @@ class Worker:
     side: LearnerProcess
     part: WatchedPart
     group: WatchedGroup
+    renewing: Renewing
     rescue: WatchedRescue
     generation: Generation
 
@@ -159,7 +163,10 @@ class Worker:
         if process.index == 0:
             island.begin(number, process)
         own = facts({"run": run.identity.hex()})
-        if not await coming.meet(self.group, own, number, run, process.transport, process.log):
+        self.renewing = self.group.renewal = Renewing(self.group, process.settings)
+        if not process.settings.processes.elastic:
+            await self.group.meet(own, number)
+        elif not await coming.meet(self.group, own, number, run, process.transport, process.log):
             process.over = True
             return False
         self.place, size = self.group.place, self.group.size
@@ -210,7 +217,7 @@ class Worker:
         self.rescue = WatchedRescue(self._model, self.side, process.settings, process.log)
         self.rescue.worker = self
         if self.apart:
-            self.group.rescue = self.rescue
+            self.renewing.rescue, self.part.remembers = self.rescue, True
 
     async def _join(self) -> None:
         leader, process = self.leader, self.process
@@ -237,7 +244,7 @@ class Worker:
             self.island.note_restored(fit, leader)
             self.generation.began = leader.member.step
         elastic, part = process.settings.processes.elastic, self.part
-        self.group.may_renew = lambda: elastic and part.course.step > 0 and not process.stopping
+        self.renewing.may = lambda: elastic and part.course.step > 0 and not process.stopping
 
     # ---- devices
 

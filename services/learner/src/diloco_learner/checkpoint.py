@@ -22,8 +22,7 @@ from diloco.errors import RunError
 from diloco.member import state
 from diloco.member.member import Member
 from diloco.member.peer import Layout
-from diloco.member.restoring import UNFIT
-from diloco.member.state import Content, State
+from diloco.member.state import UNFIT, Content, State
 from diloco.process.observe import Logger
 from diloco.settings.service import LearnerSettings
 from diloco.wire.control import MarkerAnswer, MarkerDeclined, SnapshotMarker

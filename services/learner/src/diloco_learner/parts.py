@@ -11,13 +11,14 @@ import shutil
 import time
 from functools import partial
 
-from diloco.member import restoring, state
-from diloco.member.follower import LearnerProcess
-from diloco.member.leader import Leader
-from diloco.member.part import Part, Saving
+from diloco.member import state
 from diloco.member.snapshots import drop_superseded
 from diloco.member.state import Content, Saved
 from diloco.process.observe import Logger
+from diloco.processes import restoring
+from diloco.processes.follower import LearnerProcess
+from diloco.processes.leader import Leader
+from diloco.processes.part import Part, Saving
 from diloco.settings.service import LearnerSettings
 from diloco.wire.island import Purpose
 from diloco_learner import checkpoint

@@ -11,8 +11,8 @@ from typing import Protocol
 
 from diloco.core import tape as events
 from diloco.errors import IslandError
-from diloco.member.follower import Follower
-from diloco.member.leader import Leader
+from diloco.processes.follower import Follower
+from diloco.processes.leader import Leader
 from diloco.settings.run import RunSettings
 from diloco_learner import parts
 from diloco_learner.feed import Batch, Feed, Streams

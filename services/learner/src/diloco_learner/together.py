@@ -1,6 +1,6 @@
 """A learner of several processes: how they find each other, what they have to agree on, and the trainer's work in each.
 
-:mod:`diloco.member.group` connects them, and ends them together; JAX makes one mesh of all their devices.
+:mod:`diloco.processes.group` connects them, and ends them together; JAX makes one mesh of all their devices.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ from diloco.core.roll import LEADER
 from diloco.core.rows import carriers
 from diloco.errors import IslandError
 from diloco.log.log import Log
-from diloco.member import rescue
-from diloco.member.follower import Follower, LearnerProcess
-from diloco.member.group import Group
-from diloco.member.leader import Leader
-from diloco.member.part import Part
 from diloco.member.peer import Borrower, Loan
-from diloco.member.rescue import Rescue
 from diloco.process.observe import Counted
 from diloco.process.tape import TapeFile
+from diloco.processes.follower import Follower, LearnerProcess
+from diloco.processes.group import Group
+from diloco.processes.leader import Leader
+from diloco.processes.part import Part
 from diloco.service import skeleton
+from diloco.settings.service import MeshSettings
 from diloco.wire.island import Ping
 from diloco.wire.subjects import Subjects
 from diloco_learner import agreement, checkpoint, replay
@@ -78,7 +77,7 @@ def work(process: Process) -> None:
     task = beginning.task
     agreement.check_meshes(settings, task, run.created, beginning.first)
     process.wait(group.agree("model", agreement.model_facts(mesh, task, run.created, beginning.first)))
-    apart = rescue.keeps(settings, smaller, group.size)
+    apart = group.renewal is not None and group.renewal.keeps(smaller)
     island, fragments = beginning.make_island(mesh, copies=True, apart=apart)
     rows = None if mesh is None else agreement.rows_to_make(task, run.created, beginning.first, island.own_rows)
     side = process.wait(make_side(process, fragments, group, island))
@@ -96,21 +95,28 @@ def work(process: Process) -> None:
     if process.wait(group.difference("room", {"steps wait for captures": island.holds})):
         island.hold()
     beginning.over()
-    _train(process, task, island, mesh, side, rows)
+    _train(process, task, island, mesh, side, rows, smaller)
 
 
-def _train(process: Process, task: Task, island: Island, mesh: Mesh | None, side: Side, rows: range | None) -> None:
-    its, settings = side.its, process.settings
-    part = its.part
+def _train(
+    process: Process,
+    task: Task,
+    island: Island,
+    mesh: Mesh | None,
+    side: Side,
+    rows: range | None,
+    smaller: MeshSettings,
+) -> None:
+    its, part = side.its, side.its.part
+    renewal = part.group.renewal
     about = [replay.machine(), replay.mesh_event(mesh), events.Processes(part.group.size)]
     side.join([*about, events.Apart()] if island.apart else about)
     if not side.restore(island):
         side.begin_from_log(task.tokens_per_batch)
         if not _take_up(process, its, island):
             _borrow(process, its, island)
-    keeper, kept = side.keeper(island), Rescue(island.settled, its, settings, process.log)
-    if island.apart:
-        part.group.rescue = kept
+    keeper = side.keeper(island)
+    changing = None if renewal is None else renewal.guard(its, island.settled, smaller, process.stopping)
     batches = side.batches(task, rows)
     trainer = make_trainer(
         process,
@@ -120,9 +126,8 @@ def _train(process: Process, task: Task, island: Island, mesh: Mesh | None, side
         batches,
         keeper.at_boundary,
         side.look_ahead,
-        kept.changing,
+        changing,
     )
-    part.group.may_renew = lambda: settings.processes.elastic and part.course.step > 0 and not process.stopping()
     try:
         finished = trainer.run()
     finally:
@@ -130,7 +135,8 @@ def _train(process: Process, task: Task, island: Island, mesh: Mesh | None, side
     if not finished and _regroups(process, its):
         if process.stopping():
             return  # it was asked to end meanwhile: the others go on from the same state
-        part.group.renew()
+        assert renewal is not None, "a generation of a fixed size ends with its learner"
+        renewal.renew()
     side.record_end(finished=finished)
     between_up, between_down = part.links.moved_bytes
     process.log.info(

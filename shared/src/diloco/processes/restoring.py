@@ -13,17 +13,15 @@ from pathlib import Path
 
 from diloco.core.learner import ACCOUNTS
 from diloco.core.saving import same_generation
-from diloco.errors import DilocoError, RunError
-from diloco.member import carrier, state
-from diloco.member.leader import Leader
-from diloco.member.part import Part
-from diloco.member.state import State
+from diloco.errors import RunError
+from diloco.member import state
+from diloco.member.state import UNFIT, State
 from diloco.process.observe import Logger
+from diloco.processes import carrier
+from diloco.processes.leader import Leader
+from diloco.processes.part import Part
 from diloco.settings.service import LearnerSettings
 from diloco.wire.island import Candidate, Pending, Save
-
-# errors of a checkpoint that is none of this learner's
-UNFIT = (DilocoError, LookupError, TypeError, ValueError, OverflowError)
 
 Check = Callable[[State], None]  # raises one of them where this process does not find the values that its devices need
 

@@ -13,20 +13,20 @@ from diloco.core.fragments import FragmentMap
 from diloco.core.schedule import Moment
 from diloco.errors import IslandError
 from diloco.member.arrays import Boundary
-from diloco.member.leader import Leader
-from diloco.member.part import Part, Saving
 from diloco.member.peer import Loan
 from diloco.member.state import Saved
 from diloco.process.retry import until_available
 from diloco.process.tape import Unrecorded
+from diloco.processes.leader import Leader
+from diloco.processes.part import Part, Saving
 from diloco.wire import island
 
 
 class Follower:
     """A process that does not lead, as its trainer sees it. Construct it in the loop's thread, then ``await join()``.
 
-    It has the methods of a :class:`~diloco.member.leader.Leader` by which a process begins and ends: it hears what the leader
-    says, and does nothing where only a leader has something to do.
+    It has the methods by which a :class:`~diloco.processes.leader.Leader` begins and ends. It hears what the leader says, and
+    does nothing where only a leader has something to do.
     """
 
     leads = False

@@ -16,14 +16,15 @@ from typing import Any, TypeVar
 
 from diloco.errors import IslandError
 from diloco.member import state
-from diloco.member.follower import LearnerProcess
-from diloco.member.group import OTHERS_S
 from diloco.member.state import Content, Part
 from diloco.process.observe import Logger
+from diloco.processes.follower import LearnerProcess
 from diloco.settings.service import LearnerSettings, MeshSettings
 from diloco.wire.island import Kept
 
 T = TypeVar("T")
+
+OTHERS_S = 2.0  # in which the others notice what this process has, and begin again too
 
 
 def keeps(settings: LearnerSettings, mesh: MeshSettings, size: int) -> bool:
@@ -51,7 +52,7 @@ class Changing:
 
 
 class Rescue:
-    """A process's part in that (:class:`diloco.member.group.Rescue`)."""
+    """A process's part in that (:class:`diloco.elastic.renewing.Rescues`)."""
 
     def __init__(self, model: Callable[[], Content], process: LearnerProcess, settings: LearnerSettings, log: Logger) -> None:
         """``model`` gives the model as of the last boundary; a leader's is asked, in the thread that ends this process."""

@@ -2,7 +2,7 @@
 
 Two threads share it, as they share a :class:`~diloco.member.member.Member`: the trainer's, which takes decisions in order, and
 the loop's, which everything that comes goes through. The trainer sees a :class:`~diloco.member.member.Member` where the process
-leads, and a :class:`~diloco.member.follower.Follower` where it does not.
+leads, and a :class:`~diloco.processes.follower.Follower` where it does not.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from diloco.core.roll import LEADER
 from diloco.core.rows import RowLayout
 from diloco.errors import IslandError
 from diloco.log.log import Log
-from diloco.member.carrier import Carrier
-from diloco.member.group import Group
-from diloco.member.lending import LentParts
-from diloco.member.shipping import Shipping
 from diloco.member.state import Saved
 from diloco.member.tracing import MemberTraces
 from diloco.process.observe import Counted, Logger
 from diloco.process.tasks import Tasks
 from diloco.process.telemetry import Telemetry
+from diloco.processes.carrier import Carrier
+from diloco.processes.group import Group
+from diloco.processes.lending import LentParts
+from diloco.processes.shipping import Shipping
 from diloco.transport import Transport
 from diloco.wire import island
 from diloco.wire.framing import Message
@@ -93,6 +93,7 @@ class Part:
         )
         self.lent = LentParts(group.links, self.tasks.spawn)
         self.course = Course(run.identity, group.generation)
+        self.remembers = False  # whether arrays are kept as they were before the newest decision
         self.lead: Callable[[int, Message], None] | None = None
         self._news = threading.Condition()
         self._decided: deque[_Due] = deque()  # not carried out; the lock is held
@@ -163,7 +164,7 @@ class Part:
     def _take(self, decided: Decided) -> None:
         writes: list[tuple[int, Apply]] = []
         self._newest = decided.number
-        self.carrier.begin_decision(remember=self.group.rescue is not None)
+        self.carrier.begin_decision(remember=self.remembers)
         for write in decided.writes:
             applied = self._written(write)
             if applied is not None:

@@ -25,11 +25,11 @@ from diloco.core.roll import LEADER
 from diloco.log.follower import Copy
 from diloco.log.log import Log
 from diloco.member.following import Following
-from diloco.member.links import Links
 from diloco.member.offer_maker import OfferMaker, QuantisedOffer
-from diloco.member.shipping import Shipping
 from diloco.member.tracing import MemberTraces, OfferTrace
 from diloco.process.observe import Counted, Logger
+from diloco.processes.links import Links
+from diloco.processes.shipping import Shipping
 from diloco.transport import Transport
 from diloco.wire import island
 from diloco.wire.entries import Genesis, Record

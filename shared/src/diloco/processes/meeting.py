@@ -7,8 +7,8 @@ and those that come later wait.
 
 Each that comes says who it is, where it can be reached, and what has to be the same everywhere. The answer is a secret, by
 which processes know each other from then on, and all addresses. Before, both ends prove that they have the key of the learner's
-identity (:mod:`diloco.member.proving`). In a run without identities all who reach this address are taken for processes of the
-learner. The collectives between processes have neither passwords nor encryption in either case: they belong into a network of
+identity (:mod:`diloco.processes.proving`). In a run without identities, whatever reaches this address is taken for a process of
+the learner. The collectives between processes have neither passwords nor encryption in either case: they need a network of
 their own.
 """
 
@@ -24,10 +24,10 @@ from functools import partial
 from diloco.core import roll
 from diloco.core.roll import Roll, goes_to
 from diloco.errors import FormatError, HashError, IslandError, MessageError, SettingsError
-from diloco.member.proving import Door, prove
-from diloco.member.stream import Stream
 from diloco.process.observe import Counted, Logger
 from diloco.process.tasks import end
+from diloco.processes.proving import Door, prove
+from diloco.processes.stream import Stream
 from diloco.settings.service import ProcessesSettings, host_and_port
 from diloco.wire.framing import Message
 from diloco.wire.island import Address, Arrival, Facts, Ping, Refused, Standing, Welcome, difference

@@ -28,13 +28,13 @@ from diloco.core.saving import Ended, set_name
 from diloco.core.schedule import Moment
 from diloco.errors import IslandError
 from diloco.member.arrays import Boundary, Initial
-from diloco.member.lending import Owners, SharedState
 from diloco.member.member import LEAVE_TIMEOUT_S, Member
-from diloco.member.part import Part, Saving
 from diloco.member.peer import Layout, Loan
 from diloco.member.state import Saved
 from diloco.process.observe import Logger
 from diloco.process.tape import Recorder
+from diloco.processes.lending import Owners, SharedState
+from diloco.processes.part import Part, Saving
 from diloco.settings.service import LearnerSettings
 from diloco.wire import island
 from diloco.wire.control import MarkerAnswer, MarkerDeclined
