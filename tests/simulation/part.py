@@ -207,7 +207,15 @@ class Worker:
         self.group.links.sign_of_life = lambda: Ping(transport.bytes_out, transport.bytes_in, refused.total)
         store = Log(transport, run.name, run.identity, FRAGMENTS, run.created)
         self.part = WatchedPart(
-            transport, run, self.group, store, layouts, dealt, lambda i: self.values[i].copy(), refused, process.log
+            transport,
+            run,
+            self.group,
+            store=store,
+            layouts=layouts,
+            carriers=dealt,
+            read=lambda i: self.values[i].copy(),
+            refused=refused,
+            log=process.log,
         )
         process.can_begin_from = partial(restoring._named, process.settings, part=self.part, check=self.check)
         if self.place == LEADER:

@@ -205,7 +205,7 @@ class JoinedRun:
                 f"run {self.settings.run!r}: {self.settings.nats_url} has had no such run for {self._within_s:g} s: a "
                 "coordinator creates it (diloco up, or diloco-coordinator); name it as it is called there"
             ) from None
-        if run.created.outer.optimizer == "adamw":
+        if run.created.offers_gradients:
             raise SettingsError(
                 f"run {run.name!r}: its learners offer gradients of single steps (outer.optimizer = adamw), which a loop that "
                 "takes its own steps does not have: join a run of another preset"

@@ -33,7 +33,7 @@ class Side(Protocol):
 
     @property
     def look_ahead(self) -> LookAhead | None:
-        """What the trainer calls in the middle of each step; None: nothing."""
+        """The call that the trainer makes in the middle of each step; None: it makes none."""
 
     def check_batch(self, tokens: int) -> None:
         """Find out that the run takes batches of so many tokens.

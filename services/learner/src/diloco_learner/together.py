@@ -125,8 +125,8 @@ def _train(
         its.steered,
         batches,
         keeper.at_boundary,
-        side.look_ahead,
-        changing,
+        look_ahead=side.look_ahead,
+        changing=changing,
     )
     try:
         finished = trainer.run()
@@ -190,9 +190,16 @@ def _borrow(process: Process, its: LearnerProcess, island: Island) -> None:
     part, peers = its.part, process.wait(its.loan_peers())
     layout, loan = island.optimizer_layout(), None
     if peers and layout.arrays:
-        subjects, wanted = Subjects(part.run.name), island.wanted(optimizer_only=True)
-        asker = skeleton.process_name(process.settings)
-        borrower = Borrower(part.transport, part.run.identity, subjects, asker, layout, wanted, island.put, process.log)
+        borrower = Borrower(
+            part.transport,
+            run=part.run.identity,
+            subjects=Subjects(part.run.name),
+            name=skeleton.process_name(process.settings),
+            layout=layout,
+            wanted=island.wanted(optimizer_only=True),
+            put=island.put,
+            log=process.log,
+        )
         loan = _all_of_one(process, part, "loan", process.wait(borrower.borrow(peers)))
         if loan is not None and process.wait(its.must_ask_again(loan)):
             loan = _all_of_one(process, part, "newer loan", process.wait(borrower.borrow_newer(loan, peers)))
@@ -258,7 +265,18 @@ async def make_side(process: Process, fragments: FragmentMap, group: Group, isla
 
     group.links.sign_of_life = lambda: Ping(transport.bytes_out, transport.bytes_in, refused.total)
     store = Log(transport, run.name, run.identity, fragments, run.created)
-    part = Part(transport, run, group, store, layouts, dealt, read, refused, log, process.exporter.telemetry)
+    part = Part(
+        transport,
+        run,
+        group,
+        store=store,
+        layouts=layouts,
+        carriers=dealt,
+        read=read,
+        refused=refused,
+        log=log,
+        telemetry=process.exporter.telemetry,
+    )
     own = [index for index, carrier in enumerate(dealt) if carrier == group.place]
     log.info("carries", fragments=own, parameters=sum(fragments.fragments[index].size for index in own))
     if group.place == LEADER:

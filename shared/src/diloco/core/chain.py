@@ -52,19 +52,19 @@ class Chain:
     def from_keyframe(cls, keyframe: Keyframe, epoch_step: int = 1) -> Chain:
         """Return the head that the entry after a keyframe follows; the keyframe is not one of version 0."""
         return cls(
-            keyframe.fragment,
-            keyframe.version,
-            keyframe.epoch,
-            keyframe.entry_hash,
-            keyframe.entry_sequence,
-            keyframe.state_hash,
-            keyframe.tokens_merged,
-            keyframe.tokens_lost,
-            keyframe.closing,
-            {cursor.learner: cursor for cursor in keyframe.cursors},
-            dict(keyframe.ends),
-            keyframe.rolled_back,
-            epoch_step,
+            fragment=keyframe.fragment,
+            version=keyframe.version,
+            epoch=keyframe.epoch,
+            head=keyframe.entry_hash,
+            sequence=keyframe.entry_sequence,
+            state_hash=keyframe.state_hash,
+            tokens_merged=keyframe.tokens_merged,
+            tokens_lost=keyframe.tokens_lost,
+            closed=keyframe.closing,
+            cursors={cursor.learner: cursor for cursor in keyframe.cursors},
+            ends=dict(keyframe.ends),
+            rolled_back=keyframe.rolled_back,
+            epoch_step=epoch_step,
         )
 
     @classmethod

@@ -180,7 +180,16 @@ class Member:
         peers = self.learner.peers()
         if peers is None or not layout.arrays:
             return None
-        borrower = Borrower(self.transport, self.run.identity, self.subjects, self.settings.name, layout, wanted, put, self.log)
+        borrower = Borrower(
+            self.transport,
+            run=self.run.identity,
+            subjects=self.subjects,
+            name=self.settings.name,
+            layout=layout,
+            wanted=wanted,
+            put=put,
+            log=self.log,
+        )
         loan = await self.loans.borrow(borrower, peers)
         _note_borrowed(self, loan, layout)
         return loan

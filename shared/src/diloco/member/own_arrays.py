@@ -37,7 +37,7 @@ class OwnArrays:
     # ---- loop thread
 
     async def first_values(self, initial: Initial | None, index: int) -> Vector:
-        """Return a fragment as ``initial`` gives it."""
+        """Return a fragment as ``initial`` gives it, float32 [its size]."""
         assert initial is not None, "a learner alone founds a run, and has parameters"
         return initial(self._rounds.map.fragments[index])
 

@@ -83,6 +83,7 @@ class Carrier:
         store: Log,
         links: Links,
         shipping: Shipping,
+        *,
         carriers: Sequence[int],
         name: str,
         refused: Counted,

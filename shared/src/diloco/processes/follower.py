@@ -55,7 +55,7 @@ class Follower:
 
     @property
     def steered(self) -> Follower:
-        """What the trainer of this process is steered by."""
+        """The member, or process, that steers the trainer of this process."""
         return self
 
     # ---- what the leader knows

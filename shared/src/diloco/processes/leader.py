@@ -73,7 +73,7 @@ class Leader:
     # ---- loop thread
 
     async def first_values(self, initial: Initial | None, index: int) -> Vector:
-        """Return a fragment as all processes have it together."""
+        """Return a fragment as all processes have it together, float32 [its size]."""
         return await self.part.gather(index)
 
     async def load(self, genesis: tuple[Genesis, bytes]) -> list[Version]:
@@ -198,7 +198,7 @@ class Leader:
 
     @property
     def steered(self) -> Member:
-        """What the trainer of this process is steered by."""
+        """The member, or process, that steers the trainer of this process."""
         return self.member
 
     async def close(self) -> None:

@@ -72,6 +72,7 @@ class Part:
         transport: Transport,
         run: Run,
         group: Group,
+        *,
         store: Log,
         layouts: Sequence[RowLayout],
         carriers: Sequence[int],
@@ -87,9 +88,18 @@ class Part:
         self.shipping = Shipping(group.links, layouts, [fragment.size for fragment in store.map.fragments])
         self.loop = asyncio.get_running_loop()
         self._traces = MemberTraces(telemetry, run.identity, group.name, self.loop.time, transport.wall_s)
-        spawn = self.tasks.spawn
         self.carrier = Carrier(
-            transport, run, store, group.links, self.shipping, carriers, group.name, refused, spawn, log, self._traces
+            transport,
+            run,
+            store,
+            group.links,
+            self.shipping,
+            carriers=carriers,
+            name=group.name,
+            refused=refused,
+            spawn=self.tasks.spawn,
+            log=log,
+            traces=self._traces,
         )
         self.lent = LentParts(group.links, self.tasks.spawn)
         self.course = Course(run.identity, group.generation)

@@ -54,7 +54,15 @@ class _Batches:
 
 
 def batches(
-    sources: Sequence[Windows], weights: Sequence[int], batch: int, share: int, shares: int, seed: int, start: int, rows: range
+    sources: Sequence[Windows],
+    weights: Sequence[int],
+    batch: int,
+    *,
+    share: int,
+    shares: int,
+    seed: int,
+    start: int,
+    rows: range,
 ) -> Iterator[NDArray[np.int32]]:
     """Yield the batches of a share from the ``start``-th on, without end: int32 [rows, context + 1].
 
