@@ -59,10 +59,10 @@ class Answering:
         ago = learner.accounts.step - self.taped.held_steps - answer.snapshot.step
         digest = content_hash[: events.DIGEST_BYTES]
         tape.record(events.Offer(ago, index, pending.stated.number, answer.version, answer.bits, digest))
-        self.shared.loop.call_soon(self._store, index, pending)
+        self.shared.tasks.spawn(self._store(index, pending))
         self.shared.tell()
 
-    def _store(self, index: int, offer: PendingDelta) -> None:
+    async def _store(self, index: int, offer: PendingDelta) -> None:
         self.taped.tape.flush()  # before it is sent: all that is merged of this learner is on its tape
         self.arrays.store(index, offer)
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
 from functools import partial
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -93,10 +91,10 @@ class OwnArrays:
 
     def store(self, fragment: int, offer: PendingDelta) -> None:
         """Begin to store the offer that was quantised last."""
-        self.shared.tasks.spawn(self._store(fragment, self._maker.storing(fragment, offer, self._quantised.pop(fragment))))
+        self.shared.tasks.spawn(self._store(fragment, offer))
 
-    async def _store(self, fragment: int, storing: Coroutine[Any, Any, int]) -> None:
-        sequence = await storing
+    async def _store(self, fragment: int, offer: PendingDelta) -> None:
+        sequence = await self._maker.storing(fragment, offer, self._quantised.pop(fragment))
         with self.shared.lock:
             self._rounds.answering.stored(fragment, sequence)
 

@@ -55,6 +55,12 @@ class _Carried:
     trace: OfferTrace | None = None  # of the offer that is being made
     quantised: QuantisedOffer | None = None  # it is to be stored
 
+    def take_quantised(self) -> QuantisedOffer:
+        """Return the offer that is quantised, and keep it no longer."""
+        quantised, self.quantised = self.quantised, None
+        assert quantised is not None
+        return quantised
+
     def forget(self, applied: Vector) -> None:
         """Forget the version with this theta, float32 [size], and those folded before it.
 
@@ -234,15 +240,15 @@ class Carrier:
     def store_offer(self, store: Store) -> None:
         """Store the offer that was quantised, as the leader states it."""
         index, carried = store.fragment, self._carried[store.fragment]
-        quantised, carried.quantised = carried.quantised, None
-        assert quantised is not None
         offer = PendingDelta(store.stated, store.bits)
-        carried.values.hold(offer.identity, quantised.encoded)
+        assert carried.quantised is not None
+        carried.values.hold(offer.identity, carried.quantised.encoded)
         carried.pending.append(island.Pending(offer.identity, offer.bits, False))
-        self.spawn(self._store(index, self._maker.storing(index, offer, quantised)))
+        self.spawn(self._store(index, offer, carried))
 
-    async def _store(self, index: int, storing: Coroutine[Any, Any, int]) -> None:
-        self.links.write(LEADER, island.Stored(index, await storing))
+    async def _store(self, index: int, offer: PendingDelta, carried: _Carried) -> None:
+        sequence = await self._maker.storing(index, offer, carried.take_quantised())
+        self.links.write(LEADER, island.Stored(index, sequence))
 
     # ---- checkpoints
 
