@@ -36,7 +36,7 @@ def test_the_head_moves_with_every_entry() -> None:
 
 def test_another_process_of_the_learner_gets_all_that_is_known_of_a_log() -> None:
     chain = two_versions()
-    chain.ends, chain.closed, chain.rolled_back, chain.epoch_step = {3: 14, 2: 9}, True, RolledBack(1, 2, 0), 5
+    chain.ends, chain.closed, chain.rolled_back, chain.epoch_step = {3: 14, 2: 9}, True, RolledBack(1, 2, 3), 5
     head = msgspec.msgpack.decode(msgspec.msgpack.encode(chain.to_head()), type=ChainHead)
     assert Chain.from_head(chain.fragment, head) == chain
     assert {field.name for field in fields(Chain)} == {"fragment", *ChainHead.__struct_fields__}

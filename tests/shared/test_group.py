@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import numpy as np
 import pytest
 from blake3 import blake3
-from tests.made.process_groups import FACTS, OPEN_GROUPS, OPEN_LINKS, REGROUP_S, RUN, address, group, met, until
+from tests.made.process_groups import FACTS, OPEN_GROUPS, OPEN_LINKS, REGROUP_S, RUN, address, group, group_of, met, until
 from tests.pace import DEADLINE_S, scaled_s
 
 from diloco.core.fragments import Piece
@@ -28,7 +28,7 @@ from diloco.processes.links import Links
 from diloco.processes.proving import MAX_STRANGERS, prove, secret_of
 from diloco.processes.shipping import Shipping
 from diloco.processes.stream import HELLO_BYTES, LENGTHS, Stream
-from diloco.settings.service import LearnerSettings, MeshSettings, ProcessesSettings, host_and_port
+from diloco.settings.service import LearnerSettings, ProcessesSettings, host_and_port
 from diloco.wire import island
 from diloco.wire.framing import Message
 from diloco.wire.island import Arrival, Challenge, Greeting, Leaving, Proof, Staged, facts
@@ -380,11 +380,8 @@ async def test_one_too_many_waits_until_more_have_come() -> None:
     """Of four replicas, with at least two: three processes of four hold three, and five of eight none whole."""
     where = address()
     processes = ProcessesSettings(count=8, index=0, address=where, least=2, regroup_s=REGROUP_S)
-    leading = Group(LearnerSettings(name="ann", processes=processes, mesh=MeshSettings(data=4)), RUN, get_logger())
-    others = []
-    for index in (3, 5):
-        own = processes.model_copy(update={"index": index})
-        others.append(Group(LearnerSettings(name="ann", processes=own, mesh=MeshSettings(data=4)), RUN, get_logger()))
+    leading = group_of(processes, 4)
+    others = [group_of(processes.model_copy(update={"index": index}), 4) for index in (3, 5)]
     OPEN_GROUPS.extend([leading, *others])
     OPEN_LINKS.extend(each.links for each in (leading, *others))
     spare = asyncio.create_task(others[1].meet(FACTS, 0))

@@ -18,8 +18,7 @@ from tests.simulation.island import NOTICED_S, SLACK_S, Generation, Island, Isla
 from tests.simulation.learner import SAVE_S
 from tests.simulation.part import Vector, Worker
 
-from diloco.core.roll import LEADER
-from diloco.core.rows import RowLayout, carriers
+from diloco.core.rows import LEADER, RowLayout, carriers
 from diloco.elastic.rescue import OTHERS_S
 from diloco.errors import IslandError
 from diloco.processes.leader import Leader

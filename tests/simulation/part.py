@@ -25,9 +25,9 @@ from diloco.core.accounts import StepDone
 from diloco.core.chunks import Chunk
 from diloco.core.delta import Apply
 from diloco.core.leases import RoundRobin
-from diloco.core.roll import LEADER
-from diloco.core.rows import carriers
+from diloco.core.rows import LEADER, carriers
 from diloco.elastic import coming, rescue
+from diloco.elastic.assembly import ElasticAssembly
 from diloco.elastic.renewing import Renewing
 from diloco.elastic.rescue import Rescue
 from diloco.errors import IslandError
@@ -156,7 +156,9 @@ class Worker:
         """Be one of a generation's processes to its end; return whether the run is over."""
         process, world, island = self.process, self.world, self.island
         run = await creation.find(process.transport, world.run_name, process.log)
-        self.group = WatchedGroup(process.settings, run.identity, process.log, expected=process.expected)
+        elastic = process.settings.processes.elastic
+        assembly = ElasticAssembly(process.settings, process.expected) if elastic else None
+        self.group = WatchedGroup(process.settings, run.identity, process.log, assembly=assembly)
         self.group.process = process
         process.watch_start()
         number = int(1000 * process.wall_s())
@@ -164,7 +166,7 @@ class Worker:
             island.begin(number, process)
         own = facts({"run": run.identity.hex()})
         self.renewing = self.group.renewal = Renewing(self.group, process.settings)
-        if not process.settings.processes.elastic:
+        if not elastic:
             await self.group.meet(own, number)
         elif not await coming.meet(self.group, own, number, run, process.transport, process.log):
             process.over = True

@@ -7,8 +7,7 @@ from typing import Any
 
 from diloco.core import tape as events
 from diloco.core.fragments import FragmentMap
-from diloco.core.roll import LEADER
-from diloco.core.rows import carriers
+from diloco.core.rows import LEADER, carriers
 from diloco.log.log import Log
 from diloco.member.peer import Borrower, Loan
 from diloco.process.observe import Counted

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from diloco.control.creation import Run, find_map
+from diloco.elastic.assembly import ElasticAssembly
 from diloco.elastic.renewing import Renewing
 from diloco.log.log import Log
 from diloco.process import renewal
@@ -21,7 +22,7 @@ OVER_S = 2.0  # between two looks whether the run is over, while the others do n
 
 def make_group(settings: LearnerSettings, run: Run, key: bytes, log: Logger) -> Group:
     """Return a group that begins again by itself, with those that the process before this one knew to come."""
-    group = Group(settings, run.identity, log, key, renewal.expected())
+    group = Group(settings, run.identity, log, key, ElasticAssembly(settings, renewal.expected()))
     group.renewal = Renewing(group, settings)
     return group
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import NoReturn, Protocol, TypeVar
 
-from diloco.core.roll import LEADER
+from diloco.core.rows import LEADER
 from diloco.elastic.rescue import OTHERS_S, Changing, Rescue, keeps
 from diloco.errors import IslandError
 from diloco.member.state import Content

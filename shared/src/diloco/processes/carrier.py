@@ -21,7 +21,7 @@ from diloco.control.creation import Run
 from diloco.core import decisions
 from diloco.core.delta import Apply, DeltaValues, PendingDelta, Reference, Unmerged, dump_arrays, load_arrays
 from diloco.core.learner import ACCOUNTS
-from diloco.core.roll import LEADER
+from diloco.core.rows import LEADER
 from diloco.log.follower import Copy
 from diloco.log.log import Log
 from diloco.member.following import Following

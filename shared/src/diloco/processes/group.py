@@ -9,10 +9,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
-from diloco.core.roll import LEADER
+from diloco.core.rows import LEADER
 from diloco.errors import IslandError, SettingsError
 from diloco.process import observe
 from diloco.process.observe import Logger
+from diloco.processes.assembly import Assembly, WholeAssembly
 from diloco.processes.links import Handle, Links
 from diloco.processes.meeting import Meeting
 from diloco.processes.proving import OPEN, secret_of
@@ -81,14 +82,15 @@ class Group:
     """
 
     def __init__(
-        self, settings: LearnerSettings, run: bytes, log: Logger, key: bytes = OPEN, expected: frozenset[int] = frozenset()
+        self, settings: LearnerSettings, run: bytes, log: Logger, key: bytes = OPEN, assembly: Assembly | None = None
     ) -> None:
-        """``key``: of the learner's identity, if it has one. ``expected``: processes that are known to come."""
-        self._key, self._expected, self._loop = key, expected, asyncio.get_running_loop()
+        """``key``: of the learner's identity, if it has one. ``assembly``: the rule by which they meet; None: all come."""
+        own = settings.processes
+        self._assembly = WholeAssembly(own.index, own.count) if assembly is None else assembly
+        self._key, self._loop = key, asyncio.get_running_loop()
         self.settings, self.run, self.log = settings.processes, run, log
         self.name, self.index, self.count = settings.name, settings.processes.index, settings.processes.count
         self.place, self.size = 0, 1  # once they have met
-        self._sizes = settings.processes.sizes(settings.mesh)
         self._meeting: Meeting | None = None
         self.generation = 0
         self.coordinator: Address = ("", 0)  # of jax.distributed
@@ -113,7 +115,7 @@ class Group:
             SettingsError: processes differ in ``facts`` or settings.
             IslandError: some do not come, or cannot be reached.
         """
-        own = self.name, self.settings, self._sizes, self.run, self._key, facts, self.log, self._expected
+        own = self.name, self.settings, self._assembly, self.run, self._key, facts, self.log
         meeting = self._meeting = Meeting(*own)
         address = self.settings.own_address
         await meeting.listen()

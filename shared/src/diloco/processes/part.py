@@ -22,8 +22,7 @@ from diloco.control.creation import Run
 from diloco.core.decisions import Course
 from diloco.core.delta import Apply
 from diloco.core.fragment_state import Reader
-from diloco.core.roll import LEADER
-from diloco.core.rows import RowLayout
+from diloco.core.rows import LEADER, RowLayout
 from diloco.errors import IslandError
 from diloco.log.log import Log
 from diloco.member.state import Saved
