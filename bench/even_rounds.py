@@ -19,7 +19,7 @@ from pathlib import Path
 
 from diloco.settings.presets import run_settings
 from diloco_lab import simulation
-from diloco_lab.cluster import MICROS, ClusterLearner, LearnerLink, Rounds
+from diloco_lab.cluster import MICROS, ClusterLearner, LearnerLink, RoundTerms
 from diloco_lab.outcome import MergedVersion, Scenario
 from diloco_lab.pictures import WIDTH, standalone
 from diloco_report.charts import time_axis
@@ -41,7 +41,7 @@ def counts() -> list[int]:
         for n in range(LEARNERS)
     ]
     settings = run_settings("published", {"learners": LEARNERS, "fragments.count": FRAGMENTS, "round.steps": H})
-    rounds = Rounds(settings, [1] * FRAGMENTS, answer_s=ANSWER_S, commit_s=COMMIT_S)
+    rounds = RoundTerms(settings, [1] * FRAGMENTS, answer_s=ANSWER_S, commit_s=COMMIT_S)
     cut = (CUT_S * MICROS, HEALED_S * MICROS)
     versions: list[MergedVersion] = []
     cuts = {learner.name: [cut] for learner in learners}

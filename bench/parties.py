@@ -30,7 +30,8 @@ from diloco.control import creation
 from diloco.core.accounts import StepDone
 from diloco.core.fragments import Fragment, FragmentMap, Piece, TensorSpec, cut_model
 from diloco.core.leases import RoundRobin
-from diloco.member.member import Boundary, Member
+from diloco.member.arrays import Boundary
+from diloco.member.member import Member
 from diloco.nats.connection import malloc_environment
 from diloco.nats.transport import NatsTransport
 from diloco.process import observe
@@ -379,7 +380,7 @@ def learner_main(pipe: Connection, url: str, settings: Mapping[str, Any], parame
 def _trace_learner(tracer: Tracer) -> None:
     from diloco.core import codec, delta, outer, quantise
     from diloco.log import stream
-    from diloco.member import answering
+    from diloco.member import offer_maker
 
     tracer.wrap(delta.DeltaValues, "encode", "displacement")
     tracer.wrap(Island, "write", "apply: island")
@@ -392,7 +393,7 @@ def _trace_learner(tracer: Tracer) -> None:
     tracer.wrap(stream, "open_body", "open record")
     tracer.wrap(quantise, "validate", "validate record")
     tracer.wrap(outer, "fold", "fold")
-    tracer.wrap_async(answering, "append_offer", "publish, store")
+    tracer.wrap_async(offer_maker, "append_offer", "publish, store")
 
 
 def _trace_syncer(tracer: Tracer) -> None:

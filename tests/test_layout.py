@@ -77,6 +77,20 @@ def test_commands_import_neither_the_kernels_nor_jax() -> None:
     assert said.stdout.split() == []
 
 
+@pytest.mark.tool
+def test_a_learner_of_a_fixed_size_loads_nothing_elastic() -> None:
+    elastic = "name.startswith(('diloco.elastic', 'diloco.core.roll'))"
+    program = f"import sys, diloco_learner.together; print(*(name for name in sys.modules if {elastic}))"
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert said.stdout.split() == []
+
+
+@pytest.mark.parametrize("folder", ["member", "processes", "elastic", "weights_files"])
+def test_a_folder_has_few_enough_modules_to_be_read_as_a_plan(folder: str) -> None:
+    found = [path.stem for path in (SOURCES["diloco"] / "diloco" / folder).glob("*.py")]
+    assert len(found) - 1 <= 20, found
+
+
 def test_no_module_imports_a_test_module_or_a_conftest() -> None:
     """What test modules share is in `tests/made`: a test module can be moved, split or dropped by itself."""
     paths = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in TESTS.rglob("*.py")}

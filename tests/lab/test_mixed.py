@@ -14,7 +14,7 @@ from diloco.errors import SettingsError
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RoundSettings
 from diloco_lab import mixed, simulation
-from diloco_lab.cluster import Cluster, LearnerLink, Rounds
+from diloco_lab.cluster import Cluster, LearnerLink, RoundTerms
 from diloco_lab.mixed import MixedOutcome, RoundMode
 from diloco_lab.outcome import MergedVersion, Scenario
 from diloco_lab.reports import ReportClock
@@ -53,7 +53,7 @@ def versions_of(by_reports: bool, link: LearnerLink, **settings: Any) -> list[Me
     run = run_settings("published", {"learners": 3, "fragments.count": 2, "round.steps": 4, **NO_WINDOW, **settings})
     cluster = Cluster(3, 3, 1, 1.0, math.inf, link=link, speeds=(1.0, 0.8, 0.625))
     versions: list[MergedVersion] = []
-    rounds = Rounds(run, [1, 1], by_reports=by_reports)
+    rounds = RoundTerms(run, [1, 1], by_reports=by_reports)
     simulation.simulate(Scenario(cluster.split(1), 60.0, 1, rounds, on_version=versions.append))
     return versions
 
@@ -88,7 +88,7 @@ def test_a_round_by_reports_whose_learner_is_gone_asks_the_next_ones() -> None:
     run = run_settings("published", {"learners": 2, "fragments.count": 1, "shards": 1, "round.steps": 1, **NO_WINDOW})
     versions: list[MergedVersion] = []
     cluster = Cluster(2, 2, 1, 2.0, math.inf, link=LearnerLink(delay_s=0.25), speeds=(1.0, 0.75))
-    rounds = Rounds(run, [1], by_reports=True)
+    rounds = RoundTerms(run, [1], by_reports=True)
     cuts = {"learner-0": [(2_300_000, 30_000_000)]}  # after its report
     scenario = Scenario(cluster.split(1), 20.0, 1, rounds, cuts=cuts, on_version=versions.append)
     simulation.simulate(scenario)
@@ -101,7 +101,7 @@ def test_a_round_by_reports_whose_learner_is_gone_asks_the_next_ones() -> None:
 @pytest.mark.parametrize("settings", [{"round.learners_wait": True}, {"apply.at": "overlap", "round.overlap_steps": 1.0}])
 def test_rounds_by_reports_are_of_learners_that_do_not_wait(settings: dict[str, Any]) -> None:
     with pytest.raises(SettingsError, match="in Algorithm 2 no learner waits"):
-        Rounds(run_settings("published", {"fragments.count": 1, "shards": 1, **settings}), [1], by_reports=True)
+        RoundTerms(run_settings("published", {"fragments.count": 1, "shards": 1, **settings}), [1], by_reports=True)
 
 
 def test_learners_that_wait_for_all_take_the_time_of_the_slowest() -> None:

@@ -20,7 +20,7 @@ import pytest
 from diloco.errors import SettingsError
 from diloco.settings.presets import run_settings
 from diloco_lab import simulation, tapes
-from diloco_lab.cluster import YEAR_S, Cluster, Costs, LearnerLink, Rounds, Slowdowns
+from diloco_lab.cluster import YEAR_S, Cluster, Costs, LearnerLink, RoundTerms, Slowdowns
 from diloco_lab.outcome import MergedVersion, Outcome, Scenario
 from diloco_lab.repair import RepairTime
 from diloco_ops.failures import Failure, FailureTape
@@ -68,7 +68,7 @@ class Case:
             self.speeds,
         )
         run = run_settings(self.preset, {"learners": self.learners, **(self.settings or {})})
-        rounds = Rounds(run, [10_000_000 + 1_000_000 * p for p in range(run.fragments.count)], self.answer_s, self.commit_s)
+        rounds = RoundTerms(run, [10_000_000 + 1_000_000 * p for p in range(run.fragments.count)], self.answer_s, self.commit_s)
         learners = list(cluster.split(self.seed))
         learners[-1] = replace(learners[-1], present=self.present)
         learners[0] = replace(learners[0], link=self.first_link or self.link)
@@ -219,11 +219,11 @@ def test_more_tokens_than_can_be_counted_are_refused() -> None:
 
 def test_a_model_has_fewer_fragments_than_the_settings_say_only_if_it_is_cut_by_layers() -> None:
     by_layers = run_settings(overrides={"fragments.strategy": "layers", "fragments.count": 24})
-    assert len(Rounds(by_layers, [10] * 4).sizes) == 4
+    assert len(RoundTerms(by_layers, [10] * 4).sizes) == 4
     with pytest.raises(SettingsError, match=r"25 sizes, and fragments.count = 24; expected at most as many"):
-        Rounds(by_layers, [10] * 25)
+        RoundTerms(by_layers, [10] * 25)
     with pytest.raises(SettingsError, match=r"4 sizes, and fragments.count = 24; expected as many"):
-        Rounds(run_settings(overrides={"fragments.count": 24}), [10] * 4)
+        RoundTerms(run_settings(overrides={"fragments.count": 24}), [10] * 4)
 
 
 def test_fragments_have_their_slots_and_a_round_every_h_steps() -> None:

@@ -6,6 +6,7 @@ import errno
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -387,7 +388,9 @@ def beginner(rig: Rig, merged: list[str] | None = None, run: bytes = BEFORE) -> 
         learner=SimpleNamespace(peers=lambda: merged),
         settings=rig.settings,
         tape=SimpleNamespace(record=taken.append),
+        log=get_logger(),
     )
+    member.note_state_before = partial(Member.note_state_before, cast(Member, member))
     return cast(Member, member), taken
 
 

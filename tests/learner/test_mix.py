@@ -91,7 +91,8 @@ def test_any_start_and_any_rows_are_those_of_iteration_from_the_beginning() -> N
     sources = [counting(20, 4), counting(9, 4)]
 
     def batches(share: int, start: int, rows: range, count: int) -> list[Any]:
-        return list(itertools.islice(pipeline.batches(sources, [3, 1], 3, share, 3, 5, start, rows), count))
+        made = pipeline.batches(sources, [3, 1], 3, share=share, shares=3, seed=5, start=start, rows=rows)
+        return list(itertools.islice(made, count))
 
     whole = [batches(share, 0, range(3), 40) for share in range(3)]
 

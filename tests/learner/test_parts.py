@@ -18,13 +18,14 @@ from tests.pace import DEADLINE_S
 from diloco.core.chunks import Chunk
 from diloco.core.tape import Restored, TapeEvent
 from diloco.member import state
-from diloco.member.group import Group
-from diloco.member.leader import Leader
-from diloco.member.meeting import free_port
-from diloco.member.part import Follower, Part, Saving
 from diloco.member.peer import Lendable
 from diloco.member.state import Content, Saved
 from diloco.process.observe import get_logger
+from diloco.processes.follower import Follower
+from diloco.processes.group import Group
+from diloco.processes.leader import Leader
+from diloco.processes.meeting import free_port
+from diloco.processes.part import Part, Saving
 from diloco.settings.service import LearnerSettings, ProcessesSettings
 from diloco.wire.island import Pending, Purpose, Save, facts
 from diloco_learner.checkpoint import check
@@ -53,12 +54,13 @@ class Carrier:
 
 
 class Accounts:
-    """Plays the leader's member."""
+    """Plays the leader, and its member."""
 
     def __init__(self) -> None:
         self.step, self.whole, self.fails = 0, "", False
         self.recorded: list[TapeEvent] = []
         self.tape = SimpleNamespace(record=self.recorded.append)
+        self.member = self  # its accounts are the leader's
 
     def unmerged_of(self, plain: dict[str, Any], bare: Any) -> list[list[Pending]]:
         return PENDING

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from diloco.errors import IslandError, SettingsError
-from diloco.member.group import Group
+from diloco.processes.group import Group
 from diloco_learner.beginning import room_for_steps
 from diloco_learner.together import own_errors_first
 

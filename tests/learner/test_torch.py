@@ -18,7 +18,7 @@ from tests.pace import DEADLINE_S
 
 from diloco.core.delta import VersionWrite
 from diloco.errors import RunError, SettingsError
-from diloco.member.member import Boundary
+from diloco.member.arrays import Boundary
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings, TaskSettings
 from diloco_learner.island import Island

@@ -13,7 +13,7 @@ from tests.made.trainer_script import FINISHED, NOTHING, SETTINGS, TRAINER_RULES
 
 from diloco.core.accounts import Accounts
 from diloco.core.delta import VersionWrite
-from diloco.member.member import Boundary
+from diloco.member.arrays import Boundary
 from diloco.settings.presets import run_settings
 from diloco_learner import trainer
 from diloco_learner.island import Island

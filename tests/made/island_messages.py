@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from diloco.wire import island
 from diloco.wire.entries import Cursor, Record, RolledBack
 from diloco.wire.framing import Message
-from diloco.wire.island import Head, Pending, Write
+from diloco.wire.island import ChainHead, Pending, Write
 from diloco.wire.offers import Answer
 
 Strategy = st.SearchStrategy[Any]
@@ -29,7 +29,8 @@ def strategies(answer: Strategy, cursor: Strategy, record: Strategy, rolled_back
     """How to draw a message of each kind, of these parts."""
     ends = st.lists(st.tuples(SHARE, COUNT), max_size=3)
     cursors, flag = st.lists(cursor, max_size=3), st.booleans()
-    head = st.builds(Head, COUNT, COUNT, HASH, COUNT, HASH, COUNT, COUNT, flag, cursors, ends, st.none() | rolled_back, COUNT)
+    back = st.none() | rolled_back
+    head = st.builds(ChainHead, COUNT, COUNT, HASH, COUNT, HASH, COUNT, COUNT, flag, cursors, ends, back, COUNT)
     writes, reads = st.lists(WRITE, max_size=3), st.lists(FRAGMENT, max_size=3)
     addresses, offers = st.lists(ADDRESS, max_size=3), st.lists(PENDING, max_size=3)
     moment = [COUNT, COUNT, st.none() | COUNT]
@@ -44,7 +45,8 @@ def strategies(answer: Strategy, cursor: Strategy, record: Strategy, rolled_back
         island.Ping: st.builds(island.Ping, COUNT, COUNT, COUNT),
         island.Agree: st.builds(island.Agree, STAGE, FACTS),
         island.Agreed: st.builds(island.Agreed, STAGE, TEXT),
-        island.Told: st.builds(island.Told, STAGE, TEXT),
+        island.LeaderAnswer: st.builds(island.LeaderAnswer, STAGE, flag),
+        island.LoanPeers: st.builds(island.LoanPeers, STAGE, st.lists(TEXT, max_size=3)),
         island.Gather: st.builds(island.Gather, FRAGMENT),
         island.Folded: st.builds(island.Folded, FRAGMENT, head, flag, st.none() | record),
         island.Stage: st.builds(island.Stage, NUMBER, FRAGMENT, COUNT, flag, st.none() | PENDING, flag, flag, offers),
@@ -82,7 +84,7 @@ def examples(record: Message) -> dict[type[Message], Message]:
     assert isinstance(record, Record)
     answer = Answer("ann", 3, 4, (3, 3), 5, 4, b"b" * 32, 6, 7, 8, [(2, 9, 5)])
     pending, save = Pending((3, 4), 8, False), island.Save("own", "7, boundary 6", "7, boundary 2", 0)
-    head = Head(
+    head = ChainHead(
         4, 1, b"h" * 32, 9, b"s" * 32, 10, 11, False, [Cursor("ann", 1, 2, 3, 4, 5, 6)], [(2, 14)], RolledBack(1, 2, 3), 1
     )
     found: list[Message] = [
@@ -96,7 +98,8 @@ def examples(record: Message) -> dict[type[Message], Message]:
         island.Ping(8, 9, 1),
         island.Agree("model", [("mesh", "2")]),
         island.Agreed("model", "process 1 differs"),
-        island.Told("peers", "bob"),
+        island.LeaderAnswer("end", True),
+        island.LoanPeers("peers", ["bob"]),
         island.Gather(3),
         island.Folded(3, head, True, record),
         island.Stage(5, 3, 4, True, pending, False, True, [pending]),

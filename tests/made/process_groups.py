@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 from tests.pace import DEADLINE_S, scaled_s
 
-from diloco.member.group import Group
-from diloco.member.links import Links
-from diloco.member.meeting import free_port
+from diloco.elastic.assembly import ElasticAssembly
 from diloco.process.observe import get_logger
+from diloco.processes.group import Group
+from diloco.processes.links import Links
+from diloco.processes.meeting import free_port
 from diloco.settings.service import LearnerSettings, MeshSettings, ProcessesSettings
 from diloco.wire.island import facts
 
@@ -32,10 +33,17 @@ def group(
     processes = ProcessesSettings(
         count=count, index=index, address=address, start_s=start_s, least=least, regroup_s=min(regroup_s, start_s)
     )
-    made = Group(LearnerSettings(name="ann", processes=processes, mesh=MeshSettings(data=count)), RUN, get_logger())
+    made = group_of(processes, count)
     OPEN_GROUPS.append(made)
     OPEN_LINKS.append(made.links)
     return made
+
+
+def group_of(processes: ProcessesSettings, data: int) -> Group:
+    """Return a group whose rule is that of its settings."""
+    settings = LearnerSettings(name="ann", processes=processes, mesh=MeshSettings(data=data))
+    assembly = ElasticAssembly(settings) if processes.elastic else None
+    return Group(settings, RUN, get_logger(), assembly=assembly)
 
 
 def address() -> str:

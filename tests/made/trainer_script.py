@@ -15,7 +15,8 @@ import numpy as np
 from diloco.core.accounts import StepDone
 from diloco.core.fragments import FragmentMap, build_map
 from diloco.core.schedule import Moment
-from diloco.member.member import Boundary, Member
+from diloco.member.arrays import Boundary
+from diloco.member.member import Member
 from diloco.process.observe import get_logger
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings

@@ -15,7 +15,7 @@ from tests.pace import DEADLINE_S
 from diloco.core.lives import Life
 from diloco.core.tape import Machine, Mesh, Start
 from diloco.errors import RunError
-from diloco.member.meeting import free_port
+from diloco.processes.meeting import free_port
 from diloco_ops.retraining import Retraining
 
 START = Start(0, 1, (0, 0))

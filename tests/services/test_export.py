@@ -25,9 +25,9 @@ from tests.services.cluster import Cluster, small
 from diloco.core.arrangement import Arrangement
 from diloco.core.fragments import FragmentMap, TensorSpec, build_map
 from diloco.errors import RunError, SettingsError
-from diloco.member import naming
-from diloco.member.naming import Names, Naming
 from diloco.service.rundir import RunDirectory
+from diloco.weights_files import naming
+from diloco.weights_files.naming import Names, Naming
 from diloco_ops import run_reader
 from diloco_ops.export import in_one_file, write
 from diloco_ops.orbax_weights import orbax

@@ -20,7 +20,7 @@ import tomli_w
 from tests.made.span_collector import Collector, collecting
 from tests.pace import DEADLINE_S, scaled_s
 
-from diloco.member.meeting import free_port
+from diloco.processes.meeting import free_port
 
 DILOCO = str(Path(sys.executable).parent / "diloco")
 CONTEXT = 16

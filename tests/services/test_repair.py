@@ -7,7 +7,7 @@ import re
 import uuid
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from tests.made.fixtures import Launch
@@ -24,6 +24,7 @@ from diloco.core import changes
 from diloco.core.changes import Set
 from diloco.core.outer import Nesterov, OuterStep
 from diloco.errors import MachineError, RunError
+from diloco.member.own_arrays import OwnArrays
 from diloco.nats.registry import Registry
 from diloco.nats.transport import NatsTransport
 from diloco.process.observe import get_logger
@@ -212,7 +213,7 @@ async def test_a_learner_that_folds_to_other_states_than_all_others_ends_and_say
     member = broken.member
     assert member is not None
     member.store.stream.optimizers[2] = Broken()
-    follower = member._following._follower
+    follower = cast(OwnArrays, member.arrays)._following._follower
     follower.copies[2].replica.optimizer = Broken()
     await cluster.until(lambda: not broken.running, "it has ended")
     assert isinstance(broken.failure, MachineError)

@@ -21,11 +21,11 @@ from tests.services.cluster import Cluster, Events, small
 from tests.services.secured import Guest, guest, make_keys, members, serving
 
 from diloco.control import creation
-from diloco.member.meeting import free_port
 from diloco.nats import identity
 from diloco.nats.pull import Puller
 from diloco.nats.transport import NatsTransport
 from diloco.process.observe import Logger
+from diloco.processes.meeting import free_port
 from diloco.wire.subjects import Subjects
 from diloco_ops.broker.server import Server
 from diloco_ops.keys.folder import Folder

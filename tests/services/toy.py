@@ -30,7 +30,8 @@ from diloco.core.learner import Dump
 from diloco.core.leases import RoundRobin
 from diloco.core.tape import Copied, End, Restored, state_digest
 from diloco.member import state
-from diloco.member.member import Boundary, Member
+from diloco.member.arrays import Boundary
+from diloco.member.member import Member
 from diloco.member.state import Content
 from diloco.nats.transport import NatsTransport
 from diloco.process import observe, telemetry

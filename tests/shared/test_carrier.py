@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from diloco.core.delta import DeltaValues
-from diloco.member.carrier import _Carried
+from diloco.processes.carrier import _Carried
 
 
 def test_a_version_that_is_applied_after_the_log_went_back_takes_none_of_the_lower_numbers_with_it() -> None:

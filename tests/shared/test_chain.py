@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 from tests.made.chains import BODY, GENESIS_CHECK, genesis_chain, marker, member, record, two_versions
@@ -12,6 +14,7 @@ from diloco.core.chain import NO_ENTRY, Chain
 from diloco.core.quorum import EPOCH_STEP
 from diloco.errors import ChainError
 from diloco.wire.entries import Cursor, Keyframe, Record, Repaired, RolledBack
+from diloco.wire.island import ChainHead
 
 
 def test_a_chain_begins_with_genesis() -> None:
@@ -29,6 +32,14 @@ def test_the_head_moves_with_every_entry() -> None:
     assert chain.cursor("ann") == (1, 2)
     assert chain.cursor("bob") == (1, 1)
     assert chain.keyframe_cursors() == [Cursor("ann", 1, 2, 2, 200, 10, 2), Cursor("bob", 1, 1, 1, 50, 0, 1)]
+
+
+def test_another_process_of_the_learner_gets_all_that_is_known_of_a_log() -> None:
+    chain = two_versions()
+    chain.ends, chain.closed, chain.rolled_back, chain.epoch_step = {3: 14, 2: 9}, True, RolledBack(1, 2, 3), 5
+    head = msgspec.msgpack.decode(msgspec.msgpack.encode(chain.to_head()), type=ChainHead)
+    assert Chain.from_head(chain.fragment, head) == chain
+    assert {field.name for field in fields(Chain)} == {"fragment", *ChainHead.__struct_fields__}
 
 
 GOOD = (member("ann", 3, 40, 15), member("bob", 2, 60, 5))  # merged 250 + 100, lost 15 + 5

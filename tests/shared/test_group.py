@@ -13,21 +13,22 @@ from typing import Any, NoReturn
 import numpy as np
 import pytest
 from blake3 import blake3
-from tests.made.process_groups import FACTS, OPEN_GROUPS, OPEN_LINKS, REGROUP_S, RUN, address, group, met, until
+from tests.made.process_groups import FACTS, OPEN_GROUPS, OPEN_LINKS, REGROUP_S, RUN, address, group, group_of, met, until
 from tests.pace import DEADLINE_S, scaled_s
 
 from diloco.core.fragments import Piece
 from diloco.core.rows import FragmentRows, RowLayout
+from diloco.elastic.renewing import Renewing
 from diloco.errors import FormatError, HashError, IslandError, SettingsError
-from diloco.member import links, meeting, proving
-from diloco.member.group import Group
-from diloco.member.links import Links
-from diloco.member.proving import MAX_STRANGERS, prove, secret_of
-from diloco.member.shipping import Shipping
-from diloco.member.stream import HELLO_BYTES, LENGTHS, Stream
 from diloco.process import renewal
 from diloco.process.observe import get_logger
-from diloco.settings.service import LearnerSettings, MeshSettings, ProcessesSettings, host_and_port
+from diloco.processes import links, meeting, proving
+from diloco.processes.group import Group
+from diloco.processes.links import Links
+from diloco.processes.proving import MAX_STRANGERS, prove, secret_of
+from diloco.processes.shipping import Shipping
+from diloco.processes.stream import HELLO_BYTES, LENGTHS, Stream
+from diloco.settings.service import LearnerSettings, ProcessesSettings, host_and_port
 from diloco.wire import island
 from diloco.wire.framing import Message
 from diloco.wire.island import Arrival, Challenge, Greeting, Leaving, Proof, Staged, facts
@@ -248,7 +249,8 @@ async def test_a_leader_that_the_others_have_missed_keeps_no_state(missed: bool,
             saved.append(kept.number)
 
     leader = groups[0]
-    leader.rescue, leader.may_renew = Rescue(), lambda: True
+    renewing = renews(leader)
+    renewing.rescue = Rescue()
     if missed:
         missed_s = asyncio.get_running_loop().time() - 10.1  # silent_s is 10
         leader.links._said_s = missed_s
@@ -264,7 +266,7 @@ async def test_a_leader_that_the_others_have_missed_keeps_no_state(missed: bool,
             leader.end(IslandError("gone"))
 
     monkeypatch.setattr(renewal, "renew", renew)
-    monkeypatch.setattr("diloco.member.group.os._exit", lambda code: None)
+    monkeypatch.setattr("diloco.processes.group.os._exit", lambda code: None)
     for each in groups[1:]:
         for stream in each.links._streams.values():
             stream.abort()
@@ -318,6 +320,13 @@ async def test_those_that_are_left_tell_the_leader_which_then_waits_for_nobody_e
     assert await begun_again(groups, 2, monkeypatch) == {0: (0, 1, 3), 1: (), 3: ()}
 
 
+def renews(group: Group) -> Renewing:
+    """Have a process begin again where another one is lost."""
+    renewing = Renewing(group, LearnerSettings(name="ann", processes=group.settings))
+    group.renewal, renewing.may = renewing, lambda: True
+    return renewing
+
+
 async def begun_again(groups: list[Group], lost: int, monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[int, ...]]:
     """Lose one of four processes; return by process whom it expects when it begins again."""
     begun: dict[int, tuple[int, ...]] = {}
@@ -335,9 +344,9 @@ async def begun_again(groups: list[Group], lost: int, monkeypatch: pytest.Monkey
             groups[index].end(IslandError("gone"))
 
     monkeypatch.setattr(renewal, "renew", renew)
-    monkeypatch.setattr("diloco.member.group.os._exit", lambda code: None)
+    monkeypatch.setattr("diloco.processes.group.os._exit", lambda code: None)
     for index in processes:
-        groups[index].may_renew = lambda: True
+        renews(groups[index])
         groups[index]._ending.set()  # its watch; what it would do is done here
     groups[lost]._ending.set()
     for stream in groups[lost].links._streams.values():
@@ -371,11 +380,8 @@ async def test_one_too_many_waits_until_more_have_come() -> None:
     """Of four replicas, with at least two: three processes of four hold three, and five of eight none whole."""
     where = address()
     processes = ProcessesSettings(count=8, index=0, address=where, least=2, regroup_s=REGROUP_S)
-    leading = Group(LearnerSettings(name="ann", processes=processes, mesh=MeshSettings(data=4)), RUN, get_logger())
-    others = []
-    for index in (3, 5):
-        own = processes.model_copy(update={"index": index})
-        others.append(Group(LearnerSettings(name="ann", processes=own, mesh=MeshSettings(data=4)), RUN, get_logger()))
+    leading = group_of(processes, 4)
+    others = [group_of(processes.model_copy(update={"index": index}), 4) for index in (3, 5)]
     OPEN_GROUPS.extend([leading, *others])
     OPEN_LINKS.extend(each.links for each in (leading, *others))
     spare = asyncio.create_task(others[1].meet(FACTS, 0))

@@ -12,10 +12,10 @@ from tests.pace import DEADLINE_S
 
 from diloco.core.chunks import Chunk
 from diloco.errors import RunError
-from diloco.member import lending
-from diloco.member.lending import LentParts, SharedState, Values
 from diloco.member.peer import InMemory
 from diloco.process.tasks import Tasks
+from diloco.processes import lending
+from diloco.processes.lending import LentParts, SharedState, Values
 from diloco.wire.island import PartSaved
 
 pytestmark = pytest.mark.usefixtures("groups_closed")

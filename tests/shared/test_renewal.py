@@ -27,7 +27,7 @@ print("again", sorted(expected()), sorted(expected()))
 
 
 def test_it_keeps_its_number_and_arguments_and_nothing_that_was_open(tmp_path: Path) -> None:
-    from diloco.member.meeting import free_port
+    from diloco.processes.meeting import free_port
 
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)

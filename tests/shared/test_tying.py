@@ -9,8 +9,8 @@ import pytest
 
 from diloco.core.fragments import TensorSpec
 from diloco.errors import SettingsError
-from diloco.member import tying
-from diloco.member.naming import Names, Naming
+from diloco.weights_files import tying
+from diloco.weights_files.naming import Names, Naming
 
 EMBED, BODY, HEAD = TensorSpec("embed", (50, 8), embedding=True), TensorSpec("body", (8, 8)), TensorSpec("head", (50, 8))
 PLACES, CAUSAL = TensorSpec("places", (20, 8), embedding=True), {"architectures": ["LlamaForCausalLM"]}

@@ -18,12 +18,11 @@ from tests.simulation.island import NOTICED_S, SLACK_S, Generation, Island, Isla
 from tests.simulation.learner import SAVE_S
 from tests.simulation.part import Vector, Worker
 
-from diloco.core.roll import LEADER
-from diloco.core.rows import RowLayout, carriers
+from diloco.core.rows import LEADER, RowLayout, carriers
+from diloco.elastic.rescue import OTHERS_S
 from diloco.errors import IslandError
-from diloco.member.group import OTHERS_S
-from diloco.member.leader import Leader
-from diloco.member.restoring import Fit
+from diloco.processes.leader import Leader
+from diloco.processes.restoring import Fit
 from diloco.settings.service import MeshSettings
 from diloco.wire.island import Kept
 
@@ -118,7 +117,7 @@ class ElasticIsland(Island):
         self.world.go_wrong_soon(self)
         if process.regroups:
             if worker.place == LEADER:
-                self._note_planned(worker.member)
+                self._note_planned(worker.leader)
             return
         demand(worker.part.course.step > 0, f"{process.name} begins again by itself before it has taken a step")
         kept = any(LEADER in places and name.startswith(f"{worker.group.generation},") for name, places in self._kept.items())
@@ -131,8 +130,8 @@ class ElasticIsland(Island):
         self.note_counted(saved, leader)
         self.world.stats["generation ended for a larger one"] += 1
         if self.world.drills:
-            step = self.saved_steps[saved]
-            demand(step == leader.step, f"{self.name}: ends at step {leader.step} for a larger generation, saved is {step}")
+            step, taken = self.saved_steps[saved], leader.member.step
+            demand(step == taken, f"{self.name}: ends at step {taken} for a larger generation, saved is {step}")
 
     def check_parts(self, name: str, leader: Leader) -> None:
         if name.startswith(
@@ -155,7 +154,7 @@ class ElasticIsland(Island):
         self.world.stats[f"generation of {'all' if len(links.members) == self.count else 'fewer'} processes"] += 1
         if fit is None or not self.shared:
             return
-        dealt = carriers([fragment.size for fragment in leader.map.fragments], len(fit.saved.files) + fit.saved.missing)
+        dealt = carriers([fragment.size for fragment in leader.member.map.fragments], len(fit.saved.files) + fit.saved.missing)
         there = self._kept.get(fit.saved.set_name, set())
         wrong = [index for index in fit.bare if dealt[index] in there]
         demand(not wrong, f"{self.name}: arrays of fragments {wrong} are given up, and they were kept")

@@ -24,11 +24,11 @@ from tests.simulation.world import RUN, Listener, Process
 from diloco.core.fragments import Fragment, Piece
 from diloco.core.rows import FragmentRows, RowLayout, Where
 from diloco.errors import IslandError
-from diloco.member import restoring, state
-from diloco.member.group import WATCH_S
-from diloco.member.leader import Leader
-from diloco.member.links import PING_S
-from diloco.member.restoring import Fit
+from diloco.member import state
+from diloco.processes.group import WATCH_S
+from diloco.processes.leader import Leader
+from diloco.processes.links import PING_S
+from diloco.processes.restoring import Fit
 from diloco.settings.service import LearnerSettings, MeshSettings, ProcessesSettings
 from diloco.testing import threads
 from diloco.testing.sockets import Host
@@ -176,7 +176,7 @@ class Island:
         for process in processes:
             try:
                 process.can_begin_from(named)
-            except restoring.UNFIT as error:
+            except state.UNFIT as error:
                 raise Violation(f"{process.name} cannot begin from checkpoint {name!r}, which counts: {error!r}") from None
 
     def note_restored(self, fit: Fit | None, leader: Leader) -> None:
@@ -341,7 +341,7 @@ class IslandProcess(Process):
     def regroup(self) -> None:
         """Begin again with those that wait, after all have taken leave."""
         self.regroups = True
-        EndThread(self, self.worker.group.renew)
+        EndThread(self, self.worker.renewing.renew)
 
     def begin_again(self, expected: frozenset[int]) -> None:
         """Go on as a fresh process of the same command."""

@@ -19,9 +19,10 @@ from tests.simulation.island import ADDRESS_PORT, Island, IslandProcess, exit_pr
 from tests.simulation.part import News
 from tests.simulation.world import SMALL, VARIANTS, Chaos, Process, World
 
-import diloco.member.meeting
-import diloco.member.part
-import diloco.member.rescue
+import diloco.elastic.renewing
+import diloco.elastic.rescue
+import diloco.processes.meeting
+import diloco.processes.part
 from diloco.core import changes
 from diloco.core.changes import Changes, Set
 from diloco.member import state
@@ -122,16 +123,17 @@ class IslandWorld(World):
 
     def _more_constants(self) -> list[tuple[Any, str, Any]]:
         return [
-            (diloco.member.part, "threading", SimpleNamespace(Condition=News)),
-            (diloco.member.meeting, "free_port", lambda host: ADDRESS_PORT + 1),
+            (diloco.processes.part, "threading", SimpleNamespace(Condition=News)),
+            (diloco.processes.meeting, "free_port", lambda host: ADDRESS_PORT + 1),
             (socket, "has_dualstack_ipv6", lambda: False),
-            (diloco.member.group, "threading", threads),
-            (diloco.member.group, "time", threads),
+            (diloco.processes.group, "threading", threads),
+            (diloco.elastic.renewing, "threading", threads),
+            (diloco.elastic.renewing, "time", threads),
             (observe, "_in_words", False),
-            (diloco.member.group, "os", SimpleNamespace(urandom=os.urandom, _exit=exit_process)),
-            (diloco.member.group, "renewal", SimpleNamespace(renew=renew)),
-            (diloco.member.rescue, "threading", threads),
-            (diloco.member.rescue, "asyncio", threads),
+            (diloco.processes.group, "os", SimpleNamespace(urandom=os.urandom, _exit=exit_process)),
+            (diloco.elastic.renewing, "renewal", SimpleNamespace(renew=renew)),
+            (diloco.elastic.rescue, "threading", threads),
+            (diloco.elastic.rescue, "asyncio", threads),
             (state, "save", partial(self._save, state.save)),
         ]
 

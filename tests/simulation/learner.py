@@ -21,7 +21,8 @@ from diloco.core.delta import VersionWrite
 from diloco.core.fragments import TensorSpec, build_map
 from diloco.core.learner import Dump
 from diloco.core.leases import RoundRobin
-from diloco.member.member import Boundary, Member
+from diloco.member.arrays import Boundary
+from diloco.member.member import Member
 from diloco.member.peer import InMemory, Layout
 from diloco.wire.control import MarkerAnswer
 

@@ -25,21 +25,26 @@ from diloco.core.accounts import StepDone
 from diloco.core.chunks import Chunk
 from diloco.core.delta import VersionWrite
 from diloco.core.leases import RoundRobin
-from diloco.core.roll import LEADER
-from diloco.core.rows import carriers
+from diloco.core.rows import LEADER, carriers
+from diloco.elastic import coming, rescue
+from diloco.elastic.assembly import ElasticAssembly
+from diloco.elastic.renewing import Renewing
+from diloco.elastic.rescue import Rescue
 from diloco.errors import IslandError
 from diloco.log.log import Log
-from diloco.member import coming, rescue, restoring, state
-from diloco.member.group import WATCH_S, Group
-from diloco.member.leader import Leader
-from diloco.member.member import Boundary
-from diloco.member.part import Follower, Part, Saving
-from diloco.member.rescue import Rescue
+from diloco.member import state
+from diloco.member.arrays import Boundary
+from diloco.member.member import Member
 from diloco.member.state import Content, Saved, State
 from diloco.process.observe import Counted
 from diloco.process.tape import Unrecorded
+from diloco.processes import restoring
+from diloco.processes.follower import Follower, ProcessSide
+from diloco.processes.group import WATCH_S, Group
+from diloco.processes.leader import Leader
+from diloco.processes.part import Part, Saving
 from diloco.testing import threads
-from diloco.wire.island import Decided, Kept, Ping, Purpose, Told, facts
+from diloco.wire.island import Decided, Kept, Ping, Purpose, facts
 
 if TYPE_CHECKING:
     from tests.simulation.island import Generation, IslandProcess
@@ -50,7 +55,6 @@ SAVED_BOUNDARIES = 0.2
 NEWS_S = 0.01  # something new comes to a leader that waits
 AHEAD = 0.3  # share of boundaries that begin before the step has ended
 CHANGING_S = 0.05  # longest that a process goes from one boundary to the next
-REGROUP = "regroup"
 
 
 class News(threading.Condition):
@@ -121,9 +125,10 @@ class WatchedRescue(Rescue):
 class Worker:
     """All that a process does from its begin to its end."""
 
-    member: Leader | Follower
+    side: ProcessSide
     part: WatchedPart
     group: WatchedGroup
+    renewing: Renewing
     rescue: WatchedRescue
     generation: Generation
 
@@ -136,21 +141,34 @@ class Worker:
         self.trains = False
         self.round_robin = RoundRobin()
         self.leaving = False
+        self.leader: Leader | None = None  # where this process is it
+        self.follower: Follower | None = None  # where it is not
         self._begun: int | None = None  # the step whose outcome is not in the values yet, of one that is two programs
         self._job: asyncio.Task[None] | None = None
+
+    @property
+    def member(self) -> Member:
+        """The learner, as it is to the run: of the process that leads."""
+        assert self.leader is not None
+        return self.leader.member
 
     async def serve(self) -> bool:
         """Be one of a generation's processes to its end; return whether the run is over."""
         process, world, island = self.process, self.world, self.island
         run = await creation.find(process.transport, world.run_name, process.log)
-        self.group = WatchedGroup(process.settings, run.identity, process.log, expected=process.expected)
+        elastic = process.settings.processes.elastic
+        assembly = ElasticAssembly(process.settings, process.expected) if elastic else None
+        self.group = WatchedGroup(process.settings, run.identity, process.log, assembly=assembly)
         self.group.process = process
         process.watch_start()
         number = int(1000 * process.wall_s())
         if process.index == 0:
             island.begin(number, process)
         own = facts({"run": run.identity.hex()})
-        if not await coming.meet(self.group, own, number, run, process.transport, process.log):
+        self.renewing = self.group.renewal = Renewing(self.group, process.settings)
+        if not elastic:
+            await self.group.meet(own, number)
+        elif not await coming.meet(self.group, own, number, run, process.transport, process.log):
             process.over = True
             return False
         self.place, size = self.group.place, self.group.size
@@ -187,43 +205,37 @@ class Worker:
     def _make_member(self, run: KnownRun) -> None:
         process, layouts = self.process, self.layouts
         dealt = carriers([fragment.size for fragment in FRAGMENTS.fragments], self.group.size)
-
-        def make(store: Log, refused: Counted) -> WatchedPart:
-            transport = process.transport
-            self.group.links.sign_of_life = lambda: Ping(transport.bytes_out, transport.bytes_in, refused.total)
-            self.part = WatchedPart(
-                transport, run, self.group, store, layouts, dealt, lambda i: self.values[i].copy(), refused, process.log
-            )
-            process.can_begin_from = partial(restoring._named, process.settings, part=self.part, check=self.check)
-            return self.part
-
+        transport, refused = process.transport, Counted(process.log)
+        self.group.links.sign_of_life = lambda: Ping(transport.bytes_out, transport.bytes_in, refused.total)
+        store = Log(transport, run.name, run.identity, FRAGMENTS, run.created)
+        self.part = WatchedPart(
+            transport,
+            run,
+            self.group,
+            store=store,
+            layouts=layouts,
+            carriers=dealt,
+            read=lambda i: self.values[i].copy(),
+            refused=refused,
+            log=process.log,
+        )
+        process.can_begin_from = partial(restoring._named, process.settings, part=self.part, check=self.check)
         if self.place == LEADER:
-            self.member = Leader(
-                process.transport,
-                run,
-                FRAGMENTS,
-                process.settings,
-                process.log,
-                Unrecorded(),
-                lambda leader: make(leader.store, leader.refused),
-                layouts,
-            )
+            self.side = self.leader = Leader(self.part, FRAGMENTS, process.settings, process.log, Unrecorded())
         else:
-            store = Log(process.transport, run.name, run.identity, FRAGMENTS, run.created)
-            self.member = Follower(make(store, Counted(process.log)), FRAGMENTS, store)
-        self.rescue = WatchedRescue(self._model, self.member, process.settings, process.log)
+            self.side = self.follower = Follower(self.part, FRAGMENTS)
+        self.rescue = WatchedRescue(self._model, self.side, process.settings, process.log)
         self.rescue.worker = self
         if self.apart:
-            self.group.rescue = self.rescue
+            self.renewing.rescue, self.part.remembers = self.rescue, True
 
     async def _join(self) -> None:
-        member, process = self.member, self.process
-        if isinstance(member, Leader):
-            member.wanted = self._wanted
-        await member.join()
+        leader, process = self.leader, self.process
+        if leader is not None:
+            leader.wanted = self._wanted
+        await self.side.join()
         # of the model that it came with nothing may come into the run, unless it has founded it
         self.values = [self._only_here(index, process.noise(values.size)) for index, values in enumerate(self.values)]
-        leader = member if isinstance(member, Leader) else None
         fit = await restoring.begin_again(process.settings, self.part, leader, self.check, process.log)
         if fit is not None:
             for index, chunk in enumerate(self._chunks):
@@ -236,13 +248,13 @@ class Worker:
             self.applied = dict(self.generation.applied)
             self.world.stats["part restored"] += 1
         elif leader is not None:
-            leader.count_steps(self.island.tokens)
+            leader.member.count_steps(self.island.tokens)
             leader.note_optimizer(None)
         if leader is not None:
             self.island.note_restored(fit, leader)
-            self.generation.began = leader.step
+            self.generation.began = leader.member.step
         elastic, part = process.settings.processes.elastic, self.part
-        self.group.may_renew = lambda: elastic and part.course.step > 0 and not process.stopping
+        self.renewing.may = lambda: elastic and part.course.step > 0 and not process.stopping
 
     # ---- devices
 
@@ -279,8 +291,7 @@ class Worker:
     # ---- the trainer
 
     async def _train(self) -> bool:
-        member, process = self.member, self.process
-        leader = member if isinstance(member, Leader) else None
+        leader, process = self.leader, self.process
         outcome: StepDone | None = None
         flight: asyncio.Future[None] | None = None
         batch = await self._next_batch()
@@ -292,7 +303,7 @@ class Worker:
                 await flight
             if process.stopping and not self.leaving:
                 self.leaving = True
-                member.leave(LEAVE_S)
+                self.side.steered.leave(LEAVE_S)
             if leader is not None and leader.decisions.made is None:
                 leader.look_ahead(None, batch)
             await self._await_decision()
@@ -328,15 +339,16 @@ class Worker:
                 self._add(self._begun)
                 self._begun = None
                 await asyncio.sleep(CHANGING_S * rng.random())
-            boundary = self.member.boundary(outcome)
+            boundary = self.side.steered.boundary(outcome)
             self._carry_out(boundary)
             return boundary
 
     async def _next_batch(self) -> tuple[int, int]:
-        if isinstance(self.member, Leader):
+        if self.leader is not None:
             return self.round_robin.next(self.member.leased())
+        assert self.follower is not None
         await self._await_decision()
-        return self.member.next_batch()
+        return self.follower.next_batch()
 
     async def _await_decision(self) -> None:
         news: Any = self.part._news
@@ -358,12 +370,12 @@ class Worker:
         self.applied |= {write.fragment: write.version for write in decided.writes}
         for index in boundary.reads:
             snapshot = self.values[index].copy()
-            self.member.submit(index, lambda snapshot=snapshot: snapshot.copy())  # type: ignore[misc]
-        if isinstance(self.member, Leader):
-            island.note_counted(self.member.decisions.saves.whole, self.member)
+            self.side.steered.submit(index, lambda snapshot=snapshot: snapshot.copy())  # type: ignore[misc]
+        if self.leader is not None:
+            island.note_counted(self.leader.decisions.saves.whole, self.leader)
 
     def _step(self, batch: tuple[int, int]) -> asyncio.Future[None]:
-        program = batch, self.member.moment(), tuple(sorted(self.applied.items())), self.island.in_common(self.values)
+        program = batch, self.side.steered.moment(), tuple(sorted(self.applied.items())), self.island.in_common(self.values)
         index, ended = self.generation.step(self.part.decided.step, self, program)
         if self.apart:
             self._begun = index
@@ -378,8 +390,7 @@ class Worker:
 
     async def _regroups(self) -> bool:
         """Whether the generation alone has ended; then all processes have taken leave of one another."""
-        said = Told("end", REGROUP if self.member.regroups else "") if isinstance(self.member, Leader) else None
-        if (await self.group.hear_leader(Told, "end", said)).text != REGROUP:
+        if not await self.side.is_for_larger_generation():
             return False
         await self.group.farewell()
         return True
@@ -392,13 +403,13 @@ class Worker:
                 return
             self.process.regroup()
             await self.never()
-        if isinstance(self.member, Leader):
+        if self.leader is not None:
             with contextlib.suppress(IslandError):  # another process has waited long enough for this one, and ended
                 for index in range(len(self.values)):
                     whole = await self.part.gather(index)
                     demand(bool(np.isfinite(whole).all()), f"{self.process.name}: fragment {index} was gathered with holes")
         await self.group.farewell()
-        await self.member.close()
+        await self.side.close()
         self.group.ending()
         await self.group.close()
         await self.process.transport.close()
@@ -418,23 +429,24 @@ class Worker:
             saved.check(chunk)
 
     def _wanted(self) -> Purpose | None:
-        assert isinstance(self.member, Leader)
-        if self.member.lender.wanted:
-            self.member.lender.give_none()
+        assert self.leader is not None
+        lender = self.member.lender
+        if lender.wanted:
+            lender.give_none()
         return "own" if self.process.rng.random() < SAVED_BOUNDARIES else None
 
     async def _keep(self) -> None:
-        saving = self.member.saving
+        saving = self.side.saving
         if saving is None:
             return
         if self._job is not None:
             await self._job
-        if saving.save.purpose == "whole" and isinstance(self.member, Leader):
-            marker = self.member.learner.markers.marker
+        if saving.save.purpose == "whole" and self.leader is not None:
+            marker = self.leader.learner.markers.marker
             if marker is not None and marker.number == saving.save.marker:
                 # carriers' versions of two fragments come in another order than the log's
-                self.world.check_marked(self.island.name, self.member, marker.versions, exact=False)
-        if isinstance(self.member, Leader):
+                self.world.check_marked(self.island.name, self.leader.member, marker.versions, exact=False)
+        if self.leader is not None:
             self.island.saved_steps[saving.save.name] = self.member.step
         copied = [values.copy() for values in self.values]
         self._job = self.process.loop.create_task(self._save(saving, copied))
@@ -463,7 +475,7 @@ class Worker:
         if fate == "crash_after":
             process.crash("after saving")
             await asyncio.sleep(0)
-        self.member.part_saved(saving, saved, saved.state_hash if saved else b"")
+        self.side.part_saved(saving, saved, saved.state_hash if saved else b"")
 
     def bases(self) -> list[Vector]:
         """Return by fragment the version applied last: as its carrier has it, or as it was decided, where that one was lost."""

@@ -19,11 +19,14 @@ from diloco.core.chunks import Chunk
 from diloco.core.decisions import Decisions
 from diloco.core.learner import Learner
 from diloco.core.saving import Ended, Saves
-from diloco.member import rescue, restoring, state
-from diloco.member.links import Links
-from diloco.member.meeting import Meeting
-from diloco.member.part import Follower, Part
+from diloco.elastic import rescue
+from diloco.member import state
 from diloco.member.statefile import OpenFile, StoredChunk
+from diloco.processes import restoring
+from diloco.processes.follower import Follower
+from diloco.processes.links import Links
+from diloco.processes.meeting import Meeting
+from diloco.processes.part import Part
 from diloco.wire.island import Decided, PartSaved
 
 Patch = pytest.MonkeyPatch

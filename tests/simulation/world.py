@@ -25,7 +25,7 @@ from tests.simulation.learner import FRAGMENTS, STATEFUL, STEPS, Learner, Step
 from tests.simulation.regional import Regional
 
 import diloco.log.writer
-import diloco.member.answering
+import diloco.member.offer_maker
 import diloco_syncer.links
 from diloco.control import creation
 from diloco.core import bandwidth, changes, merging
@@ -174,7 +174,7 @@ def _constants(
 
     changes: list[tuple[Any, str, Any]] = [
         (diloco.log.writer, "APPEND_TIMEOUT_S", SILENCE_S),
-        (diloco.member.answering, "OFFER_TIMEOUT_S", SILENCE_S),
+        (diloco.member.offer_maker, "OFFER_TIMEOUT_S", SILENCE_S),
         (diloco_syncer.links, "LOOK_S", 0.25),
         (core_grants, "CLOCKS_S", CLOCKS_S),
         (bandwidth, "MIN_WINDOW_S", 0.5),

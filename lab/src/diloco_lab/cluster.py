@@ -196,7 +196,7 @@ class Cluster:
 
 
 @dataclass(frozen=True)
-class Rounds:
+class RoundTerms:
     """The run's settings, and how many parameters each fragment has.
 
     ``answer_s`` passes between an announcement's arrival and an offer that is ready to be sent, ``commit_s`` between the end of

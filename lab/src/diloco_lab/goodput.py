@@ -16,7 +16,7 @@ from diloco.errors import SettingsError
 from diloco.settings.presets import run_settings
 from diloco.settings.validation import nearest
 from diloco_lab import published, simulation
-from diloco_lab.cluster import Cluster, Rounds, Slowdowns
+from diloco_lab.cluster import Cluster, RoundTerms, Slowdowns
 from diloco_lab.lifetime import Fault
 from diloco_lab.outcome import Outcome, Scenario
 from diloco_lab.published import Constants
@@ -131,7 +131,7 @@ class GoodputCell:
         rounds = None
         if strategy.preset is not None:
             settings = run_settings(strategy.preset, {"learners": self.learners})
-            of_preset = Rounds(settings, [1] * settings.fragments.count)
+            of_preset = RoundTerms(settings, [1] * settings.fragments.count)
             rounds = of_preset if of_preset.learners_may_wait else None
         return Scenario(cluster.split(seed), duration_s, seed, rounds, self.faults or {}, self.cuts)
 

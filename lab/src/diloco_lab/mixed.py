@@ -17,7 +17,7 @@ from typing import Any
 
 from diloco.settings.presets import run_settings
 from diloco_lab import goodput, simulation
-from diloco_lab.cluster import MICROS, Cluster, Rounds
+from diloco_lab.cluster import MICROS, Cluster, RoundTerms
 from diloco_lab.outcome import Scenario
 
 LEARNERS = 8
@@ -40,10 +40,10 @@ class RoundMode:
     by_reports: bool = False
     published_goodput: float | None = None
 
-    def rounds(self) -> Rounds:
+    def rounds(self) -> RoundTerms:
         """Return the rounds."""
         settings = run_settings("published", {"learners": LEARNERS, **self.settings})
-        return Rounds(settings, [1] * settings.fragments.count, by_reports=self.by_reports)
+        return RoundTerms(settings, [1] * settings.fragments.count, by_reports=self.by_reports)
 
 
 _NO_WINDOW = {"round.grace_factor": 0.0}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from diloco.core.quantise import body_bytes
 from diloco.settings.run import Bits
-from diloco_lab.cluster import LearnerLink, Rounds, micros
+from diloco_lab.cluster import LearnerLink, RoundTerms, micros
 
 # measured in runs of some hours: numbers in messages take a few bytes less at the beginning, a few more later
 OFFER_BYTES = 205  # of an offer's frame beside its body
@@ -46,7 +46,7 @@ class Direction:
 class Sizes:
     """Bytes of offers and versions, by fragment."""
 
-    def __init__(self, rounds: Rounds) -> None:
+    def __init__(self, rounds: RoundTerms) -> None:
         self._rounds = rounds
         codec = rounds.settings.codec
         self.offers = [self._body(size, codec.offer_bits) + OFFER_BYTES for size in rounds.sizes]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from diloco_lab.cluster import MICROS, ClusterLearner, Rounds, micros
+from diloco_lab.cluster import MICROS, ClusterLearner, RoundTerms, micros
 from diloco_lab.lifetime import ChipTime, Fault, Lifetime, Stretch
 
 
@@ -31,7 +31,7 @@ class Scenario:
     learners: Sequence[ClusterLearner]
     duration_s: float
     seed: int
-    rounds: Rounds | None = None
+    rounds: RoundTerms | None = None
     faults: Mapping[str, Sequence[Fault]] = field(default_factory=dict)
     cuts: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
     on_stretch: Callable[[ClusterLearner, Stretch], Any] | None = None

@@ -22,7 +22,7 @@ from diloco.core.round import Round
 from diloco.core.slots import offset
 from diloco.settings.presets import changed_settings
 from diloco.settings.run import RoundSettings
-from diloco_lab.cluster import MICROS, Rounds, micros
+from diloco_lab.cluster import MICROS, RoundTerms, micros
 from diloco_lab.events import MESSAGE, Events
 from diloco_lab.outcome import MergedVersion
 from diloco_lab.syncer import SimulatedSyncer, SyncedLearner
@@ -88,7 +88,7 @@ class ReportRound(Round):
 class ReportSyncer(SimulatedSyncer):
     """The syncer of a simulation that counts rounds by reports."""
 
-    def __init__(self, events: Events, rounds: Rounds, on_version: Callable[[MergedVersion], Any] | None) -> None:
+    def __init__(self, events: Events, rounds: RoundTerms, on_version: Callable[[MergedVersion], Any] | None) -> None:
         windowless = changed_settings(rounds.settings, {"round.grace_factor": 0.0}, "reports")  # its window is before a round
         super().__init__(events, replace(rounds, settings=windowless), on_version)
         self._clock, self._slots = ReportClock(rounds.settings.round), False

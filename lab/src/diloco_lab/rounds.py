@@ -30,7 +30,7 @@ from diloco.core.round import RoundOffer
 from diloco.errors import SettingsError
 from diloco.settings.presets import changed_settings
 from diloco.wire.control import Announcement, Heartbeat
-from diloco_lab.cluster import MICROS, NEVER_US, Rounds, micros
+from diloco_lab.cluster import MICROS, NEVER_US, RoundTerms, micros
 from diloco_lab.events import BOUNDARY, MESSAGE, Events
 from diloco_lab.history import AHEAD_US, Steps
 from diloco_lab.network import Direction, Sizes
@@ -43,7 +43,7 @@ FOR_EVER = 10**18  # tokens: the run does not end by itself
 TASK = "diloco_lab:steps"  # no model is trained: the settings say nothing about a step's tokens
 
 
-def simulate(scenario: Scenario, rounds: Rounds) -> Outcome:
+def simulate(scenario: Scenario, rounds: RoundTerms) -> Outcome:
     """Play a scenario with rounds.
 
     Raises:
@@ -80,7 +80,7 @@ class _Member:
     """A learner: its lifetime, its link, and its protocol side."""
 
     def __init__(
-        self, events: Events, syncer: SimulatedSyncer, scenario: Scenario, rounds: Rounds, index: int, uptime: Uptime
+        self, events: Events, syncer: SimulatedSyncer, scenario: Scenario, rounds: RoundTerms, index: int, uptime: Uptime
     ) -> None:
         self.events, self.syncer, self.rounds, self.settings = events, syncer, rounds, rounds.settings
         self.index, self.learner = index, scenario.learners[index]

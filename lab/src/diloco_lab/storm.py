@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from diloco.settings.presets import run_settings
 from diloco_lab import simulation, tapes
-from diloco_lab.cluster import MICROS, ClusterLearner, Rounds
+from diloco_lab.cluster import MICROS, ClusterLearner, RoundTerms
 from diloco_lab.goodput import FleetConditions, strategy_of
 from diloco_lab.lifetime import Stretch
 from diloco_lab.outcome import MergedVersion, Outcome, Scenario
@@ -69,7 +69,7 @@ def simulate(conditions: FleetConditions, seed: int) -> Storm:
         learners,
         DURATION_S,
         seed,
-        Rounds(settings, [1] * settings.fragments.count),
+        RoundTerms(settings, [1] * settings.fragments.count),
         played.faults,
         played.cuts,
         on_stretch=lambda learner, stretch: stretches[learner.name].append(stretch),

@@ -22,7 +22,7 @@ from diloco.core.round import Merge, Round, RoundOffer
 from diloco.core.slots import offset
 from diloco.wire.body import Body
 from diloco.wire.control import Announcement, Heartbeat
-from diloco_lab.cluster import MICROS, NEVER_US, ClusterLearner, Rounds, micros
+from diloco_lab.cluster import MICROS, NEVER_US, ClusterLearner, RoundTerms, micros
 from diloco_lab.events import LOOK, MESSAGE, Events
 from diloco_lab.history import Steps
 from diloco_lab.network import Direction, Sizes
@@ -57,7 +57,7 @@ class SyncedLearner(Protocol):
 class SimulatedSyncer:
     """The rounds of all fragments."""
 
-    def __init__(self, events: Events, rounds: Rounds, on_version: Callable[[MergedVersion], Any] | None) -> None:
+    def __init__(self, events: Events, rounds: RoundTerms, on_version: Callable[[MergedVersion], Any] | None) -> None:
         self.events, self.settings, self._on_version = events, rounds.settings, on_version
         self.listeners: list[SyncedLearner] = []  # all learners
         self.roster = Roster(rounds.settings)

@@ -21,7 +21,7 @@ from diloco.errors import DataError
 from diloco.nats.opening import RETRY_S
 from diloco.settings.run import RunSettings
 from diloco_lab import simulation, tapes
-from diloco_lab.cluster import ClusterLearner, Rounds
+from diloco_lab.cluster import ClusterLearner, RoundTerms
 from diloco_lab.outcome import Outcome, Scenario
 from diloco_ops.chaos.breaking import CUT_AGAIN_S
 from diloco_ops.failures import Failure, FailureTape
@@ -70,7 +70,7 @@ class Calibration:
     """The simulation's parameters of the machine. The first learner began ``lead_in_s`` before the tape."""
 
     learners: Sequence[ClusterLearner]
-    rounds: Rounds
+    rounds: RoundTerms
     lead_in_s: float
 
     @property
@@ -116,7 +116,7 @@ def calibrate(seen: RunObservations, begin_s: float, end_s: float) -> Calibratio
         raise DataError(f"no round that all {len(learners)} learners answered seen in {end_s - begin_s:g} s, expected some")
     sent = [offer for offer in seen.offers if begin_s <= offer.at_s < end_s]
     plain = sum(body_bytes(seen.sizes[offer.fragment], seen.settings.codec.offer_bits) for offer in sent)
-    rounds = Rounds(
+    rounds = RoundTerms(
         seen.settings,
         seen.sizes,
         answer_s=median(version.round_s for version, _ in full_rounds),

@@ -28,9 +28,9 @@ from diloco.errors import FormatError, HashError, MachineError, RunError, Settin
 from diloco.log.follower import LogFollower
 from diloco.log.reader import Room, in_memory
 from diloco.log.stream import pass_over
-from diloco.member import naming, tying
-from diloco.member.naming import Names, Naming
 from diloco.process import files, observe
+from diloco.weights_files import naming, tying
+from diloco.weights_files.naming import Names, Naming
 from diloco_ops import orbax_weights, run_reader, scratch, weights_file
 from diloco_ops.asking import ask
 from diloco_ops.environment import learner_environment

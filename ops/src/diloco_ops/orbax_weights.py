@@ -18,7 +18,7 @@ import numpy as np
 
 from diloco.core.fragments import Fragment
 from diloco.errors import DilocoError, SettingsError
-from diloco.member.naming import Naming
+from diloco.weights_files.naming import Naming
 from diloco_ops.weights_file import Precision, Vector, converted, size_bytes
 
 CHUNK_BYTES = 16 << 20  # of an array in a file of its own: a part that ends within one is read and written again with it

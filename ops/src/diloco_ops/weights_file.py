@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from diloco.core.float_mode import exact
 from diloco.core.fragments import Fragment
 from diloco.errors import RunError
-from diloco.member.naming import Naming, RowRange
 from diloco.member.statefile import header_of
+from diloco.weights_files.naming import Naming, RowRange
 
 Precision = Literal["float32", "bfloat16", "float16"]
 Vector = NDArray[np.float32]

@@ -18,7 +18,7 @@ from diloco.settings.loading import parse_assignments
 from diloco.settings.presets import changed_settings, run_settings
 from diloco.settings.validation import nearest
 from diloco_lab import recorded, simulation, tapes
-from diloco_lab.cluster import ClusterLearner, LearnerLink, Rounds
+from diloco_lab.cluster import ClusterLearner, LearnerLink, RoundTerms
 from diloco_lab.commands import show
 from diloco_lab.commands.files import open_tape, write
 from diloco_lab.commands.goodput import MAX_DAYS, Set
@@ -84,7 +84,7 @@ def run(
         _show(outcome, scenario)
 
 
-def _rounds(strategy: Strategy, learners: int, run_set: Sequence[str], parameters: float) -> Rounds | None:
+def _rounds(strategy: Strategy, learners: int, run_set: Sequence[str], parameters: float) -> RoundTerms | None:
     """Return the rounds of a strategy whose learners merge; None: it has none."""
     if strategy.preset is None:
         if run_set:
@@ -93,7 +93,7 @@ def _rounds(strategy: Strategy, learners: int, run_set: Sequence[str], parameter
     settings = run_settings(strategy.preset, {"learners": learners})
     settings = changed_settings(settings, parse_assignments(run_set), "--run-set")
     values = max(1, round(parameters / settings.fragments.count))
-    return Rounds(settings, [values] * settings.fragments.count)
+    return RoundTerms(settings, [values] * settings.fragments.count)
 
 
 def _with_failures(scenario: Scenario, tape: Path | None, run: Path | None) -> Scenario:

@@ -35,13 +35,13 @@ class Connections(Protocol):
         """Count a target that did not accept a connection."""
 
 
-class Side(asyncio.BufferedProtocol):
+class SocketSide(asyncio.BufferedProtocol):
     """One of a connection's two sockets. Its bytes go into ``line``; the other side's bytes are written here."""
 
     def __init__(self, connection: Connection, line: WanLine) -> None:
         self.line = line
         self.flow: Flow[Receiver]  # of what it reads; the other side receives it
-        self.other: Side
+        self.other: SocketSide
         self.transport: asyncio.Transport | None = None
         self.congested = False  # its socket takes no more for now
         self.established = False  # what it reads may go
@@ -181,7 +181,7 @@ class Connection:
 
     def __init__(self, relay: Connections, route: RouteSettings, line: WanLine, back: WanLine) -> None:
         self.route = route
-        self.near, self.far = Side(self, line), Side(self, back)
+        self.near, self.far = SocketSide(self, line), SocketSide(self, back)
         self.near.other, self.far.other = self.far, self.near
         self.near.flow = Flow(self.far, route.traffic)
         self.far.flow = Flow(self.near, route.traffic)
@@ -189,7 +189,7 @@ class Connection:
         self._opened = False
         self._connecting: asyncio.Task[None] | None = None
 
-    def made(self, side: Side) -> None:
+    def made(self, side: SocketSide) -> None:
         """Take note that a side has its socket."""
         if side is self.far:
             side.line.mark(side.flow, "accepted")
@@ -226,7 +226,7 @@ class Connection:
             self.far.lost = True
             self.near.abort()
 
-    def broken(self, side: Side) -> None:
+    def broken(self, side: SocketSide) -> None:
         """Take note that a side's socket was closed from outside, and not in order."""
         if side is self.near and not self._opened:
             self.near.line.link.drop(self.near.flow)

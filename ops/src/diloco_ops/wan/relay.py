@@ -20,7 +20,7 @@ from diloco.settings.validation import parse
 from diloco_ops.failures import FailureTape
 from diloco_ops.wan import impairments
 from diloco_ops.wan.config import Config, LinkSettings, RouteSettings
-from diloco_ops.wan.connection import Connection, Side, address_of, listening
+from diloco_ops.wan.connection import Connection, SocketSide, address_of, listening
 from diloco_ops.wan.impairments import Turn
 from diloco_ops.wan.line import WanLine
 
@@ -56,7 +56,7 @@ class Relay:
             about = {"link": route.link, "target": route.target, "traffic": route.traffic}
             self._log.info("route_open", listen=self.addresses[-1], **about)
 
-    def _factory(self, route: RouteSettings) -> Callable[[], Side]:
+    def _factory(self, route: RouteSettings) -> Callable[[], SocketSide]:
         return lambda: Connection(self, route, self.lines[route.link], self.lines[route.back]).near
 
     async def close(self) -> None:

@@ -15,12 +15,10 @@ from jax.sharding import Mesh
 from diloco import __version__
 from diloco.control.creation import KnownRun
 from diloco.errors import SettingsError
-from diloco.member import coming
-from diloco.member.group import Group
-from diloco.member.proving import OPEN
 from diloco.nats.transport import NatsTransport
-from diloco.process import renewal
 from diloco.process.observe import Logger
+from diloco.processes.group import Group
+from diloco.processes.proving import OPEN
 from diloco.settings.run import RunSettings
 from diloco.settings.service import LearnerSettings
 from diloco.wire.island import Facts, facts
@@ -135,7 +133,7 @@ def batch_digest(batch: Any) -> str:
 async def meet(settings: LearnerSettings, run: KnownRun, transport: NatsTransport, log: Logger) -> Group | None:
     """Meet the learner's other processes. Call it in the loop's thread.
 
-    None if the run is over, and no process may come any more (:mod:`diloco.member.coming`).
+    None if the run is over, and no process may come any more: of a learner that goes on with fewer.
 
     Raises:
         SettingsError: they differ.
@@ -143,6 +141,12 @@ async def meet(settings: LearnerSettings, run: KnownRun, transport: NatsTranspor
     """
     identity = transport.identity
     key = OPEN if identity is None else identity.meeting_key
-    group = Group(settings, run.identity, log, key, renewal.expected())
-    met = await coming.meet(group, first_facts(settings, run), int(1000 * time.time()), run, transport, log)
-    return group if met else None
+    first, generation = first_facts(settings, run), int(1000 * time.time())
+    if settings.processes.elastic:
+        from diloco.elastic import coming  # a learner of a fixed size has none of it
+
+        group = coming.make_group(settings, run, key, log)
+        return group if await coming.meet(group, first, generation, run, transport, log) else None
+    group = Group(settings, run.identity, log, key)
+    await group.meet(first, generation)
+    return group

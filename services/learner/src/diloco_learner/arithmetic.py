@@ -37,7 +37,10 @@ class Arithmetic:
     ) -> tuple[Leaves, Leaves | None, Any, Any, Any]:
         """Return parameters, gradients held, optimizer's and task's state after a step, and scalars as :meth:`measure`."""
         gradients, after, output = self.measure(leaves, state, batch, given)
-        return *self.move(leaves, held, optimizer, state, gradients, after, output[2], learning_rate), output
+        moved = self.move(
+            leaves, held, optimizer, state, gradients=gradients, after=after, finite=output[2], learning_rate=learning_rate
+        )
+        return *moved, output
 
     def measure(self, leaves: Leaves, state: Any, batch: Any, given: Given) -> tuple[Leaves, Any, Any]:
         """Return gradients, the task's state after the step, and scalars.

@@ -22,8 +22,7 @@ from diloco.errors import RunError
 from diloco.member import state
 from diloco.member.member import Member
 from diloco.member.peer import Layout
-from diloco.member.restoring import UNFIT
-from diloco.member.state import Content, State
+from diloco.member.state import UNFIT, Content, State
 from diloco.process.observe import Logger
 from diloco.settings.service import LearnerSettings
 from diloco.wire.control import MarkerAnswer, MarkerDeclined, SnapshotMarker
@@ -194,7 +193,7 @@ def take_up(island: SavedModel, member: Member, state_dir: Path, log: Logger) ->
     if found is None:
         return False
     put(found.saved, island, optimizer_only=True)
-    found.note(member, log)
+    member.note_state_before(found.learner, found.saved.digest)
     return True
 
 
@@ -204,11 +203,6 @@ class Before:
 
     learner: str
     saved: State
-
-    def note(self, member: Member, log: Logger) -> None:
-        """Note that the optimizer begins with it."""
-        member.tape.record(events.Borrowed(self.learner, self.saved.digest))
-        log.info("state_taken_up", learner=self.learner)
 
 
 def state_before(island: SavedModel, state_dir: Path, learner: str, run: bytes, log: Logger) -> Before | None:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from diloco.errors import SettingsError
-from diloco.member.member import Boundary, Member
+from diloco.member.arrays import Boundary
+from diloco.member.member import Member
 from diloco.process.observe import Logger
 from diloco.service import rundir
 from diloco.settings.run import RunSettings

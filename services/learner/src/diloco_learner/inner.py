@@ -40,7 +40,7 @@ def optimizer(settings: RunSettings, matrices: Sequence[Rows]) -> optax.Gradient
     """
     inner = settings.inner
     clip = optax.clip_by_global_norm(inner.clip_norm)
-    if settings.outer.optimizer == "adamw":
+    if settings.offers_gradients:
         return clip
     direction: optax.GradientTransformation = optax.scale_by_adam(inner.beta1, inner.beta2, EPSILON)
     if inner.optimizer == "muon":

@@ -127,7 +127,7 @@ class Island:
         self._does = Arithmetic(Loss(task, settings.seed), inner, self._placement)
         self._evaluating, self.apart = Evaluating(task, settings), apart
         self._optimizer_state: Any = None
-        self._gradients = [jnp.zeros_like(leaf) for leaf in self._leaves] if settings.outer.optimizer == "adamw" else None
+        self._gradients = [jnp.zeros_like(leaf) for leaf in self._leaves] if settings.offers_gradients else None
         self._held: bool | None = None  # whether a step has to wait for a capture; None: none was taken yet
         self._fresh_state = self._placement.optimizer_init(inner, self._leaves)
         self._begun: tuple[Any, ...] | None = None  # gradients, state, whether they are finite, and rate

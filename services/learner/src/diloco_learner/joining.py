@@ -30,7 +30,8 @@ from blake3 import blake3
 from diloco.core.accounts import STUCK_STEPS, StepDone
 from diloco.core.fragments import FixedSpec, TensorSpec, cut_model
 from diloco.errors import DilocoError, RunError, SettingsError
-from diloco.member.member import Boundary, Member
+from diloco.member.arrays import Boundary
+from diloco.member.member import Member
 from diloco.member.shares import OwnData
 from diloco.process import observe, telemetry
 from diloco.process.observe import Logger
@@ -254,7 +255,7 @@ class JoinedRun:
                 f"run {self.settings.run!r}: {self.settings.nats_url} has had no such run for {self._within_s:g} s: a "
                 "coordinator creates it (diloco up, or diloco-coordinator); name it as it is called there"
             ) from None
-        if run.created.outer.optimizer == "adamw":
+        if run.created.offers_gradients:
             raise SettingsError(
                 f"run {run.name!r}: its learners offer gradients of single steps (outer.optimizer = adamw), which a loop that "
                 "takes its own steps does not have: join a run of another preset"

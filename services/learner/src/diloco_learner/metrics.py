@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, get_args
 from diloco.core.fragments import FragmentMap
 from diloco.core.learner import Activity
 from diloco.member.member import Member
-from diloco.member.part import Part
 from diloco.nats.transport import NatsTransport
+from diloco.processes.part import Part
 from diloco.service.metrics import SILENT_S, Labelled, Metric, by_kind, families, one_of
 from diloco.wire.control import Heartbeat
 from diloco.wire.refusals import RefusalReason

@@ -6,7 +6,7 @@ calls everything here, and nothing waits for the device but what says so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from diloco.core import tape
 from diloco.core.chunks import Chunk
 from diloco.core.delta import Baseline
 from diloco.core.fragments import Fragment, FragmentMap, TensorSpec
+from diloco.core.rows import RowLayout
 from diloco.errors import RunError
 from diloco.member.peer import Layout
 from diloco.member.state import Content
@@ -115,6 +116,22 @@ class SavedModel(Protocol):
         Raises:
             RunError: an array is missing, not known, or of another shape or type.
         """
+
+
+class SharedModel(Stepping, SavedModel, Protocol):
+    """A model whose values lie on the devices of several processes: what each of them asks of its own part."""
+
+    def read(self, fragment: Fragment) -> FragmentCopy:
+        """Queue a copy of a fragment's values with this process's rows, as of the steps and writes so far."""
+
+    def row_layout(self, fragment: Fragment, processes: int) -> RowLayout:
+        """Return which rows of a fragment each process of this learner has; all processes return the same."""
+
+    def optimizer_owners(self) -> Mapping[str, Sequence[tuple[int, Chunk]]]:
+        """Return by array of the optimizer state, which process captures which chunk of it; all processes return the same."""
+
+    def settled(self) -> Content:
+        """Return what this process has of the state, read without any program: devices may hang."""
 
 
 class Evaluated(SharedParameters, Protocol):

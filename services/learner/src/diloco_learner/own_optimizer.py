@@ -36,7 +36,7 @@ class OwnOptimizer:
         make = task.optimizer  # type: ignore[attr-defined]
         self._model, self._where, self._make, self._task = tree, members.place(make), make, settings.task
         self.paths = [each.keys for each in tree.trained]
-        if settings.outer.optimizer == "adamw":
+        if settings.offers_gradients:
             raise SettingsError(
                 "task: optimizer() with outer.optimizer = adamw, whose learners take no step of their own: leave it out, or "
                 f"take another preset{self._where}"

@@ -11,17 +11,19 @@ import shutil
 import time
 from functools import partial
 
-from diloco.member import restoring, state
-from diloco.member.leader import Leader
-from diloco.member.part import Follower, Part, Saving
+from diloco.member import state
 from diloco.member.snapshots import drop_superseded
 from diloco.member.state import Content, Saved
 from diloco.process.observe import Logger
+from diloco.processes import restoring
+from diloco.processes.follower import ProcessSide
+from diloco.processes.leader import Leader
+from diloco.processes.part import Part, Saving
 from diloco.settings.service import LearnerSettings
 from diloco.wire.island import Purpose
 from diloco_learner import checkpoint
 from diloco_learner.checkpoint import lend_from, note_cost
-from diloco_learner.island import Island
+from diloco_learner.model import SharedModel
 from diloco_learner.pacing import Pacing
 from diloco_learner.process import LearnerProcess
 from diloco_learner.saver import Saver
@@ -30,11 +32,11 @@ from diloco_learner.saver import Saver
 class PartKeeper:
     """Saves this process's part of each state that the leader wants saved. The trainer's thread calls it, at boundaries."""
 
-    def __init__(self, island: Island, member: Leader | Follower, settings: LearnerSettings, log: Logger) -> None:
-        group = member.part.group
-        self.saves, self.settings, self.log = member, settings, log
-        self.saver = Saver(island, member.part.run.identity, settings.name, log, group.place, group.size)
-        self._lent, self._loans = member.part.lent, state.loans(settings.state_dir, settings.name, group.place)
+    def __init__(self, island: SharedModel, its: ProcessSide, settings: LearnerSettings, log: Logger) -> None:
+        group = its.part.group
+        self.saves, self.settings, self.log = its, settings, log
+        self.saver = Saver(island, its.part.run.identity, settings.name, log, group.place, group.size)
+        self._lent, self._loans = its.part.lent, state.loans(settings.state_dir, settings.name, group.place)
         shutil.rmtree(self._loans, ignore_errors=True)  # what a process left behind that was killed
 
     def at_boundary(self) -> None:
@@ -91,16 +93,16 @@ class PartKeeper:
 class LeadingKeeper(PartKeeper):
     """Says besides when a state is to be saved."""
 
-    def __init__(self, island: Island, leader: Leader, settings: LearnerSettings, log: Logger) -> None:
+    def __init__(self, island: SharedModel, leader: Leader, settings: LearnerSettings, log: Logger) -> None:
         super().__init__(island, leader, settings, log)
         self.leader, self._saves = leader, False
-        self._pacing = Pacing(settings.checkpoint_s, time.monotonic(), leader.step)
+        self._pacing = Pacing(settings.checkpoint_s, time.monotonic(), leader.member.step)
         leader.wanted = self._wanted
         leader.describe_optimizer(island.optimizer_layout(), island.optimizer_owners())
 
     def at_boundary(self) -> None:
         """Begin what was decided, and note what the last one has cost once all processes have ended with it."""
-        now_s, step = time.monotonic(), self.leader.step
+        now_s, step = time.monotonic(), self.leader.member.step
         if self._saves and not self.leader.is_saving:
             self._saves = False
             note_cost(self._pacing, now_s, step, self.log)
@@ -111,7 +113,7 @@ class LeadingKeeper(PartKeeper):
         super().at_boundary()
 
     def _wanted(self) -> Purpose | None:
-        now_s, lender = time.monotonic(), self.leader.lender
+        now_s, lender = time.monotonic(), self.leader.member.lender
         if self._saves:
             return None
         if lender.wanted and self._pacing.may_lend(now_s):
@@ -121,7 +123,7 @@ class LeadingKeeper(PartKeeper):
         return "own" if self._pacing.due(now_s) else None
 
 
-def restore(process: LearnerProcess, island: Island, part: Part, leader: Leader | None) -> bool:
+def restore(process: LearnerProcess, island: SharedModel, part: Part, leader: Leader | None) -> bool:
     """Go on from the newest checkpoint that all processes can begin from; False if there is none: the log has the model.
 
     The leader is given in its own process.
@@ -135,5 +137,5 @@ def restore(process: LearnerProcess, island: Island, part: Part, leader: Leader 
         checkpoint.put(fit.saved, island)
         process.log.info("checkpoint_restored", set=fit.saved.set_name)
     else:
-        checkpoint.take_over(fit.path, fit.saved, island, leader, process.log)
+        checkpoint.take_over(fit.path, fit.saved, island, leader.member, process.log)
     return True

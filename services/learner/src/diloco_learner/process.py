@@ -64,7 +64,7 @@ class LoopThread:
         self.loop.close()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LearnerProcess:
     """A learner's process that has found its run. What it opens is closed with ``stack``, in turn."""
 
@@ -93,6 +93,7 @@ def make_trainer(
     member: Steered,
     batches: Iterator[Batch],
     at_boundary: Callable[[], None],
+    *,
     look_ahead: LookAhead | None = None,
     changing: AbstractContextManager[object] | None = None,
 ) -> Trainer:
@@ -144,7 +145,16 @@ def begun(settings: LearnerSettings, stopping: Callable[[], bool]) -> Iterator[L
         stack.callback(lambda: thread.run(exporter.close(), lambda: False))
         transport, run = thread.run(_find(settings, exporter, log), stopping)
         stack.callback(lambda: thread.run(transport.close(), lambda: False))
-        yield LearnerProcess(settings, run, transport, thread, exporter, stack, stopping, log)
+        yield LearnerProcess(
+            settings=settings,
+            run=run,
+            transport=transport,
+            thread=thread,
+            exporter=exporter,
+            stack=stack,
+            stopping=stopping,
+            log=log,
+        )
 
 
 async def _find(settings: LearnerSettings, exporter: Exporter, log: Logger) -> tuple[NatsTransport, KnownRun]:

@@ -19,7 +19,7 @@ from diloco.core.delta import VersionWrite
 from diloco.core.leases import data_of
 from diloco.core.schedule import Moment, learning_rate
 from diloco.errors import RunError
-from diloco.member.meeting import free_port
+from diloco.processes.meeting import free_port
 from diloco.settings import folders
 from diloco.settings.run import RunSettings
 from diloco.settings.service import MeshSettings

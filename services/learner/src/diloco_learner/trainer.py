@@ -19,8 +19,8 @@ from diloco.core.fragment_state import Reader
 from diloco.core.fragments import FragmentMap
 from diloco.core.pace import MovingAverage
 from diloco.core.schedule import Moment, learning_rate
+from diloco.member.arrays import Boundary
 from diloco.member.instruments import Instruments
-from diloco.member.member import Boundary
 from diloco.process.observe import Logger
 from diloco.settings.run import RunSettings
 from diloco_learner import members

@@ -1,8 +1,8 @@
 """Weights that a run begins with: a safetensors file, or a folder of them as Hugging Face's libraries write it.
 
 In a file tensors have the paths of the model's, as ``diloco export`` writes them; in a folder the names that the task's
-``names()`` says. A names map (:mod:`diloco.member.naming`) says other ones. Values are read by fragment, so a host has no more
-of them in memory than that.
+``names()`` says. A names map (:mod:`diloco.weights_files.naming`) says other ones. Values are read by fragment, so a host has
+no more of them in memory than that.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from safetensors import SafetensorError, safe_open
 from diloco.core.float_mode import exact
 from diloco.core.fragments import Fragment, FragmentMap
 from diloco.errors import SettingsError
-from diloco.member import naming, tying
-from diloco.member.naming import Names, Naming
 from diloco.settings.validation import nearest
+from diloco.weights_files import naming, tying
+from diloco.weights_files.naming import Names, Naming
 from diloco_learner.model import Evaluated
 from diloco_learner.task_api import said_of_files
 

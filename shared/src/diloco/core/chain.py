@@ -14,9 +14,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from diloco.core import ranges
 from diloco.errors import ChainError
 from diloco.wire.entries import Cursor, Genesis, Keyframe, Record, RolledBack
+from diloco.wire.island import ChainHead
 
 NO_ENTRY = bytes(32)
 MAX_WRONG = 1024  # entries of a fragment that are remembered: their writer is replaced after the first few
@@ -49,20 +52,31 @@ class Chain:
     def from_keyframe(cls, keyframe: Keyframe, epoch_step: int = 1) -> Chain:
         """Return the head that the entry after a keyframe follows; the keyframe is not one of version 0."""
         return cls(
-            keyframe.fragment,
-            keyframe.version,
-            keyframe.epoch,
-            keyframe.entry_hash,
-            keyframe.entry_sequence,
-            keyframe.state_hash,
-            keyframe.tokens_merged,
-            keyframe.tokens_lost,
-            keyframe.closing,
-            {cursor.learner: cursor for cursor in keyframe.cursors},
-            dict(keyframe.ends),
-            keyframe.rolled_back,
-            epoch_step,
+            fragment=keyframe.fragment,
+            version=keyframe.version,
+            epoch=keyframe.epoch,
+            head=keyframe.entry_hash,
+            sequence=keyframe.entry_sequence,
+            state_hash=keyframe.state_hash,
+            tokens_merged=keyframe.tokens_merged,
+            tokens_lost=keyframe.tokens_lost,
+            closed=keyframe.closing,
+            cursors={cursor.learner: cursor for cursor in keyframe.cursors},
+            ends=dict(keyframe.ends),
+            rolled_back=keyframe.rolled_back,
+            epoch_step=epoch_step,
         )
+
+    @classmethod
+    def from_head(cls, fragment: int, head: ChainHead) -> Chain:
+        """Return the head of a log that came from another process of this learner."""
+        cursors = {cursor.learner: cursor for cursor in head.cursors}
+        return cls(fragment=fragment, **msgspec.structs.asdict(head) | {"cursors": cursors, "ends": dict(head.ends)})
+
+    def to_head(self) -> ChainHead:
+        """Return the head of this log as it travels to another process of this learner: all fields but the fragment's index."""
+        values = {name: getattr(self, name) for name in ChainHead.__struct_fields__}
+        return ChainHead(**values | {"cursors": list(self.cursors.values()), "ends": sorted(self.ends.items())})
 
     @property
     def floor(self) -> int:

@@ -154,21 +154,21 @@ class Decisions:
         ]
         at, course = decision.moment, self.course
         decided = Decided(
-            course.generation,
-            course.number,
-            course.step,
-            writes,
-            list(decision.reads),
-            batch,
-            at.tokens,
-            at.budget,
-            at.warming_steps,
-            decision.stop,
-            decision.wait,
-            decision.finished,
-            ended,
-            self._save(decision, wanted, ended=ended),
-            course.chain,
+            generation=course.generation,
+            number=course.number,
+            step=course.step,
+            writes=writes,
+            reads=list(decision.reads),
+            batch=batch,
+            tokens=at.tokens,
+            budget=at.budget,
+            warming=at.warming_steps,
+            stop=decision.stop,
+            wait=decision.wait,
+            finished=decision.finished,
+            ended=ended,
+            save=self._save(decision, wanted, ended=ended),
+            previous=course.chain,
         )
         self._made = decision, decided
         if decided.save is not None:
@@ -308,7 +308,16 @@ def _stage(staging: _Staging) -> Stage:
     merged = how.merged
     assert merged is None or isinstance(merged, Pending)
     pending: Iterable[Pending] = staging.pending
-    return Stage(staging.number, at.fragment, at.version, how.keeps, merged, how.cleared, how.reset, list(pending))
+    return Stage(
+        number=staging.number,
+        fragment=at.fragment,
+        version=at.version,
+        keeps=how.keeps,
+        merged=merged,
+        cleared=how.cleared,
+        reset=how.reset,
+        pending=list(pending),
+    )
 
 
 def _pending(offer: Unmerged) -> Pending:

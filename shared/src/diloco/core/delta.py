@@ -324,7 +324,7 @@ class DeltaValues:
     @classmethod
     def of(cls, base: Vector, settings: RunSettings, error_bits: Bits = ERROR_BITS, *, state: bool) -> DeltaValues:
         """Return those of a fragment that begins with ``base``, float32 [size]; ``state``: of state that is merged."""
-        return cls(base, settings.codec.error_feedback, state or settings.outer.optimizer == "adamw", error_bits)
+        return cls(base, settings.codec.error_feedback, state or settings.offers_gradients, error_bits)
 
     @exact
     def encode(self, snapshot: Vector, bits: Bits) -> EncodedOffer:

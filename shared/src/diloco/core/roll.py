@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-LEADER = 0  # place of the leader in its generation; its index among all processes is the smallest of the generation
-
 
 @dataclass(frozen=True)
 class ProcessStanding:

@@ -16,6 +16,7 @@ from diloco.core.fragments import Piece
 Vector = NDArray[np.float32]
 Where = tuple[slice, ...]
 VALUE_BYTES = 4
+LEADER = 0  # place of the leader in its generation; its index among all processes is the smallest of the generation
 
 
 @dataclass(frozen=True)

@@ -31,11 +31,11 @@ def scheduled_rate(settings: InnerSettings, tokens_done: int, tokens_budget: int
 
 
 def learning_rate(settings: RunSettings, at: Moment) -> float:
-    """Return the rate of a step; 1 for an outer AdamW, which has its own.
+    """Return the rate of a step; 1 where learners offer gradients, since the outer rule has a rate of its own.
 
     Where a learner's optimizer state began fresh in mid-run, its rate rises over ``restart_warmup_steps`` of its own.
     """
-    if settings.outer.optimizer == "adamw":
+    if settings.offers_gradients:
         return 1.0
     inner = settings.inner
     rate = scheduled_rate(inner, at.tokens, at.budget)

@@ -110,7 +110,14 @@ class RegionalLog:
         """
         head = self.stream.subjects.record(fragment)
         claim = Claim(
-            fragment, epoch, syncer, log_head.epoch, log_head.version, log_head.closing, log_head.entry_hash, log_head.sequence
+            fragment=fragment,
+            epoch=epoch,
+            syncer=syncer,
+            entry_epoch=log_head.epoch,
+            entry_version=log_head.version,
+            entry_closing=log_head.closing,
+            entry_hash=log_head.entry_hash,
+            entry_sequence=log_head.sequence,
         )
         return await self.writer.append(head, framing.pack(claim, self.stream.run), [], b"", Fence(head, head_sequence))
 

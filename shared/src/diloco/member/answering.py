@@ -1,61 +1,47 @@
-"""Answers rounds: reads and quantises a fragment in a thread of its own, and stores the offer, however long that takes."""
+"""Answers rounds: counts the offers that the arrays make, has them on the tape, and has them stored.
+
+What reads, quantises and stores is behind :class:`Encodes`: in this process, or at the processes that carry the fragments.
+"""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
 from typing import Protocol
 
-from diloco.control.creation import KnownRun
-from diloco.core import codec
 from diloco.core import tape as events
-from diloco.core.delta import EncodedOffer
+from diloco.core.delta import EncodedOffer, PendingDelta
 from diloco.core.fragment_state import DueOffer
-from diloco.errors import BrokerError, NonFiniteError, StorageFullError
-from diloco.log.offers import append_offer
 from diloco.member.shared import SharedLearner
-from diloco.member.tracing import MemberTraces
-from diloco.process.observe import Logger
-from diloco.process.retry import Complaint
-from diloco.process.tape import Recorder
-from diloco.transport import Transport
-from diloco.wire.body import ATTEMPT_BYTES, describe_body
-from diloco.wire.offers import Offer
-from diloco.wire.subjects import Subjects
-
-OFFER_TIMEOUT_S = 15.0  # an offer of 100 MB takes that long at 50 Mbit/s; it is then sent again, under the same id
+from diloco.member.taping import LearnerTape
 
 
-class Answers(Protocol):
-    """Answers rounds."""
+class Encodes(Protocol):
+    """The arrays, as far as offers go. It tells :class:`Answering` what it has done."""
 
-    def begin(self, index: int) -> None:
-        """Answer the fragment's open round if that can be done now; the lock is held."""
+    @property
+    def may_encode(self) -> bool:
+        """Whether an offer may begin now; the lock is held."""
 
-    def begin_soon(self, index: int) -> None:
-        """Answer the fragment's open round, likewise; the lock is not held. Callable from any thread."""
+    def encode(self, answer: DueOffer) -> None:
+        """Begin to read and quantise an offer; the lock is held."""
+
+    def store(self, fragment: int, offer: PendingDelta) -> None:
+        """Begin to store the offer that was quantised last, in the loop's thread."""
 
 
 class Answering:
-    """Makes and sends the offers of one learner, in the loop thread."""
+    """The offers of one learner, as its rounds count them."""
 
-    def __init__(
-        self,
-        transport: Transport,
-        run: KnownRun,
-        shared: SharedLearner,
-        tape: Recorder,
-        log: Logger,
-        traces: MemberTraces,
-    ) -> None:
-        self.transport, self.run, self.shared, self.tape, self.log, self.traces = transport, run, shared, tape, log, traces
-        self.learner, self.subjects = shared.learner, Subjects(run.name)
+    def __init__(self, shared: SharedLearner, taped: LearnerTape, arrays: Encodes) -> None:
+        self.shared, self.taped, self.arrays = shared, taped, arrays
+        self._quantised: dict[int, DueOffer] = {}  # by fragment: being quantised
+        self._began_s: dict[int, float] = {}  # by fragment: since when it is quantised or stored
 
     def begin(self, index: int) -> None:
         """Answer the fragment's open round if that can be done now; the lock is held."""
-        answer = self.learner.try_answer(index)
+        answer = self.shared.learner.try_answer(index) if self.arrays.may_encode else None
         if answer is not None:
-            self.shared.tasks.spawn(self._answer(answer))
+            self._quantised[index], self._began_s[index] = answer, self.shared.loop.time()
+            self.arrays.encode(answer)
 
     def begin_soon(self, index: int) -> None:
         """Answer the fragment's open round, likewise; the lock is not held. Callable from any thread."""
@@ -65,57 +51,30 @@ class Answering:
         with self.shared.lock:
             self.begin(index)
 
-    async def _answer(self, answer: DueOffer) -> None:
-        index, began_s = answer.fragment, self.shared.loop.time()
-        trace = self.traces.offer(index, answer.version)
-        if trace is not None:
-            answer = trace.take(answer)
-        try:
-            encoded, packed, content_hash = await asyncio.to_thread(self._encode, answer)
-        except NonFiniteError as error:
-            self.log.warning("displacement_not_finite", fragment=index, version=answer.version, reason=str(error))
-            with self.shared.lock:
-                self.learner.not_finite(index)
-                self.shared.tell()
-            return
-        if trace is not None:
-            trace.encoded()
-        with self.shared.lock:
-            pending = self.learner.encoded(answer, encoded)
-            ago, digest = self.learner.accounts.step - answer.snapshot.step, content_hash[: events.DIGEST_BYTES]
-            self.tape.record(events.TapeOffer(ago, index, pending.stated.number, answer.version, answer.bits, digest))
-            self.shared.tell()
-        self.tape.flush()  # before it is sent: all that is merged of this learner is on its tape
-        body, inline, parts = describe_body(packed, content_hash, self.transport.random_bytes(ATTEMPT_BYTES))
-        del answer, encoded, packed  # the snapshot, and copies of what is kept elsewhere: to send may take long
-        offer = pending.message(index, body)
-        sequence = await store_answer(self.transport, self.subjects, self.run.identity, offer, inline, parts, self.log)
-        if trace is not None:
-            trace.stored(offer)
-        with self.shared.lock:
-            self.learner.sent(index, sequence)
-            self.tape.record(events.Sent(index, int(1000 * (self.shared.loop.time() - began_s))))
-            self.shared.tell()
+    def encoded(self, index: int, content_hash: bytes, encoded: EncodedOffer | None = None) -> None:
+        """Count an offer that was quantised (``encoded``: its arrays, if they are here), and store it; the lock is held."""
+        answer = self._quantised.pop(index)  # and with it its snapshot: to send may take long
+        learner, tape = self.shared.learner, self.taped.tape
+        pending = learner.encoded(answer, encoded)
+        ago = learner.accounts.step - self.taped.held_steps - answer.snapshot.step
+        digest = content_hash[: events.DIGEST_BYTES]
+        tape.record(events.TapeOffer(ago, index, pending.stated.number, answer.version, answer.bits, digest))
+        self.shared.tasks.spawn(self._store(index, pending))
+        self.shared.tell()
 
-    def _encode(self, answer: DueOffer) -> tuple[EncodedOffer, bytes, bytes]:
-        """Return an offer's arrays, the zstd frame of its body, and its content's hash; called in a thread of its own."""
-        encoded = self.learner.encode(answer)
-        return encoded, codec.pack(encoded.body, self.run.created.codec.zstd_level), codec.content_hash(encoded.body)
+    async def _store(self, index: int, offer: PendingDelta) -> None:
+        self.taped.tape.flush()  # before it is sent: all that is merged of this learner is on its tape
+        self.arrays.store(index, offer)
 
+    def not_finite(self, index: int) -> None:
+        """Give up an offer whose values are not finite; the lock is held."""
+        del self._quantised[index]
+        self.shared.learner.not_finite(index)
+        self.shared.tell()
 
-async def store_answer(
-    transport: Transport, names: Subjects, run: bytes, offer: Offer, inline: bytes, parts: Sequence[bytes], log: Logger
-) -> int:
-    """Store an offer, however long that takes; return its head's stream sequence."""
-    complaint = Complaint(log)
-
-    def failed(error: BrokerError) -> None:
-        values = {"fragment": offer.fragment, "number": offer.number, "reason": str(error)}
-        if isinstance(error, StorageFullError):
-            complaint.warn("offer_not_stored", **values)
-        else:
-            log.warning("offer_retried", **values)
-
-    sequence = await append_offer(transport, names, run, offer, inline, parts, timeout_s=OFFER_TIMEOUT_S, failed=failed)
-    assert sequence is not None  # it is wanted as long as it is not stored
-    return sequence
+    def stored(self, index: int, sequence: int) -> None:
+        """Note that an offer is stored, with its head at ``sequence`` of its stream; the lock is held."""
+        self.shared.learner.sent(index, sequence)
+        took_s = self.shared.loop.time() - self._began_s[index]
+        self.taped.tape.record(events.Sent(index, int(1000 * took_s)))
+        self.shared.tell()

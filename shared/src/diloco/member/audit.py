@@ -1,9 +1,11 @@
-"""A learner's regular look at what it has stored: other processes may change that, and a server's crash may undo it."""
+"""A learner's regular look at what it has stored: other processes may change that, and a server's crash may undo it.
+
+Whether the log has lost what was read is looked at where it is read (:class:`diloco.member.following.Following`).
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 
 from diloco.core.leases import LOOKS_A_LEASE
 from diloco.errors import BrokerError
@@ -16,7 +18,7 @@ from diloco.wire.subjects import Subjects
 
 
 class Audit:
-    """Looks at shares, admission, offers and the log's newest entry, several times within a lease."""
+    """Looks at shares, admission and offers, several times within a lease."""
 
     def __init__(
         self,
@@ -24,14 +26,11 @@ class Audit:
         admission: AdmissionClient,
         leases: Leases,
         refusals: RefusalWatch,
-        log_holds: Callable[[], Awaitable[bool]],
-        log_lost: Callable[[], Awaitable[None]],
         log: Logger,
     ) -> None:
-        """``log_lost`` is called once ``log_holds`` says that the log lost what was read."""
         self.learner, self.lock = shared.learner, shared.lock
         self.admission, self.leases, self.log = admission, leases, log
-        self.refusals, self.log_holds, self.log_lost = refusals, log_holds, log_lost
+        self.refusals = refusals
         self.run, self.transport = admission.run, admission.transport
         self.subjects = Subjects(self.run.name)
         self._answered: dict[int, int] = {}  # by fragment: version of the round that was open and answered at the last look
@@ -45,16 +44,13 @@ class Audit:
         while True:
             await asyncio.sleep(self.run.in_force.liveness.lease_s / LOOKS_A_LEASE)
             try:
-                if self.learner.role == "learner":
-                    await self.leases.look(self.learner.ends(), asyncio.get_running_loop().time())
-                    if await self.admission.is_lost():
-                        self.refusals.forgive()  # before the new admission, too: its answer may be long in coming
-                        await self.admission.renew()
-                        self.refusals.forgive()
-                        self._reopen_all()
-                    await self._look_at_offers()
-                if not await self.log_holds():
-                    await self.log_lost()
+                await self.leases.look(self.learner.ends(), asyncio.get_running_loop().time())
+                if await self.admission.is_lost():
+                    self.refusals.forgive()  # before the new admission, too: its answer may be long in coming
+                    await self.admission.renew()
+                    self.refusals.forgive()
+                    self._reopen_all()
+                await self._look_at_offers()
             except BrokerError as error:  # the server is away: leases are held on
                 self.log.debug("server_unknown", reason=str(error))
 

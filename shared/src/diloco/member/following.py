@@ -1,4 +1,7 @@
-"""The log that a learner's process follows: all fragments, or those that it carries."""
+"""The log that a learner's process follows: all fragments, or those that it carries.
+
+A server's crash may undo entries that were read. So the process looks now and then whether the log still has them.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from diloco.control.creation import KnownRun
-from diloco.errors import MachineError
+from diloco.core.leases import LOOKS_A_LEASE
+from diloco.errors import BrokerError, MachineError
 from diloco.log.follower import FollowedEntry, LogCopy, LogFollower, Wrong
 from diloco.log.log import Log
 from diloco.log.stream import RefusedEntry
@@ -52,8 +56,9 @@ class Following:
         return await self._follower.load_all(self.fragments)
 
     def begin(self) -> None:
-        """Begin to follow what was loaded."""
+        """Begin to follow what was loaded, and to look whether the log still holds it."""
         self._task = self._spawn(self._follow())
+        self._spawn(self._audit())
 
     async def holds(self) -> bool:
         """Whether the log still has what was read last.
@@ -63,12 +68,21 @@ class Following:
         """
         return await self._follower.holds()
 
-    async def begin_again(self) -> None:
+    async def _audit(self) -> None:
+        while True:
+            await asyncio.sleep(self.run.in_force.liveness.lease_s / LOOKS_A_LEASE)
+            try:
+                if not await self.holds():
+                    await self._begin_again()
+            except BrokerError as error:  # the server is away
+                self.log.debug("server_unknown", reason=str(error))
+
+    async def _begin_again(self) -> None:
         """Load and follow the log again, which has lost what was read last without its reader noticing."""
         self.log.error("log_rewound", reason="the newest entry that was read is gone")
         await end(self._task)
         self._follower.rewind()
-        self.begin()
+        self._task = self._spawn(self._follow())
 
     async def _follow(self) -> None:
         async for event in self._follower.follow(self.fragments):

@@ -1,10 +1,10 @@
-"""A learner's protocol side in a process: the state machine of :mod:`diloco.core.learner` with a transport, threads and a tape.
+"""A learner's rounds: the state machine of :mod:`diloco.core.learner` with a transport, threads and a tape.
 
-Two threads share it. The *trainer* (any framework, or a toy) calls :meth:`Member.boundary` between two inner steps, writes
-the versions it returns into its model and hands over readers for the fragments it asks for; none of these calls waits for
-anything. The *loop* thread runs asyncio: it follows the log and folds it, hears announcements, reads, quantises and sends.
-A lock guards the short passages in which both touch the state; while a fragment's offer is being quantised, versions of that
-fragment are applied one boundary later instead.
+Its arrays are behind :mod:`diloco.member.arrays`, in this process or in several. Two threads share a member. The *trainer* (any
+framework, or a toy) calls :meth:`Member.boundary` between two inner steps, writes the versions it returns into its model and
+hands over readers for the fragments it asks for; none of these calls waits for anything. The *loop* thread runs asyncio: it
+follows the log and folds it, hears announcements, reads, quantises and sends. A lock guards the short passages in which both
+touch the state; while a fragment's offer is being quantised, versions of that fragment are applied one boundary later instead.
 """
 
 from __future__ import annotations
@@ -12,11 +12,9 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-import numpy as np
 from numpy.typing import NDArray
 
 from diloco.control.changes import ChangesFollower
@@ -25,24 +23,22 @@ from diloco.control.genesis import await_genesis
 from diloco.control.hearing import hear, name_in
 from diloco.core import tape as events
 from diloco.core.accounts import MemberTraffic, StepDone
-from diloco.core.boundary import apply, decide
 from diloco.core.chunks import Chunk
-from diloco.core.delta import VersionWrite
-from diloco.core.fragment_state import FragmentVersion, Reader
-from diloco.core.fragments import Fragment, FragmentMap
+from diloco.core.fragment_state import Reader
+from diloco.core.fragments import FragmentMap
 from diloco.core.learner import Dump, Learner
 from diloco.core.markers import MarkerReply
 from diloco.core.schedule import Moment
 from diloco.errors import EjectedError
-from diloco.log.follower import LogCopy
 from diloco.log.log import Log
 from diloco.member.admission import AdmissionClient
-from diloco.member.answering import Answering, Answers
+from diloco.member.answering import Answering
+from diloco.member.arrays import Arrays, Boundary, Initial
 from diloco.member.audit import Audit
 from diloco.member.catching_up import Catching, listen
-from diloco.member.following import Following
 from diloco.member.instruments import Instruments
 from diloco.member.outbox import Outbox, sample_of
+from diloco.member.own_arrays import OwnArrays
 from diloco.member.peer import Borrower, Layout, Lendable, Lender, Loan, LoanWatch
 from diloco.member.refusals import RefusalWatch
 from diloco.member.shared import SharedLearner
@@ -58,25 +54,10 @@ from diloco.settings.service import LearnerSettings
 from diloco.transport import Heard, Transport
 from diloco.wire import framing
 from diloco.wire.control import MAX_SAID, Announcement, Heartbeat, SnapshotMarker
-from diloco.wire.entries import Genesis, Record
 from diloco.wire.subjects import Subjects
 
 M = TypeVar("M", bound=framing.Message)
-Vector = NDArray[np.float32]
-
 LEAVE_TIMEOUT_S = 10.0  # quantising a fragment takes less; it ends without the offer otherwise
-
-
-@dataclass(frozen=True)
-class Boundary:
-    """The trainer's work between two steps, in this order."""
-
-    applies: list[tuple[int, VersionWrite]]  # by fragment
-    reads: list[int]  # fragments to hand over a reader for, with :meth:`Member.submit`
-    stop: bool  # the token budget is used up: take no further step
-    wait: bool  # take no step yet: a version is on its way (``round.learners_wait``)
-    finished: bool  # every fragment's log is closed and applied
-    ended: bool = False  # it was asked to end, and nothing is unmerged, or its time is over
 
 
 class Member:
@@ -91,29 +72,31 @@ class Member:
         log: Logger,
         tape: Recorder | None = None,
         telemetry: Telemetry | None = None,
+        *,
+        arrays: Arrays | None = None,
+        refused: Counted | None = None,
     ) -> None:
+        """Begin; ``arrays`` are those of several processes, which count what is ``refused`` with it. None: they are here."""
         self.transport, self.run, self.map, self.settings, self.log = transport, run, fragment_map, settings, log
         self.tape = tape or Unrecorded()
         self.store = Log(transport, run.name, run.identity, fragment_map, run.created)
-        self.subjects, self.refused = Subjects(run.name), Counted(log)
+        self.subjects, self.refused = Subjects(run.name), Counted(log) if refused is None else refused
         self.lender = Lender(transport, run.identity, self.subjects, settings.name, self._may_lend, log)
         self.loans = LoanWatch(run.identity, lambda: run.in_force.round.steps, log)
         self.admission = AdmissionClient(transport, run, settings.name, fragment_map, log)
         self.shares: Leases = LeaseClient(run, settings, self.admission.incarnation, fragment_map, self.refused, log)
         self.learner = Learner(settings.name, settings.role, settings.region or "", self.admission.incarnation, run.created)
-        self._shared = SharedLearner(self.learner)
-        self._outbox = Outbox(transport, run, settings.name, self._shared)
-        self._traces = MemberTraces(telemetry, run.identity, settings.name, self._shared.loop.time, transport.wall_s)
-        self._answering: Answers = Answering(transport, run, self._shared, self.tape, log, self._traces)
-        self.refusals = RefusalWatch(run, settings.name, self._shared, log)
+        self.shared, self.taped = SharedLearner(self.learner), LearnerTape(self.tape)
+        self._outbox = Outbox(transport, run, settings.name, self.shared)
+        self.traces = MemberTraces(telemetry, run.identity, settings.name, self.shared.loop.time, transport.wall_s)
+        self.arrays: Arrays = OwnArrays(self) if arrays is None else arrays
+        self.answering = Answering(self.shared, self.taped, self.arrays)
+        self.refusals = RefusalWatch(run, settings.name, self.shared, log)
         self._changes = ChangesFollower(transport, run, log, self._change)
-        self._taped = LearnerTape(self.tape)
-        self._leave_by_s: float | None = None  # when it ends whatever is unmerged; None: it was not asked to end
-        self._following: Following
 
     # ---- loop thread
 
-    async def join(self, initial: Callable[[Fragment], Vector] | None = None) -> None:
+    async def join(self, initial: Initial | None = None) -> None:
         """Be admitted, found the run (with ``initial``) if no other process does, load the log, and begin to follow it.
 
         A learner that was ejected is not, and waits until it is readmitted. In a run with regions a learner waits until its
@@ -125,24 +108,24 @@ class Member:
         """
         learns, catching = self.settings.role == "learner", None
         await until_available(self._changes.look, self.log)
-        self._shared.tasks.spawn(self._changes.follow())
+        self.shared.tasks.spawn(self._changes.follow())
         await self.admission.readmitted(self.store.reader.closed)
         if learns:
             await self.admission.take()
             self.learner.incarnation = self.shares.incarnation = self.admission.incarnation
             catching = await self._listen_early() if self.run.regions else None
         founder = self.settings.name if learns and self.transport.founds else None
-        begin = partial(await_genesis, self.run, self.store, founder, partial(self._initial, initial), self.log)
+        begin = partial(await_genesis, self.run, self.store, founder, partial(self.arrays.first_values, initial), self.log)
         genesis = await until_available(begin, self.log)
         if catching is not None:
             await catching.wait()
-        self.learner.seat_all(await self._load(genesis), self.map.fragments)
+        self.learner.seat_all(await self.arrays.load(genesis), self.map.fragments)
         if learns and catching is None:
             await self.transport.subscribe(self.subjects.heartbeat(), self._hear_alive)
         if learns:
             await until_available(lambda: self.shares.take(self.learner.ends()), self.log)
-        while self.learner.is_over and not await until_available(self._holds, self.log):  # it lost its end since
-            self.learner.seat_all(await self._load(genesis), self.map.fragments)
+        while self.learner.is_over and not await until_available(self.arrays.holds, self.log):  # it lost its end since
+            self.learner.seat_all(await self.arrays.load(genesis), self.map.fragments)
         if catching is None:
             await self._hear(self.subjects.round(), Announcement, self._hear_round)
         else:
@@ -151,55 +134,31 @@ class Member:
             await self._serve()
         versions = self.versions()
         start = events.Start(int(self.transport.wall_s() * 1000), self.learner.incarnation, tuple(versions))
-        self._taped.start(start, self.learner.error_bits, self._shared.loop.time())
-        self._begin_to_follow()
-        self._shared.tasks.spawn(self._send_heartbeats_regularly())
+        self.taped.start(start, self.learner.error_bits, self.shared.loop.time())
+        self.arrays.follow()
+        self.shared.tasks.spawn(self._send_heartbeats_regularly())
         self._change()
         self.log.info("joined", fragments=len(versions), version_min=min(versions), version_max=max(versions))
         if self.learner.is_over:
             self.log.warning("run_is_over", remedy="start another run; diloco up --continue starts from its model")
 
-    async def _initial(self, initial: Callable[[Fragment], Vector] | None, index: int) -> Vector:
-        assert initial is not None, "a learner alone founds a run, and has parameters"
-        return initial(self.map.fragments[index])
-
-    async def _load(self, genesis: tuple[Genesis, bytes]) -> list[FragmentVersion]:
-        """Return what the log has of each fragment, in order."""
-        others = self.run.created.learners - (self.settings.role == "learner")
-        indexes, spawn, tell = range(len(self.map.fragments)), self._shared.tasks.spawn, self._take_in
-        self._following = Following(
-            self.store, self.run, self.settings.name, indexes, self.refused, self.log, others=others, spawn=spawn, tell=tell
-        )
-        self._following.folded = self._traces.folded
-        return [FragmentVersion.of(copy.replica) for copy in await self._following.load(genesis)]
-
     async def _listen_early(self) -> Catching:
         own, handlers = self.settings.region or "", (self._hear_alive, self._hear_round)
-        return await listen(self.run, self.store, own, self._shared.tasks, self.refused, self.log, *handlers)
+        return await listen(self.run, self.store, own, self.shared.tasks, self.refused, self.log, *handlers)
 
     async def _serve(self) -> None:
         """Hear what others want of a learner's state, and what they refuse of its work."""
         await self._hear(self.subjects.marker, SnapshotMarker, self._marker_hearing().hear)
         await self.lender.serve()
-        self._shared.tasks.spawn(self.refusals.work())
-
-    def _begin_to_follow(self) -> None:
-        self._following.begin()
-        self._begin_audit(self._following.begin_again)
-
-    async def _holds(self) -> bool:
-        return await self._following.holds()
-
-    def _begin_audit(self, lost: Callable[[], Awaitable[None]]) -> None:
-        looked_at = self._shared, self.admission, self.shares, self.refusals
-        self._shared.tasks.spawn(Audit(*looked_at, self._holds, lost, self.log).work())
+        self.shared.tasks.spawn(self.refusals.work())
+        self.shared.tasks.spawn(Audit(self.shared, self.admission, self.shares, self.refusals, self.log).work())
 
     async def _hear(self, subject: str, kind: type[M], handle: Callable[[M, Heard], Awaitable[None]]) -> None:
         await hear(self.transport, subject, kind, self.run.identity, handle, self.refused)
 
     def _change(self) -> None:
         """Take in what was changed of the run: a learner that was ejected ends."""
-        with self._shared.lock:
+        with self.shared.lock:
             self.learner.change(self.run.now)
             if len(self.learner.fragments) < len(self.map.fragments):
                 return  # it ends when it has joined
@@ -209,8 +168,8 @@ class Member:
                     f"run {self.run.name!r}: learner {self.settings.name} was ejected by {ejected.label}; it may come back "
                     f"after diloco readmit DIR {self.settings.name}"
                 )
-                self._shared.fail(EjectedError(message))
-            self._shared.tell()
+                self.shared.fail(EjectedError(message))
+            self.shared.tell()
 
     async def borrow(self, layout: Layout, wanted: Sequence[Chunk], put: Callable[[Chunk, NDArray[Any]], None]) -> Loan | None:
         """Borrow the state of a peer's optimizer, for a learner that joined without a checkpoint; None: it begins afresh.
@@ -222,14 +181,23 @@ class Member:
         peers = self.learner.peers()
         if peers is None or not layout.arrays:
             return None
-        borrower = Borrower(self.transport, self.run.identity, self.subjects, self.settings.name, layout, wanted, put, self.log)
+        borrower = Borrower(
+            self.transport,
+            run=self.run.identity,
+            subjects=self.subjects,
+            name=self.settings.name,
+            layout=layout,
+            wanted=wanted,
+            put=put,
+            log=self.log,
+        )
         loan = await self.loans.borrow(borrower, peers)
         _note_borrowed(self, loan, layout)
         return loan
 
     def _may_lend(self) -> bool:
         """Return whether this learner's optimizer state is worth something."""
-        with self._shared.lock:
+        with self.shared.lock:
             return self.learner.activity in ("stepping", "waiting") and not self.learner.is_warming
 
     async def close(self) -> None:
@@ -240,50 +208,45 @@ class Member:
             await self._outbox.send(self.heartbeat())
             if self.settings.role == "learner" and self.learner.activity != "finished":
                 await free_shares(self.shares, self.log)
-        await self._shared.tasks.end()
+        await self.shared.tasks.end()
         self.lender.close()
         self.tape.flush()
-
-    def _take_in(self, copy: LogCopy, record: Record | None, rewound: bool) -> None:
-        version = FragmentVersion.of(copy.replica, record)
-        with self._shared.lock:
-            take_in = self.learner.rewind if rewound else self.learner.queue
-            take_in(copy.replica.chain.fragment, version)
-            self._shared.tell()
+        await self.arrays.end()
 
     async def _hear_alive(self, heard: Heard) -> None:
-        self.shares.hear(name_in(heard.subject), self._shared.loop.time())
+        self.shares.hear(name_in(heard.subject), self.shared.loop.time())
         self.loans.hear(heard)
 
     async def _hear_round(self, announced: Announcement, heard: Heard) -> None:
-        with self._shared.lock:
-            if self.learner.hear(announced, self._shared.loop.time()):
-                self._shared.tell()
-            self._answering.begin(announced.fragment)
+        with self.shared.lock:
+            if self.learner.hear(announced, self.shared.loop.time()):
+                self.shared.tell()
+            self.answering.begin(announced.fragment)
 
     def _marker_hearing(self) -> MarkerHearing:
         fragments = len(self.map.fragments)
-        return MarkerHearing(self._shared, self._outbox, self.run.registry, self.settings, fragments, self.log)
+        return MarkerHearing(self.shared, self._outbox, self.run.registry, self.settings, fragments, self.log)
 
     async def _send_heartbeats_regularly(self) -> None:
-        progress = Progress(self.log, self._shared.loop.time(), lambda: _progress(self.heartbeat()))
+        progress = Progress(self.log, self.shared.loop.time(), lambda: _progress(self.heartbeat()))
         while True:
             await self._outbox.send(self.heartbeat())
-            progress.look(self._shared.loop.time())
+            progress.look(self.shared.loop.time())
             await asyncio.sleep(self.run.in_force.liveness.heartbeat_s)
 
     def _heartbeat_soon(self) -> None:
         self.tape.flush()
-        self._shared.tasks.spawn(self._outbox.send(self.heartbeat()))
+        self.shared.tasks.spawn(self._outbox.send(self.heartbeat()))
 
     def heartbeat(self) -> Heartbeat:
         """Return the heartbeat: what others are told of this member now."""
         traffic = self._traffic()
-        with self._shared.lock:
+        with self.shared.lock:
             return self.learner.heartbeat(self.shares.trained(), self.shares.batch_tokens, traffic)
 
     def _traffic(self) -> MemberTraffic:
-        return MemberTraffic(self.transport.bytes_out, self.transport.bytes_in, self.refused.total)
+        own = MemberTraffic(self.transport.bytes_out, self.transport.bytes_in, self.refused.total)
+        return MemberTraffic(*map(sum, zip(own, *self.arrays.others_traffic(), strict=True)))
 
     # ---- trainer thread
 
@@ -293,33 +256,17 @@ class Member:
         Raises:
             DilocoError: a task of the loop thread failed.
         """
-        now_s = self._shared.loop.time()
-        with self._shared.lock:
-            self._shared.begin_boundary()
-            if done is not None:
-                self.learner.book(done)
-                self.shares.book(done.share, done.batch, done.tokens)
-                self._taped.step(done, now_s)
-            decision = decide(self.learner, now_s)
-            self._taped.decision(decision)
-            applied = apply(self.learner, decision)
-        self._traces.applied([(each.application.fragment, each.application.version) for each in applied], decision.step)
-        self._shared.loop.call_soon_threadsafe(self._heartbeat_soon)
-        writes = [(each.application.fragment, each.write) for each in applied if each.write is not None]
-        ended = self._leave_by_s is not None and (self.left or now_s >= self._leave_by_s)
-        return Boundary(writes, list(decision.reads), decision.stop, decision.wait, decision.finished, ended)
+        boundary = self.arrays.boundary(done)
+        self.shared.loop.call_soon_threadsafe(self._heartbeat_soon)
+        return boundary
 
     def submit(self, fragment: int, reader: Reader) -> None:
         """Hand over a way to read a fragment as it is at this boundary; called from another thread, at most once."""
-        with self._shared.lock:
-            self.learner.submit(fragment, reader)
-            asked = self.learner.fragments[fragment].wants_answer
-        if asked:  # otherwise the announcement finds the snapshot
-            self._answering.begin_soon(fragment)
+        self.arrays.submit(fragment, reader)
 
     def wait(self, timeout_s: float) -> None:
         """Sleep until there is something new since the last boundary, at most ``timeout_s``."""
-        self._shared.wait_for_news(timeout_s)
+        self.arrays.wait(timeout_s)
 
     def leased(self) -> dict[int, int]:
         """Return the shares of the data that this learner holds now, each with the batch at which it begins or goes on."""
@@ -327,8 +274,7 @@ class Member:
 
     def moment(self) -> Moment:
         """Return what the learning rate goes by: the tokens that the newest applied version states and own ones since."""
-        with self._shared.lock:
-            return self.learner.accounts.moment(self.learner.budget)
+        return self.arrays.moment()
 
     @property
     def step(self) -> int:
@@ -337,22 +283,22 @@ class Member:
 
     def count_steps(self, step_tokens: int) -> None:
         """Begin with as many steps as the log holds tokens of this learner, for steps of ``step_tokens`` each."""
-        with self._shared.lock:
+        with self.shared.lock:
             self.learner.accounts.step = self.learner.accounts.tokens // step_tokens
 
     def versions(self) -> list[int]:
         """Return by fragment the version applied at the last boundary."""
-        with self._shared.lock:
+        with self.shared.lock:
             return [state.delta.base_version for state in self.learner.fragments]
 
     def offers(self) -> int:
         """Return how many offers this process has made."""
-        with self._shared.lock:
+        with self.shared.lock:
             return sum(state.delta.next_number - 1 for state in self.learner.fragments)
 
     def report_evaluation(self, loss: float | None, failure: str | None) -> None:
         """Set what the next heartbeats of an evaluator say: its loss, none if it is not finite, and why it has failed."""
-        with self._shared.lock:
+        with self.shared.lock:
             self.learner.accounts.loss = loss if loss is not None and math.isfinite(loss) else None
             self.learner.accounts.evaluation_failure = failure and failure[:MAX_SAID]
 
@@ -363,21 +309,20 @@ class Member:
     def show(self, instruments: Instruments) -> None:
         """Send what a learner's instruments show, again and again."""
         sending = instruments.send(self.settings.name, self._outbox)
-        self._shared.loop.call_soon_threadsafe(lambda: self._shared.tasks.spawn(sending))
+        self.shared.loop.call_soon_threadsafe(lambda: self.shared.tasks.spawn(sending))
 
     def leave(self, within_s: float) -> None:
         """Take no further step, and ask for rounds that merge what is unmerged.
 
         Boundaries go on until one says that nothing is, or ``within_s`` is over (``ended``).
         """
-        self._leave_by_s = self._shared.loop.time() + within_s
-        with self._shared.lock:
-            self.learner.leaving = True
+        with self.shared.lock:
+            self.shared.leave(within_s)
 
     @property
     def left(self) -> bool:
         """Whether nothing of this learner is unmerged."""
-        with self._shared.lock:
+        with self.shared.lock:
             return self.learner.left
 
     def dump(self) -> Dump | None:
@@ -385,15 +330,15 @@ class Member:
 
         Its arrays are not written to any more: they may be saved while training goes on.
         """
-        with self._shared.lock:
+        with self.shared.lock:
             return _copied(self) if self.learner.may_dump else None
 
     def checkpoint(self) -> Dump:
         """Return the state as of the last boundary, for the last checkpoint: no round is answered any more."""
-        with self._shared.lock:
+        with self.shared.lock:
             self.learner.silent = True
-        self._shared.wait_until(lambda: not self.learner.encoding, LEAVE_TIMEOUT_S)
-        with self._shared.lock:
+        self.shared.wait_until(lambda: not self.learner.encoding, LEAVE_TIMEOUT_S)
+        with self.shared.lock:
             return _copied(self)
 
     def restore(self, plain: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]], bare: Collection[int] = ()) -> None:
@@ -404,15 +349,22 @@ class Member:
         Raises:
             LookupError, TypeError, ValueError, OverflowError: the checkpoint is not of this model; nothing has changed.
         """
-        with self._shared.lock:
+        with self.shared.lock:
             self.learner.restore(plain, arrays, bare)
             self.shares.restore(plain["positions"])
+        for fragment in bare:
+            self.tape.record(events.Bare(fragment))
 
     def lend(self, step: int, versions: list[int], state: Lendable) -> None:
         """Lend the optimizer's state, a copy as of a boundary after ``step`` steps. Callable from any thread."""
         self.tape.record(events.Lent(state.content_hash[: events.DIGEST_BYTES]))
         self.lender.give(step, versions, state)
         self.log.info("state_lent", step=step, bytes=state.layout.size_bytes)
+
+    def note_state_before(self, learner: str, digest: bytes) -> None:
+        """Note that the optimizer begins with the state that a learner of the run before has ended with."""
+        self.tape.record(events.Borrowed(learner, digest))
+        self.log.info("state_taken_up", learner=learner)
 
     def note_saved(self, digest: bytes) -> None:
         """Note that the state that was copied last is on the disk. Callable from any thread."""
@@ -421,17 +373,17 @@ class Member:
 
     def marker_due(self) -> SnapshotMarker | None:
         """Return the marker of a whole run's checkpoint that the state as of the last boundary answers."""
-        with self._shared.lock:
+        with self.shared.lock:
             return self.learner.markers.reached(self.learner.fragments)
 
     def note_copied(self, marker: SnapshotMarker) -> None:
         """Let versions beyond a marker be applied: the state that it asks for has been copied."""
-        with self._shared.lock:
+        with self.shared.lock:
             self.learner.markers.copied(marker)
 
     def answer_marker(self, answer: MarkerReply) -> None:
         """Say that the state asked for is saved, or that it never will be. Callable from any thread."""
-        with self._shared.lock:
+        with self.shared.lock:
             self.learner.markers.answer(answer)
         self._outbox.send_soon(answer)
 

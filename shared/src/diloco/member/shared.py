@@ -17,6 +17,7 @@ class SharedLearner:
         self.learner, self.lock = learner, threading.Condition(threading.Lock())
         self.failure: BaseException | None = None  # of a task, or what else ends this learner
         self.loop = asyncio.get_running_loop()
+        self.leave_by_s: float | None = None  # when it ends whatever is unmerged; None: it was not asked to end
         self._unseen = False  # something happened since the last boundary
         self.tasks = Tasks(self._fail)  # of the loop thread
 
@@ -43,6 +44,11 @@ class SharedLearner:
         """Sleep until ``reached``, which is asked at all news, at most ``timeout_s`` (None: however long it takes)."""
         with self.lock:
             self.lock.wait_for(reached, timeout_s)
+
+    def leave(self, within_s: float) -> None:
+        """Have the learner take no further step, and end within this time; the lock is held."""
+        self.leave_by_s = self.loop.time() + within_s
+        self.learner.leaving = True
 
     def fail(self, error: BaseException | None) -> None:
         """End the learner at its next boundary; the first error counts. The lock is held."""

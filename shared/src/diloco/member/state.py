@@ -21,13 +21,15 @@ from numpy.typing import NDArray
 
 from diloco.core.chunks import Chunk
 from diloco.core.tape import DIGEST_BYTES
-from diloco.errors import RunError
+from diloco.errors import DilocoError, RunError
 from diloco.member import statefile
 from diloco.process import files
 
 FOLDER = "checkpoints"
 LOANS = "loans"
 BEFORE = "before"  # what a run that continues another has of that one: its weights, and its learners' last states
+# errors of a checkpoint that is none of this learner's
+UNFIT = (DilocoError, LookupError, TypeError, ValueError, OverflowError)
 
 Values = NDArray[Any]
 

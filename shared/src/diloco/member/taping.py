@@ -14,6 +14,7 @@ class LearnerTape:
 
     def __init__(self, tape: Recorder) -> None:
         self.tape = tape
+        self.held: tuple[StepDone, float] | None = None  # a step that is booked and not on the tape, and when it was booked
         self._next: tuple[int | None, int] | None = None  # share and batch of the next step, as the tape has it
         self._changes = 0
         self._began_s = 0.0
@@ -27,6 +28,21 @@ class LearnerTape:
         self._began_s, self._noted_ms = now_s, 0
         self.tape.record(start)
         self.tape.record(events.ErrorBits(error_bits))
+
+    @property
+    def held_steps(self) -> int:
+        """Steps that are booked and not on the tape."""
+        return int(self.held is not None)
+
+    def hold(self, done: StepDone, now_s: float) -> None:
+        """Keep a step that is booked while it is in flight: the boundary after it has it recorded (:meth:`record_held`)."""
+        self.held = done, now_s
+
+    def record_held(self) -> None:
+        """Record the step that was kept, if there is one."""
+        if self.held is not None:
+            self.step(*self.held)
+            self.held = None
 
     def step(self, done: StepDone, now_s: float) -> None:
         """Record an inner step that has ended by now."""

@@ -83,7 +83,9 @@ async def append(
             if not parts:
                 return await append_one(link.bulk, subject, data, message_id=message_id, fence=fence, timeout_s=timeout_s)
             assert part_subject is not None
-            return await _append_batch(link, subject, data, parts, part_subject, message_id, fence, timeout_s)
+            return await _append_batch(
+                link, subject, data, parts, part_subject, message_id=message_id, fence=fence, timeout_s=timeout_s
+            )
         except _FenceOnItsWayError:
             if link.fences_heads_only and clock() - began_s >= timeout_s:
                 raise
@@ -97,6 +99,7 @@ async def _append_batch(
     data: bytes,
     parts: Sequence[bytes | memoryview],
     part_subject: Callable[[int], str],
+    *,
     message_id: str,
     fence: Fence | None,
     timeout_s: float,

@@ -381,11 +381,16 @@ class RunSettings(_Section):
             raise ValueError(
                 "quarantine.factor with regions.merge: an owner sees no norms of offers that are merged before; set one of them"
             )
-        if self.outer.optimizer == "adamw":
+        if self.offers_gradients:
             self._gradients_alone()
         if self.apply.at == "overlap":
             self._overlap_fits()
         return self
+
+    @property
+    def offers_gradients(self) -> bool:
+        """Whether learners offer the gradients of single steps, and take none of their own: the outer rule takes the steps."""
+        return self.outer.optimizer == "adamw"
 
     def _overlap_fits(self) -> None:
         """Refuse an overlap of a fixed length in which no step could be taken, or which the next round would end."""

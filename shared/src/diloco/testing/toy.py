@@ -14,7 +14,8 @@ from diloco.core.accounts import StepDone
 from diloco.core.delta import VersionWrite
 from diloco.core.fragments import FragmentMap, TensorSpec, cut_model
 from diloco.core.leases import RoundRobin
-from diloco.member.member import Boundary, Member
+from diloco.member.arrays import Boundary
+from diloco.member.member import Member
 from diloco.process.observe import get_logger
 from diloco.settings.service import LearnerSettings
 from diloco.testing.world import VirtualProcess

@@ -125,13 +125,22 @@ class Agreed(Message, frozen=True):
     reason: Text
 
 
-class Told(Message, frozen=True):
-    """The leader to all: something that it alone knows."""
+class LeaderAnswer(Message, frozen=True):
+    """The leader to all: yes or no, at a stage at which it alone knows."""
 
-    kind = "told"
+    kind = "leader_answer"
 
     stage: Annotated[str, Meta(max_length=32)]
-    text: Text
+    yes: bool
+
+
+class LoanPeers(Message, frozen=True):
+    """The leader to all: the learners that an optimizer state can be borrowed from, the best one first."""
+
+    kind = "loan_peers"
+
+    stage: Annotated[str, Meta(max_length=32)]
+    learners: Annotated[list[Text], Meta(max_length=MAX_MEMBERS)]
 
 
 class Gather(Message, frozen=True):
@@ -142,7 +151,7 @@ class Gather(Message, frozen=True):
     fragment: FragmentIndex
 
 
-class Head(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+class ChainHead(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
     """The head of a fragment's log as its carrier has it (:class:`diloco.core.chain.Chain`)."""
 
     version: Count
@@ -165,7 +174,7 @@ class Folded(Message, frozen=True):
     kind = "folded"
 
     fragment: FragmentIndex
-    head: Head
+    head: ChainHead
     rewound: bool
     record: Record | None
 
@@ -399,8 +408,8 @@ class Bye(Message, frozen=True):
 MESSAGES: dict[str, type[Message]] = {
     message.kind: message
     for message in (
-        Ping, Agree, Agreed, Told, Candidate, Gather, Folded, Stage, Rows, Staged, Encode, Encoded, Store, OfferStored, Decided,
-        Passed, PartSaved, AskSlice, Slice, DropLoan, Leaving, Again, Kept, Bye,
+        Ping, Agree, Agreed, LeaderAnswer, LoanPeers, Candidate, Gather, Folded, Stage, Rows, Staged, Encode, Encoded, Store,
+        OfferStored, Decided, Passed, PartSaved, AskSlice, Slice, DropLoan, Leaving, Again, Kept, Bye,
     )
 }  # fmt: skip  # once two processes have proved who they are
 

@@ -113,7 +113,9 @@ class Mix:
                 )
         weights = [source.weight for source in self.sources.values()]
         own = range(self.batch) if rows is None else rows
-        return pipeline.batches(list(windows.values()), weights, self.batch, share, shares, seed, start, own)
+        return pipeline.batches(
+            list(windows.values()), weights, self.batch, share=share, shares=shares, seed=seed, start=start, rows=own
+        )
 
     def validation(self) -> dict[str, list[NDArray[np.int32]]]:
         """Return batches of windows, int32 [batch, context + 1], evenly spread over what each source holds out, by its name."""

@@ -57,6 +57,7 @@ def batches(
     sources: Sequence[TokenWindows],
     weights: Sequence[int],
     batch: int,
+    *,
     share: int,
     shares: int,
     seed: int,

@@ -169,7 +169,7 @@ class Inner:
     """
 
     def __init__(self, settings: RunSettings, task: object, masters: Mapping[str, torch.nn.Parameter]) -> None:
-        if settings.outer.optimizer == "adamw":
+        if settings.offers_gradients:
             raise SettingsError(
                 "task: a torch task in a run with outer.optimizer = adamw, whose learners offer gradients: take another preset"
             )

@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from blake3 import blake3
 
 from diloco.errors import FormatError, HashError, IslandError, MessageError
-from diloco.member.stream import EMPTY, Stream
 from diloco.process.observe import Logger
 from diloco.process.tasks import Tasks
+from diloco.processes.stream import EMPTY, Stream
 from diloco.wire.framing import Message
 from diloco.wire.island import MESSAGES, Address, Bye, Greeting, Ping, Proof
 

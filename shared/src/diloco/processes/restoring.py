@@ -13,18 +13,15 @@ from pathlib import Path
 
 from diloco.core.learner import ACCOUNTS
 from diloco.core.saving import same_generation
-from diloco.errors import DilocoError, RunError
-from diloco.member import carrier, state
-from diloco.member.leader import Leader
-from diloco.member.part import Part
-from diloco.member.state import State
+from diloco.errors import RunError
+from diloco.member import state
+from diloco.member.state import UNFIT, State
 from diloco.process.observe import Logger
+from diloco.processes import carrier
+from diloco.processes.leader import Leader
+from diloco.processes.part import Part
 from diloco.settings.service import LearnerSettings
-from diloco.wire.island import Candidate, Pending, Save, Told
-
-TAKEN = "taken"
-# errors of a checkpoint that is none of this learner's
-UNFIT = (DilocoError, LookupError, TypeError, ValueError, OverflowError)
+from diloco.wire.island import Candidate, Pending, Save
 
 Check = Callable[[State], None]  # raises one of them where this process does not find the values that its devices need
 
@@ -84,10 +81,8 @@ async def begin_again(settings: LearnerSettings, part: Part, leader: Leader | No
             except UNFIT as error:
                 problem = str(error)
         differs = await group.difference(stage, {"checkpoint": problem})
-        taken = None
-        if leader is not None and fit is not None:
-            taken = Told(f"{stage}, taken", TAKEN if _restored(leader, fit, differs, log) else "")
-        if (await group.hear_leader(Told, f"{stage}, taken", taken)).text != TAKEN:
+        taken = None if leader is None or fit is None else _restored(leader, fit, differs, log)
+        if not await group.hear_answer(f"{stage}, taken", taken):
             continue
         assert fit is not None
         part.carrier.restore(fit.carried)
@@ -166,7 +161,7 @@ def _restored(leader: Leader, fit: Fit, differs: str, log: Logger) -> bool:
     reason = differs
     if not reason:
         try:
-            leader.restore(fit.saved.accounts, {}, fit.bare)
+            leader.member.restore(fit.saved.accounts, {}, fit.bare)
         except UNFIT as error:
             reason = str(error)
     if reason:

@@ -5,81 +5,108 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-import time
-from collections.abc import Callable, Collection
-from typing import Any, NoReturn, Protocol, TypeVar
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
-from diloco.core.roll import LEADER
+from diloco.core.rows import LEADER
 from diloco.errors import IslandError, SettingsError
-from diloco.member.links import BYE_LOOK_S, Handle, Links
-from diloco.member.meeting import Meeting
-from diloco.member.proving import OPEN, secret_of
-from diloco.process import observe, renewal
+from diloco.process import observe
 from diloco.process.observe import Logger
-from diloco.settings.service import LearnerSettings, host_and_port
+from diloco.processes.assembly import Assembly, WholeAssembly
+from diloco.processes.links import Handle, Links
+from diloco.processes.meeting import Meeting
+from diloco.processes.proving import OPEN, secret_of
+from diloco.settings.service import LearnerSettings, MeshSettings, host_and_port
 from diloco.wire import island
 from diloco.wire.framing import Message
-from diloco.wire.island import Address, Again, Agree, Agreed, Candidate, Facts, Kept, Ping, Told, difference
+from diloco.wire.island import (
+    Address,
+    Again,
+    Agree,
+    Agreed,
+    Candidate,
+    Facts,
+    Kept,
+    LeaderAnswer,
+    LoanPeers,
+    Ping,
+    difference,
+)
 
 WATCH_S = 0.25  # small beside the least `processes.silent_s`
-OTHERS_S = 2.0  # in which the others notice what this process has, and begin again too
-KEEP_S = 60.0  # in which they write what they keep
-NOTHING = Kept("", 0)
+if TYPE_CHECKING:
+    from diloco.member.state import Content
+    from diloco.processes.follower import ProcessSide
 
-R = TypeVar("R")
-S = TypeVar("S", Told, Candidate)
+S = TypeVar("S", LeaderAnswer, LoanPeers, Candidate)
 
 
-class Rescuer(Protocol):
-    """Keeps a process's state where another process is lost. Its methods are called in the thread that ends this one."""
+class Renews(Protocol):
+    """The way of a group to begin again by itself where a process of it is lost (:class:`diloco.elastic.renewing.Renewing`)."""
 
-    def settle(self) -> Kept:
-        """Let nothing change any more; return which state is kept. The leader's is asked."""
+    def hear(self, source: int, message: Again | Kept) -> None:
+        """Take in that another process begins again, or which state the leader keeps. In the loop's thread."""
 
-    def save(self, kept: Kept) -> None:
-        """Write what this process has of the state."""
+    def may_renew(self) -> bool:
+        """Whether this process begins again where another one is lost. Callable from any thread."""
+
+    def begin_again(self) -> NoReturn:
+        """Begin again with those that are left, in the thread that ends this process."""
+
+    def renew(self) -> NoReturn:
+        """Begin again after :meth:`Group.farewell`, to meet those that wait."""
+
+    def keeps(self, mesh: MeshSettings) -> bool:
+        """Whether this generation, of this mesh, keeps its state where a process is lost."""
+
+    def guard(
+        self, its: ProcessSide, model: Callable[[], Content], mesh: MeshSettings, stopping: Callable[[], bool]
+    ) -> AbstractContextManager[object]:
+        """Begin again where a process is lost from here on, once a step was taken, and unless this one is ``stopping``.
+
+        ``model`` gives what this process has of the model, as of the last boundary. The trainer enters the result while model
+        and accounts go from one boundary to the next.
+        """
 
 
 class Group:
     """A process's place among those of its learner. Construct it in the loop's thread, then ``await meet()``.
 
     A process that is lost cannot be waited for: the others may be within a collective that never ends. So a thread of its own
-    watches, and ends this process with the exit code of :class:`~diloco.errors.IslandError`, or where ``may_renew`` says so has
-    it begin again by itself (:meth:`renew`).
+    watches, and ends this process with the exit code of :class:`~diloco.errors.IslandError`, or has it begin again by itself
+    where its ``renewal`` says so.
 
     ``index`` is this process's number among ``count``, for ever. In a generation of ``size`` processes it has a ``place``, by
     which the others call it, as JAX does; ``links.members`` has the indexes by place.
     """
 
     def __init__(
-        self, settings: LearnerSettings, run: bytes, log: Logger, key: bytes = OPEN, expected: frozenset[int] = frozenset()
+        self, settings: LearnerSettings, run: bytes, log: Logger, key: bytes = OPEN, assembly: Assembly | None = None
     ) -> None:
-        """``key``: of the learner's identity, if it has one. ``expected``: processes that are known to come."""
-        self._key, self._expected, self._loop = key, expected, asyncio.get_running_loop()
+        """``key``: of the learner's identity, if it has one. ``assembly``: the rule by which they meet; None: all come."""
+        own = settings.processes
+        self._assembly = WholeAssembly(own.index, own.count) if assembly is None else assembly
+        self._key, self._loop = key, asyncio.get_running_loop()
         self.settings, self.run, self.log = settings.processes, run, log
         self.name, self.index, self.count = settings.name, settings.processes.index, settings.processes.count
         self.place, self.size = 0, 1  # once they have met
-        self._sizes = settings.processes.sizes(settings.mesh)
         self._meeting: Meeting | None = None
         self.generation = 0
         self.coordinator: Address = ("", 0)  # of jax.distributed
         self.links = Links(run, log, self._take, self._lost)
         self.beats: dict[int, Ping] = {}  # by process: what it has moved, as it said last
-        self.may_renew: Callable[[], bool] = lambda: False
-        self.rescue: Rescuer | None = None
-        self._again: set[int] = set()  # places of those that begin again because one is lost
-        self._kept: Kept | None = None  # the leader's answer to them
-        self._answered = threading.Event()
+        self.renewal: Renews | None = None  # of a learner that goes on with fewer processes
         self._handle: Handle | None = None
         self._early: list[tuple[int, Message, memoryview]] = []  # messages before there was anybody to handle them
         self._found: dict[str, dict[int, Facts]] = {}  # by stage and process, of a leader
         self._agreed: dict[str, str] = {}  # by stage: the leader's answer
-        self._told: dict[str, Told | Candidate] = {}  # by stage: what the leader said
+        self._told: dict[str, LeaderAnswer | LoanPeers | Candidate] = {}  # by stage: what the leader said
         self._news = asyncio.Event()
         self._ending = threading.Event()
         self._failure: IslandError | None = None
         self._failed = threading.Event()
-        self._end = threading.Lock()  # of whichever thread ends this process
+        self.ends = threading.Lock()  # of whichever thread ends this process
 
     async def meet(self, facts: Facts, generation: int) -> None:
         """Meet the other processes, and connect to all of them. ``generation`` is the number of one that this process leads.
@@ -88,7 +115,7 @@ class Group:
             SettingsError: processes differ in ``facts`` or settings.
             IslandError: some do not come, or cannot be reached.
         """
-        own = self.name, self.settings, self._sizes, self.run, self._key, facts, self.log, self._expected
+        own = self.name, self.settings, self._assembly, self.run, self._key, facts, self.log
         meeting = self._meeting = Meeting(*own)
         address = self.settings.own_address
         await meeting.listen()
@@ -105,6 +132,11 @@ class Group:
     def grows(self) -> bool:
         """Whether the leader may begin a larger generation: with processes that wait at its address."""
         return self._meeting is not None and self._meeting.grows
+
+    @property
+    def waiting(self) -> set[int]:
+        """The processes that wait at the leader's address, by index."""
+        return set() if self._meeting is None else self._meeting.waiting
 
     @property
     def missed(self) -> bool:
@@ -153,6 +185,10 @@ class Group:
             raise IslandError(f"{self.links.name(LEADER)} says {heard.kind!r} at {stage!r}, expected {kind.kind!r}")
         return heard
 
+    async def hear_answer(self, stage: str, yes: bool | None) -> bool:
+        """Return the leader's yes or no at a stage; it alone gives it."""
+        return (await self.hear_leader(LeaderAnswer, stage, None if yes is None else LeaderAnswer(stage, yes))).yes
+
     async def _next(self) -> None:
         self._news.clear()
         await self._news.wait()
@@ -170,18 +206,12 @@ class Group:
                 self.beats[source] = message
             case island.Bye():
                 pass
-            case Again():
-                self._again.add(source)
-                if self.place == LEADER and self._kept is not None:
-                    self.links.write(source, self._kept)
-                self.links.fail(IslandError(f"{self.links.name(source)} begins again, since one is gone"))
-            case Kept() if source == LEADER:
-                self._kept = message
-                self._answered.set()
+            case Again() | Kept() if self.renewal is not None:
+                self.renewal.hear(source, message)
             case Agree() if self.place == LEADER:
                 self._found.setdefault(message.stage, {})[source] = message.facts
                 self._news.set()
-            case Told() | Candidate() if source == LEADER:
+            case LeaderAnswer() | LoanPeers() | Candidate() if source == LEADER:
                 self._told[message.stage] = message
                 self._news.set()
             case Agreed() if source == LEADER:
@@ -237,66 +267,15 @@ class Group:
 
     def end(self, error: IslandError) -> None:
         """End this process at once, or have it begin again, wherever its threads are: they may wait for one that is gone."""
-        self._end.acquire()
-        renews = self.may_renew()
-        then = "the others meet again" if renews else "all its processes end, and begin again together"
+        self.ends.acquire()
+        renewal = self.renewal if self.renewal is not None and self.renewal.may_renew() else None
+        then = "the others meet again" if renewal is not None else "all its processes end, and begin again together"
         message = f"learner {self.name}, process {self.index}: {error}; {then}"
         try:
             self.log.error("island_ended", reason=str(error), generation=self.generation)
-            if renews:
+            if renewal is not None:
                 observe.say("diloco-learner", message)
-                self._part_ways()
-                self._renew(frozenset(self._again))
+                renewal.begin_again()
             observe.say_end("diloco-learner", message, IslandError.exit_code)
         finally:
             os._exit(IslandError.exit_code)
-
-    def renew(self) -> NoReturn:
-        """Begin again as a fresh process: after :meth:`farewell`, to meet those that wait."""
-        self._end.acquire()
-        self._renew(self.links.others)
-
-    def _part_ways(self) -> None:
-        """Tell the others that a process is gone; wait until the leader knows who begins again, or, where it is lost, each."""
-        self._loop.call_soon_threadsafe(self.links.write_others, Again(self.generation))
-        rescue = None if self.missed else self.rescue  # the others may have a newer state
-        if self.place == LEADER:
-            kept = NOTHING if rescue is None else self._tried(rescue.settle, NOTHING)
-            self._loop.call_soon_threadsafe(self._answer, kept)
-        else:
-            self._await(lambda: self._answered.is_set() or self._is_gone(LEADER), OTHERS_S)
-            kept = self._kept or NOTHING
-        if rescue is not None and kept.name:
-            self._tried(lambda: rescue.save(kept), None)
-        if self.place == LEADER or self._is_gone(LEADER):
-            self._await(lambda: all(place in self._again or self._is_gone(place) for place in self.links.others), OTHERS_S)
-
-    def _tried(self, work: Callable[[], R], otherwise: R) -> R:
-        """Return what ``work`` gives; a state that cannot be kept is no reason not to begin again."""
-        try:
-            return work()
-        except Exception as error:
-            self.log.warning("state_not_kept", reason=f"{type(error).__name__}: {error}")
-            return otherwise
-
-    def _answer(self, kept: Kept) -> None:
-        self._kept = kept
-        for place in self._again:
-            self.links.write(place, kept)
-
-    def _is_gone(self, place: int) -> bool:
-        return self.links.has_ended(place, self.settings.silent_s)
-
-    def _renew(self, others: Collection[int]) -> NoReturn:
-        """Begin again with others; the leader last, since JAX ends a process at once whose coordination service is gone."""
-        if self.place == LEADER:
-            self._await(lambda: all(self._is_gone(place) for place in others), OTHERS_S if self.rescue is None else KEEP_S)
-        elif not self._is_gone(LEADER):
-            renewal.renew()  # the leader knows who comes
-        waiting = set() if self._meeting is None else self._meeting.waiting
-        renewal.renew({self.index, *waiting, *(self.links.members[place] for place in others)})
-
-    def _await(self, reached: Callable[[], bool], most_s: float) -> None:
-        over_s = time.monotonic() + most_s
-        while not reached() and time.monotonic() < over_s:
-            time.sleep(BYE_LOOK_S)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from diloco.errors import SettingsError
-from diloco.member.naming import Naming
+from diloco.weights_files.naming import Naming
 
 KEY = "tie_word_embeddings"
 # ends of the names that heads have there

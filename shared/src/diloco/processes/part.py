@@ -1,7 +1,8 @@
 """One process's part in a learner of several: its links, its carrier, its readings, and the decisions that it carries out.
 
 Two threads share it, as they share a :class:`~diloco.member.member.Member`: the trainer's, which takes decisions in order, and
-the loop's, which everything that comes goes through. The trainer of a process that does not lead sees a :class:`Follower`.
+the loop's, which everything that comes goes through. The trainer sees a :class:`~diloco.member.member.Member` where the process
+leads, and a :class:`~diloco.processes.follower.Follower` where it does not.
 """
 
 from __future__ import annotations
@@ -17,31 +18,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco.control.changes import ChangesFollower
 from diloco.control.creation import KnownRun
-from diloco.control.genesis import await_genesis
-from diloco.core import decisions
-from diloco.core.accounts import StepDone
 from diloco.core.decisions import Course
 from diloco.core.delta import VersionWrite
 from diloco.core.fragment_state import Reader
-from diloco.core.fragments import FragmentMap
-from diloco.core.roll import LEADER
-from diloco.core.rows import RowLayout
-from diloco.core.schedule import Moment
+from diloco.core.rows import LEADER, RowLayout
 from diloco.errors import IslandError
 from diloco.log.log import Log
-from diloco.member.carrier import Carrier
-from diloco.member.group import Group
-from diloco.member.lending import LentParts
-from diloco.member.member import Boundary
-from diloco.member.shipping import Shipping
 from diloco.member.state import Saved
 from diloco.member.tracing import MemberTraces
 from diloco.process.observe import Counted, Logger
-from diloco.process.retry import until_available
 from diloco.process.tasks import Tasks
 from diloco.process.telemetry import Telemetry
+from diloco.processes.carrier import Carrier
+from diloco.processes.group import Group
+from diloco.processes.lending import LentParts
+from diloco.processes.shipping import Shipping
 from diloco.transport import Transport
 from diloco.wire import island
 from diloco.wire.framing import Message
@@ -79,6 +71,7 @@ class Part:
         transport: Transport,
         run: KnownRun,
         group: Group,
+        *,
         store: Log,
         layouts: Sequence[RowLayout],
         carriers: Sequence[int],
@@ -94,12 +87,22 @@ class Part:
         self.shipping = Shipping(group.links, layouts, [fragment.size for fragment in store.map.fragments])
         self.loop = asyncio.get_running_loop()
         self._traces = MemberTraces(telemetry, run.identity, group.name, self.loop.time, transport.wall_s)
-        spawn = self.tasks.spawn
         self.carrier = Carrier(
-            transport, run, store, group.links, self.shipping, carriers, group.name, refused, spawn, log, self._traces
+            transport,
+            run,
+            store,
+            group.links,
+            self.shipping,
+            carriers=carriers,
+            name=group.name,
+            refused=refused,
+            spawn=self.tasks.spawn,
+            log=log,
+            traces=self._traces,
         )
         self.lent = LentParts(group.links, self.tasks.spawn)
         self.course = Course(run.identity, group.generation)
+        self.remembers = False  # whether arrays are kept as they were before the newest decision
         self.lead: Callable[[int, Message], None] | None = None
         self._news = threading.Condition()
         self._decided: deque[_Due] = deque()  # not carried out; the lock is held
@@ -112,6 +115,14 @@ class Part:
         self._oldest = 0  # readings of earlier decisions are wanted no more
         self._newest = -1  # number of the decision that came last
         group.handle(self._handle)
+
+    @property
+    def needed(self) -> list[frozenset[int]]:
+        """By fragment, the processes that have to have a version's rows before it is applied."""
+        return [
+            frozenset({carrier, *(place for place in range(self.group.size) if layout.held[place].size)})
+            for carrier, layout in zip(self.carriers, self.shipping.layouts, strict=True)
+        ]
 
     @property
     def carried_parameters(self) -> int:
@@ -162,7 +173,7 @@ class Part:
     def _take(self, decided: Decided) -> None:
         writes: list[tuple[int, VersionWrite]] = []
         self._newest = decided.number
-        self.carrier.begin_decision(remember=self.group.rescue is not None)
+        self.carrier.begin_decision(remember=self.remembers)
         for write in decided.writes:
             applied = self._written(write)
             if applied is not None:
@@ -324,72 +335,3 @@ class Part:
         self._news.wait_for(lambda: self.is_decided)
         if self._failure is not None:
             raise self._failure
-
-
-class Follower:
-    """A process that does not lead, as its trainer sees it. Construct it in the loop's thread, then ``await join()``."""
-
-    def __init__(self, part: Part, fragment_map: FragmentMap, store: Log) -> None:
-        self.part, self.map, self.store = part, fragment_map, store
-        self._moment = Moment(0, 1)
-        self._changes = ChangesFollower(part.transport, part.run, part.log, lambda: None)
-
-    async def join(self) -> None:
-        """Load the carried fragments once the run is founded, and begin to follow them."""
-        run = self.part.run
-        await until_available(self._changes.look, self.part.log)
-        self.part.tasks.spawn(self._changes.follow())
-
-        async def look() -> Any:
-            return await await_genesis(run, self.store, None, None, self.part.log)
-
-        await self.part.carrier.load(await until_available(look, self.part.log))
-        self.part.log.info("joined", fragments=len(self.part.carrier.fragments))
-
-    async def close(self) -> None:
-        """End all tasks."""
-        await self.part.close()
-
-    @property
-    def step(self) -> int:
-        """Steps of this generation."""
-        return self.part.course.step
-
-    def boundary(self, done: StepDone | None) -> Boundary:
-        """Wait for the leader's decision and return the trainer's work; ``done`` is booked by the leader.
-
-        Raises:
-            DilocoError: as :meth:`Part.boundary`.
-        """
-        decided, writes = self.part.boundary()
-        self._moment = decisions.moment(decided)
-        return Boundary(writes, list(decided.reads), decided.stop, decided.wait, decided.finished, decided.ended)
-
-    def submit(self, fragment: int, reader: Reader) -> None:
-        """Hand over a way to read a fragment as it is at this boundary."""
-        self.part.submit(fragment, reader)
-
-    def wait(self, timeout_s: float) -> None:
-        """Sleep until there is a decision, at most ``timeout_s``."""
-        self.part.wait_for_decision(timeout_s)
-
-    def moment(self) -> Moment:
-        """Return what the learning rate of the next step goes by."""
-        return self._moment
-
-    @property
-    def saving(self) -> Saving | None:
-        """The state that is to be saved as of the boundary that was carried out last."""
-        return self.part.saving
-
-    def part_saved(self, saving: Saving, saved: Saved | None, content_hash: bytes) -> None:
-        """Tell the leader how this process has ended with its part of a state. Callable from any thread."""
-        self.part.part_saved(saving, saved, content_hash)
-
-    def leave(self, within_s: float) -> None:
-        """Ask the leader that the learner leaves; it does so within its own ``leave_s``."""
-        self.part.tell_leader(island.Leaving(self.part.group.generation))
-
-    def next_batch(self) -> tuple[int, int]:
-        """Wait for the decision after the last one, and return share and index of the batch that it names."""
-        return self.part.next_decision().batch

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from diloco.core.chunks import Chunk
 from diloco.errors import DilocoError, HashError, IslandError, RunError
-from diloco.member.links import Links
 from diloco.member.peer import Layout, Lendable
+from diloco.processes.links import Links
 from diloco.wire.framing import Message
 from diloco.wire.island import AskSlice, DropLoan, PartSaved, Slice
 

@@ -1,14 +1,13 @@
 """The processes of one learner meet: one of them makes sure that they are there, and alike, before any of them computes.
 
-Each that has one of ``processes.address`` listens there, and tries all others. :func:`diloco.core.roll.goes_to` says which of
-them has the others come, and leads; with a single address that is process 0. It waits until all have come, with
-``processes.least`` until so many have, and no other one comes any more (:class:`~diloco.core.roll.Roll`). Then it listens on,
-and those that come later wait.
+Each that has one of ``processes.address`` listens there, and tries all others. The learner's rule
+(:mod:`diloco.processes.assembly`) says which of them has the others come, and leads, and when those that have come begin. Where
+fewer than all may begin, the leader listens on, and those that come later wait.
 
 Each that comes says who it is, where it can be reached, and what has to be the same everywhere. The answer is a secret, by
 which processes know each other from then on, and all addresses. Before, both ends prove that they have the key of the learner's
-identity (:mod:`diloco.member.proving`). In a run without identities all who reach this address are taken for processes of the
-learner. The collectives between processes have neither passwords nor encryption in either case: they belong into a network of
+identity (:mod:`diloco.processes.proving`). In a run without identities, whatever reaches this address is taken for a process of
+the learner. The collectives between processes have neither passwords nor encryption in either case: they need a network of
 their own.
 """
 
@@ -17,17 +16,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from diloco.core import roll
-from diloco.core.roll import Roll, goes_to
 from diloco.errors import FormatError, HashError, IslandError, MessageError, SettingsError
-from diloco.member.proving import Door, prove
-from diloco.member.stream import Stream
 from diloco.process.observe import Counted, Logger
 from diloco.process.tasks import end
+from diloco.processes.assembly import Assembly
+from diloco.processes.proving import Door, prove
+from diloco.processes.stream import Stream
 from diloco.settings.service import ProcessesSettings, host_and_port
 from diloco.wire.framing import Message
 from diloco.wire.island import Address, Arrival, Facts, Ping, Refused, Standing, Welcome, difference
@@ -47,7 +45,7 @@ class _Heard:
     """A process that listens, as it is heard."""
 
     stream: Stream
-    standing: roll.ProcessStanding
+    standing: Standing
 
 
 @dataclass
@@ -69,31 +67,30 @@ class _Arrived:
 class Meeting:
     """A process at the meeting, with the ``facts`` that have to be the same everywhere. Construct it in the loop's thread.
 
-    ``sizes`` are the numbers of processes that a generation may have, the largest first; ``key`` is that of the identity.
+    ``assembly`` is the rule, and ``key`` that of the identity.
     """
 
     def __init__(
         self,
         learner: str,
         processes: ProcessesSettings,
-        sizes: Sequence[int],
+        assembly: Assembly,
         run: bytes,
         key: bytes,
         facts: Facts,
         log: Logger,
-        expected: frozenset[int] = frozenset(),
     ) -> None:
-        """Begin; ``expected``: processes that are known to come."""
-        self.learner, self.processes, self.sizes, self.run, self.facts, self.log = learner, processes, sizes, run, facts, log
-        self.index, self._may_lead = processes.index, processes.own_address is not None
-        self._expected, self._key, self._door, self._refused = expected, key, Door(key), Counted(log, "connection_refused")
+        self.learner, self.processes, self.assembly, self.run, self.facts = learner, processes, assembly, run, facts
+        self.log = log
+        self.index = processes.index
+        self._key, self._door, self._refused = key, Door(key), Counted(log, "connection_refused")
         self.grows = False  # a leader: whether with those that wait a generation would be larger than the one that goes on
-        self._at = self.index if self._may_lead else None  # the process where this one is, be it itself
+        self._at = None if processes.own_address is None else self.index  # the process where this one is, be it itself
         self._heard: dict[int, _Heard] = {}  # the others, by index
         self._problems: dict[int, str] = {}  # by index: why nothing that it says is heard
         self._answer: tuple[int, Message] | None = None  # what a process where this one has come says to that
         self._arrived: dict[int, _Arrived] = {}
-        self._roll = self._new_roll()
+        self.assembly.begin(asyncio.get_running_loop().time())
         self._welcome: Welcome | None = None  # a leader's, of the generation that goes on
         self._changed = asyncio.Event()
         self._failure: SettingsError | IslandError | None = None
@@ -137,7 +134,7 @@ class Meeting:
             raise
         finally:
             await end(*hearing)
-        if self._welcome is None or not self.processes.elastic:
+        if self._welcome is None or not self.assembly.goes_on:
             await self.close()
         return welcome
 
@@ -153,7 +150,7 @@ class Meeting:
             self._turn(port)
             now_s, begins_s = clock(), None
             if self._at == self.index:
-                begins_s = self._roll.begins_s(now_s)
+                begins_s = self.assembly.begins_s(now_s)
                 if begins_s == 0.0 or (begins_s is not None and now_s >= over_s):
                     return await self._lead(port, generation, secret)
             elif self._at is not None and self._heard[self._at].standing.generation is not None:
@@ -166,8 +163,8 @@ class Meeting:
 
     def _turn(self, port: int) -> None:
         """Go to the process where this one has to be now, if it is not there."""
-        standings = {index: heard.standing for index, heard in self._heard.items()}
-        to, at = goes_to(self.index, may_lead=self._may_lead, at=self._at, heard=standings), self._at
+        at = self._at
+        to = self.assembly.where(at, {index: heard.standing for index, heard in self._heard.items()})
         if to == at:
             return
         self._at = to
@@ -177,17 +174,13 @@ class Meeting:
         elif at in self._heard:
             self._heard[at].stream.abort()  # or it would count on this one
         if to == self.index:
-            self._roll = self._new_roll()
+            self.assembly.begin(asyncio.get_running_loop().time())
         elif to is not None:
             heard = self._heard[to]
             heard.stream.write(Arrival(self.index, self.processes.count, self._reached_at(heard.stream, port), self.facts))
             if heard.standing.generation is not None:
-                self._expected = frozenset()  # who was known to come is in that generation, or was lost since
+                self.assembly.wait_for_next()
                 self.log.info("waiting_for_generation", generation=heard.standing.generation, leader=to)
-
-    def _new_roll(self) -> Roll:
-        now_s = asyncio.get_running_loop().time()
-        return Roll(self.sizes, self.processes.regroup_s, now_s, self.index, self._expected)
 
     def _reached_at(self, stream: Stream, port: int) -> Address:
         """Return where the own links listen: at the own address, or else wherever this host has one towards another process."""
@@ -198,11 +191,11 @@ class Meeting:
         """Return who has not come in time."""
         within, learner = f"{self.processes.start_s:g} s", f"learner {self.learner}"
         if self._at == self.index:
-            missing = [index for index in range(self.processes.count) if index not in self._roll.present]
-            least = f" (at least {self.sizes[-1]} have to: processes.least)" if self.processes.elastic else ""
+            missing = [index for index in range(self.processes.count) if index not in self.assembly.present]
+            place, note = self.processes.own_address, self.assembly.least_note
             return (
-                f"{learner}: of its {self.processes.count} processes, {_listed(missing)} did not come to "
-                f"{self.processes.own_address} within {within}{least}: look at their logs, and whether they reach it"
+                f"{learner}: of its {self.processes.count} processes, {_listed(missing)} did not come to {place} within "
+                f"{within}{note}: look at their logs, and whether they reach it"
             )
         if self._at is None:
             what = f"{_listed(list(range(len(self.processes.addresses))))} at processes.address = {self.processes.address}"
@@ -222,7 +215,7 @@ class Meeting:
         own = self.processes.own_address
         assert own is not None, "no process comes to one without an address"
         host, _ = host_and_port(own)
-        chosen = self._roll.members
+        chosen = self.assembly.members
         addresses = [(host, port), *(self._arrived[index].arrival.address for index in chosen[1:])]
         welcome = Welcome(generation, secret, (host, free_port(host)), chosen, addresses)
         self._welcome = welcome
@@ -291,7 +284,7 @@ class Meeting:
             self._go(before)
         if reason is not None:
             await stream.send(Refused(reason))
-            if self.processes.elastic:
+            if self.assembly.goes_on:
                 self.log.warning("process_refused", process=index, reason=reason)
             elif index not in self._arrived:
                 self._failure = SettingsError(f"learner {self.learner}: {reason}")
@@ -300,7 +293,7 @@ class Meeting:
             await stream.until_closed()  # the one of before is gone, and soon missed: then all meet
             return
         arrived = self._arrived[index] = _Arrived(arrival, stream)
-        self._roll.come(index, asyncio.get_running_loop().time())
+        self.assembly.come(index, asyncio.get_running_loop().time())
         self.log.info("process_arrived", process=index)
         self._look()
         try:
@@ -316,15 +309,14 @@ class Meeting:
         if self._arrived.get(index) is arrived:
             del self._arrived[index]
             if self._welcome is None:
-                self._roll.go(index)
+                self.assembly.go(index)
             self._look()
 
     def _look(self) -> None:
         """Take in that a process has come or gone."""
         self._changed.set()
         if self._welcome is not None:
-            present = self._welcome.members
-            self.grows = len(roll.members({*present, *self._arrived}, self.sizes)) > len(present)
+            self.grows = self.assembly.grows(self._welcome.members, self._arrived)
 
     def _fault(self, arrival: Arrival) -> str | None:
         """Return why a process cannot take part."""
@@ -380,7 +372,7 @@ class Meeting:
                     message = await stream.receive_any(WORDS)
                 if isinstance(message, Standing):
                     self._problems.pop(index, None)
-                    self._heard[index] = _Heard(stream, roll.ProcessStanding(message.leader, message.generation))
+                    self._heard[index] = _Heard(stream, message)
                 elif index != self._at:
                     raise FormatError(f"a message {message.kind!r}, and this process has not come to it")
                 else:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from diloco.core.delta import Baseline
 from diloco.core.rows import VALUE_BYTES, FragmentRows, RowLayout
 from diloco.errors import FormatError, HashError
-from diloco.member.links import Links
+from diloco.processes.links import Links
 from diloco.wire import island
 from diloco.wire.island import PIECE_BYTES, What
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from blake3 import blake3
 
 from diloco.errors import HashError
-from diloco.member.stream import Stream
+from diloco.processes.stream import Stream
 from diloco.wire.island import Challenge, Proof
 
 OPEN = bytes(32)

@@ -11,35 +11,30 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from diloco.control.creation import KnownRun
-from diloco.core import codec, decisions
-from diloco.core.chain import Chain
-from diloco.core.delta import Baseline, DeltaValues, EncodedOffer, Unmerged, VersionWrite, dump_arrays, load_arrays
+from diloco.core import decisions
+from diloco.core.delta import Baseline, DeltaValues, PendingDelta, Unmerged, VersionWrite, dump_arrays, load_arrays
 from diloco.core.learner import ACCOUNTS
-from diloco.core.leases import LOOKS_A_LEASE
-from diloco.core.roll import LEADER
-from diloco.errors import BrokerError, NonFiniteError
+from diloco.core.rows import LEADER
 from diloco.log.follower import LogCopy
 from diloco.log.log import Log
-from diloco.member.answering import store_answer
 from diloco.member.following import Following
-from diloco.member.links import Links
-from diloco.member.shipping import Shipping
+from diloco.member.offer_maker import OfferMaker, QuantisedOffer
 from diloco.member.tracing import MemberTraces, OfferTrace
 from diloco.process.observe import Counted, Logger
+from diloco.processes.links import Links
+from diloco.processes.shipping import Shipping
 from diloco.transport import Transport
 from diloco.wire import island
-from diloco.wire.body import ATTEMPT_BYTES, describe_body
 from diloco.wire.entries import Genesis, Record
 from diloco.wire.fields import Bits
 from diloco.wire.island import Stage, Store, Write
-from diloco.wire.offers import Offer
-from diloco.wire.subjects import Subjects
 
 Vector = NDArray[np.float32]
 Restored = dict[int, tuple[list[Unmerged], DeltaValues]]  # by fragment
@@ -57,9 +52,14 @@ class _Carried:
     came: dict[int, set[int]] = field(default_factory=dict)  # by number of a snapshot: processes whose rows are here
     bits: Bits = 32
     shipping: asyncio.Lock = field(default_factory=asyncio.Lock)  # one version's rows after another's
-    encoded: EncodedOffer | None = None
     trace: OfferTrace | None = None  # of the offer that is being made
-    packed: tuple[bytes, bytes] | None = None  # of it: the zstd frame, and its content's hash
+    quantised: QuantisedOffer | None = None  # it is to be stored
+
+    def take_quantised(self) -> QuantisedOffer:
+        """Return the offer that is quantised, and keep it no longer."""
+        quantised, self.quantised = self.quantised, None
+        assert quantised is not None
+        return quantised
 
     def forget(self, applied: Vector) -> None:
         """Forget the version with this theta, float32 [size], and those folded before it.
@@ -89,6 +89,7 @@ class Carrier:
         store: Log,
         links: Links,
         shipping: Shipping,
+        *,
         carriers: Sequence[int],
         name: str,
         refused: Counted,
@@ -97,8 +98,8 @@ class Carrier:
         traces: MemberTraces,
     ) -> None:
         """``carriers``: by fragment, the process that carries it. ``spawn`` begins a task whose failure ends this process."""
-        self.transport, self.run, self.store, self.links, self.shipping, self.log = transport, run, store, links, shipping, log
-        self.subjects, self.spawn = Subjects(run.name), spawn
+        self.run, self.store, self.links, self.shipping = run, store, links, shipping
+        self.spawn, self._maker = spawn, OfferMaker(transport, run, log)
         self.fragments = [index for index, process in enumerate(carriers) if process == links.place]
         self.carriers, self._traces = carriers, traces
         self._carried: dict[int, _Carried] = {}
@@ -124,7 +125,6 @@ class Carrier:
             self._tell(copy, None, False)
         if self.fragments:
             self._following.begin()
-            self.spawn(self._audit())
 
     def _tell(self, copy: LogCopy, record: Record | None, rewound: bool) -> None:
         chain = copy.replica.chain
@@ -133,17 +133,7 @@ class Carrier:
             carried.thetas.clear()
         if record is None or record.makes_version:
             carried.thetas[chain.version] = copy.replica.theta
-        self.links.write(LEADER, island.Folded(chain.fragment, head_of(chain), rewound, record))
-
-    async def _audit(self) -> None:
-        """Look whether the log still holds what was read; load it again where it does not."""
-        while True:
-            await asyncio.sleep(self.run.in_force.liveness.lease_s / LOOKS_A_LEASE)
-            try:
-                if not await self._following.holds():
-                    await self._following.begin_again()
-            except BrokerError as error:  # the server is away
-                self.log.debug("server_unknown", reason=str(error))
+        self.links.write(LEADER, island.Folded(chain.fragment, chain.to_head(), rewound, record))
 
     # ---- staging: versions' rows to all processes
 
@@ -241,47 +231,24 @@ class Carrier:
             self.spawn(self._encode(index, carried, self.shipping.release(index, "snapshot")))
 
     async def _encode(self, index: int, carried: _Carried, snapshot: Vector) -> None:
-        level, bits, trace = self.run.created.codec.zstd_level, carried.bits, carried.trace
-        if trace is not None:
-            trace.read()
-
-        def encode() -> tuple[EncodedOffer, bytes, bytes]:
-            encoded = carried.values.encode(snapshot, bits)
-            return encoded, codec.pack(encoded.body, level), codec.content_hash(encoded.body)
-
-        try:
-            carried.encoded, packed, content_hash = await asyncio.to_thread(encode)
-        except NonFiniteError as error:
-            self.log.warning("displacement_not_finite", fragment=index, version=carried.version, reason=str(error))
-            self.links.write(LEADER, island.Encoded(index, None))
-            return
-        if trace is not None:
-            trace.encoded()
-        carried.packed = packed, content_hash
-        self.links.write(LEADER, island.Encoded(index, content_hash))
+        if carried.trace is not None:
+            carried.trace.read()
+        encode = partial(carried.values.encode, snapshot, carried.bits)
+        quantised = carried.quantised = await self._maker.quantise(index, carried.version, encode, carried.trace)
+        self.links.write(LEADER, island.Encoded(index, None if quantised is None else quantised.content_hash))
 
     def store_offer(self, store: Store) -> None:
         """Store the offer that was quantised, as the leader states it."""
-        carried = self._carried[store.fragment]
-        assert carried.encoded is not None
-        assert carried.packed is not None
-        stated = store.stated
-        offer = island.Pending((stated.incarnation, stated.number), store.bits, False)
-        carried.values.hold(offer.identity, carried.encoded)
-        carried.pending.append(offer)
-        (packed, content_hash), trace = carried.packed, carried.trace
-        carried.encoded = carried.packed = carried.trace = None
-        body, inline, parts = describe_body(packed, content_hash, self.transport.random_bytes(ATTEMPT_BYTES))
-        values = {name: getattr(stated, name) for name in stated.__struct_fields__}
-        message = Offer(fragment=store.fragment, bits=store.bits, body=body, **values)
-        self.spawn(self._send(message, inline, parts, trace))
+        index, carried = store.fragment, self._carried[store.fragment]
+        offer = PendingDelta(store.stated, store.bits)
+        assert carried.quantised is not None
+        carried.values.hold(offer.identity, carried.quantised.encoded)
+        carried.pending.append(island.Pending(offer.identity, offer.bits, False))
+        self.spawn(self._store(index, offer, carried))
 
-    async def _send(self, offer: Offer, inline: bytes, parts: Sequence[bytes], trace: OfferTrace | None) -> None:
-        run = self.run.identity
-        sequence = await store_answer(self.transport, self.subjects, run, offer, inline, parts, self.log)
-        if trace is not None:
-            trace.stored(offer)
-        self.links.write(LEADER, island.OfferStored(offer.fragment, sequence))
+    async def _store(self, index: int, offer: PendingDelta, carried: _Carried) -> None:
+        sequence = await self._maker.storing(index, offer, carried.take_quantised())
+        self.links.write(LEADER, island.OfferStored(index, sequence))
 
     # ---- checkpoints
 
@@ -319,40 +286,3 @@ class Carrier:
         """Go on from a checkpoint, before the first decision."""
         for index, (pending, values) in restored.items():
             self._carried[index].pending, self._carried[index].values = pending, values
-
-
-def head_of(chain: Chain) -> island.Head:
-    """Return the head of a log as it travels."""
-    return island.Head(
-        chain.version,
-        chain.epoch,
-        chain.head,
-        chain.sequence,
-        chain.state_hash,
-        chain.tokens_merged,
-        chain.tokens_lost,
-        chain.closed,
-        list(chain.cursors.values()),
-        sorted(chain.ends.items()),
-        chain.rolled_back,
-        chain.epoch_step,
-    )
-
-
-def chain_of(fragment: int, head: island.Head) -> Chain:
-    """Return the head of a log that came."""
-    return Chain(
-        fragment,
-        head.version,
-        head.epoch,
-        head.head,
-        head.sequence,
-        head.state_hash,
-        head.tokens_merged,
-        head.tokens_lost,
-        head.closed,
-        {cursor.learner: cursor for cursor in head.cursors},
-        dict(head.ends),
-        head.rolled_back,
-        head.epoch_step,
-    )

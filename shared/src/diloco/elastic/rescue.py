@@ -16,15 +16,15 @@ from typing import Any, TypeVar
 
 from diloco.errors import IslandError
 from diloco.member import state
-from diloco.member.group import OTHERS_S
-from diloco.member.leader import Leader
-from diloco.member.part import Follower
 from diloco.member.state import Content, StateFilePart
 from diloco.process.observe import Logger
+from diloco.processes.follower import ProcessSide
 from diloco.settings.service import LearnerSettings, MeshSettings
 from diloco.wire.island import Kept
 
 T = TypeVar("T")
+
+OTHERS_S = 2.0  # in which the others notice what this process has, and begin again too
 
 
 def keeps(settings: LearnerSettings, mesh: MeshSettings, size: int) -> bool:
@@ -52,11 +52,11 @@ class Changing:
 
 
 class Rescue:
-    """A process's part in that (:class:`diloco.member.group.Rescuer`)."""
+    """A process's part in that (:class:`diloco.elastic.renewing.Rescues`)."""
 
-    def __init__(self, model: Callable[[], Content], member: Leader | Follower, settings: LearnerSettings, log: Logger) -> None:
+    def __init__(self, model: Callable[[], Content], process: ProcessSide, settings: LearnerSettings, log: Logger) -> None:
         """``model`` gives the model as of the last boundary; a leader's is asked, in the thread that ends this process."""
-        self.model, self.member, self.settings, self.log = model, member, settings, log
+        self.model, self.process, self.settings, self.log = model, process, settings, log
         self.changing = Changing()
         self._accounts: dict[str, Any] = {}
 
@@ -66,13 +66,12 @@ class Rescue:
         Raises:
             IslandError: there is none.
         """
-        assert isinstance(self.member, Leader)
-        leader = self.member
+        process = self.process
         if not self.changing.end(OTHERS_S):
             raise IslandError("the model is between two boundaries")
 
         async def keep() -> tuple[Kept, dict[str, Any]]:
-            return leader.keep()
+            return process.keep()
 
         kept, self._accounts = self._run(keep())
         return kept
@@ -84,21 +83,20 @@ class Rescue:
             DilocoError: it does not have it.
             OSError: the disk does not take it.
         """
-        part, settings = self.member.part, self.settings
+        part, settings = self.process.part, self.settings
 
         async def arrays() -> dict[str, Any]:
             return part.arrays(kept.number)
 
-        content, leads = Content.of(self._run(arrays())), isinstance(self.member, Leader)
-        if leads:
+        content = Content.of(self._run(arrays()))
+        if self.process.leads:
             content = self.model() + content
         group = part.group
         path = state.kept(settings.state_dir, settings.name, group.place)
         which = StateFilePart(group.place, group.size, kept.name)
         saved = state.save(path, part.run.identity, settings.name, self._accounts, content, part=which)
-        if isinstance(self.member, Leader):
-            self.member.note_saved(saved.digest)
+        self.process.note_saved(saved.digest)
         self.log.info("state_kept", set=kept.name, steps=part.course.step, bytes=saved.size_bytes)
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self.member.part.loop).result(OTHERS_S)
+        return asyncio.run_coroutine_threadsafe(work, self.process.part.loop).result(OTHERS_S)
