@@ -116,7 +116,6 @@ def up(
     directory = _shaped(directory, devices_per_learner, processes_per_learner, least_processes, torch or [])
     metrics = metrics_addresses(service_count(directory, standbys, coordinators))
     directory, resumed = _begin(directory, source, resume_at, nats_url, quiet=json_)
-    directory = origin.noted(directory)
     with rundir.locked(directory.path):
         if not resumed:
             directory.save()
@@ -183,7 +182,8 @@ def _begin(
     ``quiet``: print no lines about what takes long.
     """
     with compiling.kernels_compiled(quiet=quiet), progress_line("checking the task and its data", quiet=quiet):
-        return _checked(directory, source, at, nats_url)
+        checked_, resumed = _checked(directory, source, at, nats_url)
+        return origin.noted(checked_), resumed
 
 
 def _checked(

@@ -75,7 +75,6 @@ def _train(process: Process, model: Model, member: Member, task: Batches, tokens
     keeper = checkpoint.Keeper(model, member, settings, log)
     feed = Feed(task, run.created, member.leased, log)
     trainer = make_trainer(process, tokens_per_batch, model, member, feed, keeper.at_boundary)
-    member.show(trainer.instruments)
     try:
         finished = trainer.run()
     finally:

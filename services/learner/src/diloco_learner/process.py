@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from diloco.control.creation import Run
 from diloco.core.fragments import FragmentMap
 from diloco.log.log import Log
+from diloco.member.member import Member
 from diloco.nats.transport import NatsTransport
 from diloco.process import observe
 from diloco.process.observe import Logger
@@ -96,8 +97,8 @@ def make_trainer(
     look_ahead: LookAhead | None = None,
     changing: AbstractContextManager[object] | None = None,
 ) -> Trainer:
-    """Return the trainer of a process, as its settings and its run's have it."""
-    return Trainer(
+    """Return the trainer of a process, as its settings and its run's have it; a member shows what its instruments say."""
+    trainer = Trainer(
         model,
         member,
         batches,
@@ -111,6 +112,9 @@ def make_trainer(
         look_ahead=look_ahead,
         changing=changing,
     )
+    if isinstance(member, Member):
+        member.show(trainer.instruments)
+    return trainer
 
 
 def begin_with_file(process: Process, model: Evaluated, fragments: FragmentMap) -> None:

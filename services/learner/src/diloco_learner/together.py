@@ -137,8 +137,6 @@ def _train(
         process, task.tokens_per_batch, island, member, batches, keeper.at_boundary, look_ahead, kept.changing
     )
     part.group.may_renew = lambda: settings.processes.elastic and part.course.step > 0 and not process.stopping()
-    if isinstance(member, Leader):
-        member.show(trainer.instruments)
     try:
         finished = trainer.run()
     finally:

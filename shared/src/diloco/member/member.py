@@ -41,7 +41,6 @@ from diloco.member.answering import Answering, Answers
 from diloco.member.audit import Audit
 from diloco.member.catching_up import Catching, listen
 from diloco.member.following import Following
-from diloco.member.instruments import Instruments
 from diloco.member.outbox import Outbox, sample_of
 from diloco.member.peer import Borrower, Layout, Lendable, Lender, Loan, LoanWatch
 from diloco.member.refusals import RefusalWatch
@@ -103,11 +102,11 @@ class Member:
         self.learner = Learner(settings.name, settings.role, settings.region or "", self.admission.incarnation, run.created)
         self._shared = SharedLearner(self.learner)
         self._outbox = Outbox(transport, run, settings.name, self._shared)
+        self.show = self._outbox.show
         self._traces = MemberTraces(telemetry, run.identity, settings.name, self._shared.loop.time, transport.wall_s)
         self._answering: Answers = Answering(transport, run, self._shared, self.tape, log, self._traces)
-        self.refusals = RefusalWatch(run, settings.name, self._shared, log)
+        self.refusals, self._taped = RefusalWatch(run, settings.name, self._shared, log), LearnerTape(self.tape)
         self._changes = ChangesFollower(transport, run, log, self._change)
-        self._taped = LearnerTape(self.tape)
         self._leave_by_s: float | None = None  # when it ends whatever is unmerged; None: it was not asked to end
         self._following: Following
 
@@ -359,11 +358,6 @@ class Member:
     def report_sample(self, text: str) -> None:
         """Send text that was drawn from the model as of the last boundary (an evaluator's)."""
         self._outbox.send_soon(sample_of(self.settings.name, self.versions(), text))
-
-    def show(self, instruments: Instruments) -> None:
-        """Send what a learner's instruments show, again and again."""
-        sending = instruments.send(self.settings.name, self._outbox)
-        self._shared.loop.call_soon_threadsafe(lambda: self._shared.tasks.spawn(sending))
 
     def leave(self, within_s: float) -> None:
         """Take no further step, and ask for rounds that merge what is unmerged.
