@@ -2,10 +2,9 @@
 
     python bench/pictures.py [default] [regions] [compare] [--out docs] [--runs FOLDER]
 
-* ``default``: `diloco up`. ``live.svg``, ``top.svg``, ``page-charts.png`` and ``page-rollback.png`` in its middle,
-  ``report.png`` at its end.
-* ``regions``: three of them, one of which is cut off and healed. ``page-regions.png`` and ``page-phone.png`` meanwhile,
-  ``regions-cut.png`` at its end.
+* ``default``: `diloco up`. ``live.svg``, ``top.svg``, ``page-charts.png``, ``page-phone.png`` and ``page-rollback.png`` in its
+  middle, ``report.png`` at its end.
+* ``regions``: three of them, one of which is cut off and healed. ``page-regions.png`` meanwhile, ``regions-cut.png`` at its end.
 * ``compare``: three short runs, of which one is stopped. ``compare.png``.
 
 Takes a quarter of an hour on two cores. All other pictures there are drawn from results: those of docs/quality by `diloco lab
@@ -128,6 +127,9 @@ async def default(camera: Camera, runs: Path) -> None:
         async with camera.opened(run.page, 1180, 900) as shown:
             await shown.locator("#part-course .smoothing input").fill(SMOOTHING)
             await camera.take(shown, "page-charts.png", "#part-course section")
+        async with camera.opened(run.page, 390, 844) as shown:
+            await shown.locator("#part-loss").scroll_into_view_if_needed()
+            await camera.take(shown, "page-phone.png")
         await rollback(run, camera)
         await run.process.wait()
     async with camera.opened((run.directory / "report.html").as_uri(), 1100, 1230) as shown:
@@ -181,8 +183,6 @@ async def regions(camera: Camera, runs: Path) -> None:
         await asyncio.sleep(CUT_S / 2)
         async with camera.opened(run.page, 1180, 900, "dark") as shown:
             await camera.take(shown, "page-regions.png", "#part-islands section")
-        async with camera.opened(run.page, 390, 844) as shown:
-            await camera.take(shown, "page-phone.png")
         await asyncio.sleep(CUT_S / 2)
         await asyncio.to_thread(list, control.asked(relay, control.Heal([CUT])))
         await run.process.wait()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Callable, Mapping
 from typing import Any
+
+LOOK_S = 1.0  # between two looks
 
 
 class Cuts:
@@ -23,6 +26,15 @@ class Cuts:
         before, self.links = self.links, cut
         found = (("cut", cut - before), ("healed", before - cut))
         return [(_named(names), f"{_verb(names)} {what}") for what, names in found if names]
+
+
+async def watch(ask: Callable[[], Mapping[str, Any]], tell: Callable[[str, str], None]) -> None:
+    """Tell which links are cut and healed, again and again; ``ask`` returns the relay's links, in a thread."""
+    cuts = Cuts()
+    while True:
+        for links, what in cuts.look(await asyncio.to_thread(ask)):
+            tell(links, what)
+        await asyncio.sleep(LOOK_S)
 
 
 def _named(names: frozenset[str]) -> str:

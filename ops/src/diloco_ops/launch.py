@@ -31,9 +31,8 @@ from diloco.service.rundir import RunDirectory
 from diloco.settings.run import RunSettings
 from diloco.settings.service import may_lead
 from diloco.wire.subjects import Subjects
-from diloco_ops import inspect, pages, region_logs
+from diloco_ops import cuts, inspect, pages, region_logs
 from diloco_ops.broker.server import CONNECT_TIMEOUT_S, free_ports
-from diloco_ops.cuts import Cuts
 from diloco_ops.embedded import Embedded
 from diloco_ops.environment import learner_environment, mesh_of, per_process, service_environment
 from diloco_ops.live import screen
@@ -49,7 +48,6 @@ from diloco_report import page
 from diloco_report.units import count, lasting
 
 TORCH_MODULE = "diloco_learner.pytorch"
-LINKS_S = 1.0  # between two looks at the emulated links
 TEND_S = 0.1  # a killed service is begun again after so long at most
 POLL_S = 0.5  # the live view moves twice a second
 PLAIN_EVERY_S = 5.0  # lines that a person still reads
@@ -279,7 +277,7 @@ class Launcher:
             BrokerError: the server died and does not come up again.
         """
         showing = asyncio.create_task(self._show(link, tracking))
-        looking = asyncio.create_task(self._look_at_links())
+        looking = [asyncio.create_task(cuts.watch(self._links, self._tell))] if self.wan_control else []
         try:
             while not self.stopping:
                 try:
@@ -294,15 +292,7 @@ class Launcher:
                 await asyncio.sleep(TEND_S)
             return False
         finally:
-            await end(showing, looking)
-
-    async def _look_at_links(self) -> None:
-        """Tell which emulated links are cut and healed."""
-        cuts = Cuts()
-        while self.wan_control is not None:
-            for links, what in cuts.look(await asyncio.to_thread(self._links)):
-                self._tell(links, what)
-            await asyncio.sleep(LINKS_S)
+            await end(showing, *looking)
 
     async def _restart_servers(self, embedded: Embedded) -> None:
         for name in await asyncio.to_thread(embedded.restart_dead):

@@ -1,4 +1,4 @@
-"""What the heads of a page mean, in a sentence each: the text that a pointer shows over them."""
+"""Meanings of the heads of a page, in a sentence each: the text that a pointer shows over them."""
 
 from __future__ import annotations
 

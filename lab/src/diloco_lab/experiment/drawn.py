@@ -1,4 +1,4 @@
-"""What the pictures of all experiments share: their question above them, and their place in a file of their own."""
+"""The frame that the pictures of all experiments share: their question above them, and their place in a file of their own."""
 
 from __future__ import annotations
 

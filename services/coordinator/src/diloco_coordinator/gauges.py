@@ -1,4 +1,4 @@
-"""What learners say of themselves besides their heartbeats, over the run: for pictures and tables alone.
+"""Figures that learners say of themselves besides their heartbeats, over the run: for pictures and tables alone.
 
 Pure, except for :func:`listen`: no clock, no network, no file.
 """

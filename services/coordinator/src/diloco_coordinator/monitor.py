@@ -71,8 +71,7 @@ class Monitor:
         self.traffic = TrafficTotals()
         self.validation: list[tuple[float, int, float]] = []
         self.failures: dict[str, str] = {}  # by member: why what it does is in vain, as it says
-        self.samples = Samples()
-        self.gauges = GaugeCurves()
+        self.samples, self.gauges = Samples(), GaugeCurves()
         self.merges = Merges(len(fragment_map.fragments))
         self.rollbacks: dict[int, dict[str, Any]] = {}  # by the number of the change that orders it
         self.versions = [0] * len(fragment_map.fragments)
@@ -359,17 +358,16 @@ class Monitor:
             _points(learner)
             _activity_of(learner)
         times = {name: TrainedTime.load(learner) for name, learner in past.items()}
-        # an older version writes no rollbacks, no traffic, no samples and no gauges
         samples, gauges = Samples(series.get("samples", ())), GaugeCurves.load(series.get("gauges", {}))
-        traffic = TrafficTotals.resumed(series.get("traffic", ()), past)
+        traffic = TrafficTotals.resumed(series.get("traffic", ()), past)  # an older version writes neither, nor rollbacks
         rollbacks = {int(rollback["change"]): dict(rollback) for rollback in series.get("rollbacks", ())}
         crossing = Crossing.load(self.presence.regions, fragments, series)
         absences = [Absence(str(region), float(a), None if b is None else float(b)) for region, a, b in series["absences"]]
         self.resumed_s = float(series["wall_s"])
         self.presence.resume(absences, self.resumed_s)
         self.crossing, self.rollbacks, self.traffic = crossing, rollbacks, traffic
-        self.samples, self.gauges = samples, gauges
-        self.ledger, self.validation, self.past, self.merges, self.times = ledger, validation, past, merges, times
+        self.samples, self.gauges, self.times = samples, gauges, times
+        self.ledger, self.validation, self.past, self.merges = ledger, validation, past, merges
         for (learner, _), trained in ledger.trained.items():
             self._ranges[learner] += max(1, len(trained))
 
@@ -377,23 +375,19 @@ class Monitor:
         heartbeat = learner.heartbeat
         merged = self.merged.get(heartbeat.learner, {})
         rounds_merged = sum(versions for versions, _ in merged.values())
-        said = of_learner(heartbeat, now_s - learner.seen_s, self.gone_s)
+        said = of_learner(heartbeat, now_s - learner.seen_s, self.gone_s) | self.gauges.places.get(heartbeat.learner, {})
         by_kind = (("ejected", self.now.ejected), ("quarantined", self.now.quarantined))
         excluded = next((kind for kind, learners in by_kind if heartbeat.learner in learners), None)
         state = excluded or said["state"]
-        return (
-            said
-            | self.gauges.places.get(heartbeat.learner, {})
-            | {
-                "state": state,
-                "steps": heartbeat.tokens // heartbeat.batch_tokens if heartbeat.batch_tokens else heartbeat.step,
-                "tokens_merged": _mean(self.map, {index: tokens for index, (_, tokens) in merged.items()}),
-                "lost_tokens": _mean(self.map, dict(enumerate(heartbeat.lost_tokens))),
-                "tokens_per_s": None if state in IDLE else learner.rate.get(),
-                "rounds_merged": rounds_merged,
-                "rounds_missed": sum(self.versions) - rounds_merged,
-            }
-        )
+        return said | {
+            "state": state,
+            "steps": heartbeat.tokens // heartbeat.batch_tokens if heartbeat.batch_tokens else heartbeat.step,
+            "tokens_merged": _mean(self.map, {index: tokens for index, (_, tokens) in merged.items()}),
+            "lost_tokens": _mean(self.map, dict(enumerate(heartbeat.lost_tokens))),
+            "tokens_per_s": None if state in IDLE else learner.rate.get(),
+            "rounds_merged": rounds_merged,
+            "rounds_missed": sum(self.versions) - rounds_merged,
+        }
 
     def _regions(self, now_s: float) -> dict[str, Any]:
         heard, away, borders = self.heard(now_s), self.presence.away(), self.crossing.borders()

@@ -29,6 +29,7 @@ from diloco.member.state import Content
 from diloco.settings.run import RunSettings
 from diloco_learner import holding, members, shards
 from diloco_learner.arithmetic import Arithmetic
+from diloco_learner.devices import OnDevices
 from diloco_learner.evaluating import Evaluating
 from diloco_learner.evaluation import Evaluation
 from diloco_learner.fixed import Fixed
@@ -88,7 +89,7 @@ class IslandReading:
         return vector
 
 
-class Island:
+class Island(OnDevices):
     """Parameters begin as ``task.init`` makes them from the run's seed; the optimizer state comes with the first step.
 
     Where the outer optimizer is AdamW, a step leaves the parameters as they are and adds its gradient to those held.
@@ -230,18 +231,6 @@ class Island:
     def hold(self) -> None:
         """Have steps wait for captures whatever room there is here: another process of the learner has none."""
         self._held = True
-
-    @property
-    def device(self) -> str:
-        """What it computes on, in words."""
-        here, count = jax.local_devices(), jax.device_count()
-        return f"{f'{count} x ' if count > 1 else ''}{here[0].platform} {here[0].device_kind}"
-
-    def device_bytes(self) -> int | None:
-        """Return the memory in use on this process's devices; None where it is not known, as on CPUs. From any thread."""
-        used = [(device.memory_stats() or {}).get("bytes_in_use") for device in jax.local_devices()]
-        known = [int(each) for each in used if each is not None]
-        return sum(known) if known else None
 
     def step(self, batch: Any, learning_rate: float, at: tuple[int, int] = (0, 0)) -> StepOutput:
         """Dispatch one inner step. Where loss or gradients are not finite, nothing changes but what the output says.

@@ -76,7 +76,7 @@ class Stepping(SharedParameters, Protocol):
 
     @property
     def device(self) -> str:
-        """What it computes on, in words."""
+        """Its device or devices, in words."""
 
     def device_bytes(self) -> int | None:
         """Return the memory in use on its devices here; None where it is not known. From any thread."""

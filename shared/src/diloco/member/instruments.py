@@ -1,4 +1,4 @@
-"""What a learner shows of itself besides its heartbeat: its learning rate, its gradients' norm, its processor and memory.
+"""Figures that a learner shows of itself besides its heartbeat: learning rate, gradients' norm, processor and memory.
 
 The trainer notes its steps, this process's own figures are read when they are sent. Nothing goes by them: they are shown.
 """
@@ -11,10 +11,9 @@ import resource
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from diloco.member.outbox import Outbox
 from diloco.wire.control import MAX_PLACE, Gauges
 
 GAUGES_S = 5.0  # between two messages
@@ -56,11 +55,11 @@ class Instruments:
             _fitting(socket.gethostname()),
         )
 
-    async def send(self, learner: str, outbox: Outbox) -> None:
+    async def send(self, learner: str, send: Callable[[Gauges], Awaitable[None]]) -> None:
         """Send the figures again and again."""
         while True:
             await asyncio.sleep(GAUGES_S)
-            await outbox.send(self.read(learner))
+            await send(self.read(learner))
 
 
 def resident_bytes() -> int:

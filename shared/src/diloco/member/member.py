@@ -36,7 +36,6 @@ from diloco.member.answering import Answering
 from diloco.member.arrays import Arrays, Boundary, Initial
 from diloco.member.audit import Audit
 from diloco.member.catching_up import Catching, listen
-from diloco.member.instruments import Instruments
 from diloco.member.outbox import Outbox, sample_of
 from diloco.member.own_arrays import OwnArrays
 from diloco.member.peer import Borrower, Layout, Lendable, Lender, Loan, LoanWatch
@@ -88,6 +87,7 @@ class Member:
         self.learner = Learner(settings.name, settings.role, settings.region or "", self.admission.incarnation, run.created)
         self.shared, self.taped = SharedLearner(self.learner), LearnerTape(self.tape)
         self._outbox = Outbox(transport, run, settings.name, self.shared)
+        self.show = self._outbox.show
         self.traces = MemberTraces(telemetry, run.identity, settings.name, self.shared.loop.time, transport.wall_s)
         self.arrays: Arrays = OwnArrays(self) if arrays is None else arrays
         self.answering = Answering(self.shared, self.taped, self.arrays)
@@ -305,11 +305,6 @@ class Member:
     def report_sample(self, text: str) -> None:
         """Send text that was drawn from the model as of the last boundary (an evaluator's)."""
         self._outbox.send_soon(sample_of(self.settings.name, self.versions(), text))
-
-    def show(self, instruments: Instruments) -> None:
-        """Send what a learner's instruments show, again and again."""
-        sending = instruments.send(self.settings.name, self._outbox)
-        self.shared.loop.call_soon_threadsafe(lambda: self.shared.tasks.spawn(sending))
 
     def leave(self, within_s: float) -> None:
         """Take no further step, and ask for rounds that merge what is unmerged.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TypeAlias
 
 from diloco.control.creation import KnownRun
+from diloco.member.instruments import Instruments
 from diloco.member.shared import SharedLearner
 from diloco.transport import Transport
 from diloco.wire import framing
@@ -36,6 +37,11 @@ class Outbox:
     def send_soon(self, message: Sent) -> None:
         """Send a message, from any thread."""
         self._shared.loop.call_soon_threadsafe(lambda: self._shared.tasks.spawn(self.send(message)))
+
+    def show(self, instruments: Instruments) -> None:
+        """Send what a learner's instruments show, again and again. From any thread."""
+        sending = instruments.send(self._name, self.send)
+        self._shared.loop.call_soon_threadsafe(lambda: self._shared.tasks.spawn(sending))
 
 
 def sample_of(evaluator: str, versions: list[int], text: str) -> Sample:

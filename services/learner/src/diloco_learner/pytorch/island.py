@@ -205,9 +205,9 @@ class TorchIsland:
 
     @property
     def device(self) -> str:
-        """What it computes on, in words."""
+        """Its device or devices, in words."""
         place = next(iter(self._inner.masters.values())).device
-        return torch.cuda.get_device_name(place) if place.type == "cuda" else place.type
+        return str(torch.cuda.get_device_name(place)) if place.type == "cuda" else str(place.type)
 
     def device_bytes(self) -> int | None:
         """Return the memory in use on its device; None where it is not known, as on CPUs. From any thread."""
