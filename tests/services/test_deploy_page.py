@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import shutil
 import signal
 from pathlib import Path
 
@@ -108,7 +109,9 @@ async def removed(run: Guarded, hosts: Hosts, block: str) -> None:
     """A learner whose team has ended it: the others go on, the servers do not know it, and it counts no more."""
     [toy] = [toy for toy in run.toys if toy.settings.name == "learner-eu-1"]
     await asyncio.to_thread(toy.stop)
-    own = identity.load(run.keys.identity_file("learner-eu-1"))  # its team has it still
+    kept = hosts.path / "eu" / "learner-eu-1.identity"  # its team has it still
+    shutil.copy2(run.keys.identity_file("learner-eu-1"), kept)
+    own = identity.load(kept)
     await asyncio.to_thread(hosts.type, "us", block)
     for name in (CONTROL, "eu"):
         run.servers[name].reload()
