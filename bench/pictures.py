@@ -2,8 +2,8 @@
 
     python bench/pictures.py [default] [regions] [compare] [--out docs] [--runs FOLDER]
 
-* ``default``: `diloco up`. ``live.svg``, ``top.svg``, ``page-charts.png``, ``page-phone.png`` and ``page-rollback.png`` in its
-  middle, ``report.png`` at its end.
+* ``default``: `diloco up`. ``live.svg``, ``top.svg``, ``page-charts.png``, ``page-phone.png`` and ``page-rollback.png`` in
+  its middle, ``report.png`` at its end.
 * ``regions``: three of them, one of which is cut off and healed. ``page-regions.png`` meanwhile, ``regions-cut.png`` at its end.
 * ``compare``: three short runs, of which one is stopped. ``compare.png``.
 

@@ -22,7 +22,8 @@ from diloco_lab.commands.files import ready
 from diloco_lab.goodput import FleetConditions, GoodputRow
 from diloco_lab.lifetime import Stretch
 from diloco_lab.outcome import MergedVersion
-from diloco_lab.pictures import PicturedFault, spread
+from diloco_lab.pictures import PicturedFault
+from diloco_report.frame import spread
 
 S = 1_000_000
 SVG = "{http://www.w3.org/2000/svg}"

@@ -25,7 +25,7 @@ from diloco.core.round import Merge, RoundOffer
 from diloco.errors import MessageError, RunError
 from diloco.log import stream
 from diloco.log.log import Log
-from diloco.log.reader import LoadedFragment
+from diloco.log.reader import LoadedState
 from diloco.log.stream import RefusedEntry
 from diloco.nats import streams
 from diloco.nats.transport import NatsTransport
@@ -60,7 +60,7 @@ class Written:
         chain.advance(record, framing.hash_of(record, self.log.run), sequence)
         self.heads.append(await self.log.writer.append_keyframe(self.replica, None, None))
 
-    async def load(self) -> tuple[LoadedFragment, list[tuple[int, str]]]:
+    async def load(self) -> tuple[LoadedState, list[tuple[int, str]]]:
         """What is loaded, and what is logged as refused."""
         with capture_logs() as logs:
             loaded = await self.log.reader.load(0, *self.genesis)

@@ -9,7 +9,7 @@ from diloco.core.chain import Chain, WrongEntries
 from diloco.core.fold import Replica
 from diloco.errors import ChainError, HashError, MessageError, RunError, WrongEntryError
 from diloco.log.entries import judged
-from diloco.log.reader import LoadedFragment
+from diloco.log.reader import LoadedState
 from diloco.log.stream import LogEntry, RefusedEntry
 from diloco.wire.entries import Record
 from diloco.wire.offers import MergeMember
@@ -62,7 +62,7 @@ class _Refold:
         self.seen, self.found, self.folded, self.merges = seen, found, folded, merges
         self.replica: Replica | None = None
         self._wrong = WrongEntries()
-        self._keyframe: LoadedFragment | None = None  # the next one to compare with
+        self._keyframe: LoadedState | None = None  # the next one to compare with
         self._keyframes = seen.log.reader.keyframes(found.index, self._refuse_keyframe)
 
     async def run(self) -> None:
@@ -156,7 +156,7 @@ class _Refold:
         self.found.wrong_keyframes.append(f"message {refusal.sequence}: {refusal.error}")
 
 
-def _reaches(keyframe: LoadedFragment, first: LogEntry) -> bool:
+def _reaches(keyframe: LoadedState, first: LogEntry) -> bool:
     """Whether the entries that are stored go on where a keyframe stands."""
     chain = keyframe.replica.chain
     return chain.sequence >= first.sequence or chain.head == first.record.previous

@@ -11,7 +11,7 @@ from diloco.core import merging
 from diloco.core.fold import Replica
 from diloco.core.round import RoundOffer
 from diloco.errors import MessageError
-from diloco.log.reader import LoadedFragment
+from diloco.log.reader import LoadedState
 from diloco.log.stream import LogEntry
 from diloco.wire.entries import Record
 from diloco.wire.offers import Answer, MergeMember, Offer, RegionalOffer
@@ -32,7 +32,7 @@ class RemadeMerges:
         self.redone = self.unknown = 0
         self.wrong: list[str] = []
         self._residuals = [np.zeros(self.fragment.size, np.float32)]  # that the owner may have
-        self._keyframe: LoadedFragment | None = None
+        self._keyframe: LoadedState | None = None
         self._bases: Mapping[int, Vector] = {}  # the fragment by version, since the last rollback
 
     async def redo(self, replica: Replica, entry: LogEntry) -> None:
@@ -62,11 +62,11 @@ class RemadeMerges:
         self._residuals = []
         self.wrong.append(f"version {record.version}: its offers give another merge than it has")
 
-    def begin(self, keyframe: LoadedFragment) -> None:
+    def begin(self, keyframe: LoadedState) -> None:
         """Begin with the residual of a keyframe: nothing is known of earlier ones."""
         self._residuals = [keyframe.residual]
 
-    def follow(self, keyframe: LoadedFragment) -> None:
+    def follow(self, keyframe: LoadedState) -> None:
         """Go on with the residual that a keyframe has."""
         self._keyframe = keyframe
         if len(self._residuals) == 1 and not np.array_equal(self._residuals[0], keyframe.residual):

@@ -18,7 +18,7 @@ from diloco.core.chain import Chain
 from diloco.core.fragments import FragmentMap
 from diloco.errors import BrokerError, DilocoError, RunError
 from diloco.log.log import Log
-from diloco.log.reader import LoadedFragment
+from diloco.log.reader import LoadedState
 from diloco.log.stream import EntryHead, pass_over
 from diloco.nats.identity import of_command
 from diloco.nats.transport import NatsTransport
@@ -62,7 +62,7 @@ class RunReader:
             return "over"
         return "going on" if self.live else "stopped"
 
-    async def load_first(self, fragment: int) -> LoadedFragment:
+    async def load_first(self, fragment: int) -> LoadedState:
         """Load version 0, as :meth:`diloco.log.reader.Reader.load_first` does and raises."""
         return await self.log.reader.load_first(fragment, self.genesis, self.genesis_check)
 

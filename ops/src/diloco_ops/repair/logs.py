@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from diloco.core.chain import Chain, WrongEntries
 from diloco.core.changes import Repair
 from diloco.errors import MessageError, RunError
-from diloco.log.reader import LoadedFragment
+from diloco.log.reader import LoadedState
 from diloco.log.stream import RefusedEntry, pass_over
 from diloco_ops.run_reader import RunReader
 
@@ -97,7 +97,7 @@ async def examine(seen: RunReader, fragment: int) -> Examined:
     return Examined(replica.chain, first_version, passed_over, merged, fault)
 
 
-async def _oldest(seen: RunReader, fragment: int) -> LoadedFragment:
+async def _oldest(seen: RunReader, fragment: int) -> LoadedState:
     """Return version 0 if the log still goes on from there, or else the oldest keyframe that is whole."""
     reader = seen.log.reader
     if await reader.begins_with(fragment, seen.genesis_check):

@@ -187,8 +187,10 @@ class Trainer:
             self._look_ahead(flight, batch)
             if called_s - self._logged_s >= LOG_EVERY_S and self._ended is not None and math.isfinite(self._ended.loss):
                 self._logged_s, end = called_s, self._ended
-                shown = {name: float(f"{value:.4g}") for name, value in end.metrics.items() if math.isfinite(value)}
-                about = {"loss": round(end.loss, 4), "learning_rate": round(rate, 6)} | ({"metrics": shown} if shown else {})
+                metrics = {name: float(f"{value:.4g}") for name, value in end.metrics.items() if math.isfinite(value)}
+                about = {"loss": round(end.loss, 4), "learning_rate": round(rate, 6)} | (
+                    {"metrics": metrics} if metrics else {}
+                )
                 self.log.debug("stepping", step=self.member.step, **about)
 
     def _make_batch(self) -> tuple[Batch, MeteredSpan]:

@@ -30,7 +30,7 @@ PARTS_AT_ONCE = 64  # of a keyframe, in memory while they are decompressed: 32 M
 
 
 @dataclass(frozen=True)
-class LoadedFragment:
+class LoadedState:
     """A fragment as the newest whole keyframe has it."""
 
     replica: Replica
@@ -87,7 +87,7 @@ class Reader:
         wrong: Container[bytes] = (),
         *,
         residual: bool = True,
-    ) -> LoadedFragment:
+    ) -> LoadedState:
         """Load a fragment from its newest whole keyframe after genesis, or from version 0.
 
         A keyframe that is damaged, or misses a part, or stands after one of the ``wrong`` entries, is named in the log, and
@@ -132,7 +132,7 @@ class Reader:
         wrong: Container[bytes],
         *,
         residual: bool,
-    ) -> tuple[LoadedFragment | None, dict[int, str]]:
+    ) -> tuple[LoadedState | None, dict[int, str]]:
         """Return the newest keyframe that serves, and the faults of those after it, by stream sequence."""
         faults: dict[int, str] = {}
         async for stored in self._from_newest(fragment, newest):
@@ -163,9 +163,7 @@ class Reader:
         except (MessageError, RunError) as error:
             return None, faults | {0: str(error)}
 
-    async def load_first(
-        self, fragment: int, genesis: Genesis, genesis_check: bytes, *, residual: bool = True
-    ) -> LoadedFragment:
+    async def load_first(self, fragment: int, genesis: Genesis, genesis_check: bytes, *, residual: bool = True) -> LoadedState:
         """Load version 0 of a fragment, with its ``residual`` or without as :meth:`load` does.
 
         Raises:
@@ -225,11 +223,8 @@ class Reader:
             raise RunError(f"{about} is not in the log, {has}")
         return replica
 
-    async def keyframes(self, fragment: int, refuse: Refuse) -> AsyncIterator[LoadedFragment]:
-        """Yield the fragment's keyframes after genesis that are stored by now, the oldest first.
-
-        A message that cannot be one is told to ``refuse`` and passed over.
-        """
+    async def keyframes(self, fragment: int, refuse: Refuse) -> AsyncIterator[LoadedState]:
+        """Yield the keyframes after genesis that are stored by now, the oldest first; ``refuse`` hears of what is none."""
         async for stored in self.stream.by_now(self.stream.subjects.keyframe(fragment)):
             try:
                 keyframe, inline = decode_keyframe(stored, self.stream.run)
@@ -366,7 +361,7 @@ class Reader:
 
     async def _load(
         self, keyframe: Keyframe, chain: Chain, inline: bytes, sequence: int, *, residual: bool = True
-    ) -> LoadedFragment:
+    ) -> LoadedState:
         fragment, body = keyframe.fragment, keyframe.body
         optimizer, size = self.stream.optimizers[fragment], self.stream.map.fragments[fragment].size
         raw_bytes = fold.keyframe_bytes(size, optimizer.moments)
@@ -379,11 +374,11 @@ class Reader:
             await self._read_beginning(beginning, head, body, what, sequence)
             theta, momentum = (array.view("<f4").astype(np.float32, copy=False) for array in beginning.arrays)
             replica = await asyncio.to_thread(fold.load_state, keyframe, chain, theta, momentum, optimizer)
-            return LoadedFragment(replica, np.empty(0, np.float32), sequence)
+            return LoadedState(replica, np.empty(0, np.float32), sequence)
         pieces = await self.stream.parts(head, body, what, sequence)
         raw = await asyncio.to_thread(open_body, body, inline, pieces, raw_bytes, what)
         replica, rest = await asyncio.to_thread(fold.load_keyframe, keyframe, chain, raw, optimizer)
-        return LoadedFragment(replica, rest, sequence)
+        return LoadedState(replica, rest, sequence)
 
     async def _read_beginning(self, beginning: codec.ContentStart, head: str, body: Body, what: str, sequence: int) -> None:
         """Read the parts of a body that hold its beginning, few at a time.
