@@ -28,6 +28,7 @@ from tests.pace import DEADLINE_S
 from diloco.core import kernels, outer, quantise
 from diloco.core.merge import Accumulator
 
+ROOT = Path(__file__).parents[2]
 Vector = NDArray[np.float32]
 Raw = NDArray[np.uint8]
 Segments = NDArray[np.int64]
@@ -408,7 +409,9 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[s
     started = {}
     for cpu, changes in {"host": {}, "generic": {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""}}.items():
         environment = os.environ | changes | {"NUMBA_CACHE_DIR": str(tmp_path_factory.mktemp(cpu))}
-        started[cpu] = subprocess.Popen([sys.executable, __file__], env=environment, stdout=subprocess.PIPE)
+        started[cpu] = subprocess.Popen(
+            [sys.executable, "-m", "tests.shared.test_kernels"], cwd=ROOT, env=environment, stdout=subprocess.PIPE
+        )
     said: dict[str, dict[str, Any]] = {}
     for cpu, process in started.items():
         output, _ = process.communicate(timeout=4 * DEADLINE_S)
