@@ -4,7 +4,8 @@
 
 * ``default``: `diloco up`. ``live.svg``, ``top.svg``, ``page-charts.png``, ``page-phone.png`` and ``page-rollback.png`` in its
   middle, ``report.png`` at its end.
-* ``regions``: three of them, one of which is cut off and healed. ``page-regions.png`` meanwhile, ``regions-cut.png`` at its end.
+* ``regions``: three of them, one of which is cut off and healed. ``page-regions.png`` meanwhile, ``regions-cut.png`` at
+  its end.
 * ``compare``: three short runs, of which one is stopped. ``compare.png``.
 
 Takes a quarter of an hour on two cores. All other pictures there are drawn from results: those of docs/quality by `diloco lab

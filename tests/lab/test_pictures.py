@@ -22,7 +22,8 @@ from diloco_lab.commands.files import ready
 from diloco_lab.goodput import Conditions, Row
 from diloco_lab.lifetime import Stretch
 from diloco_lab.outcome import Version
-from diloco_lab.pictures import Event, spread
+from diloco_lab.pictures import Event
+from diloco_report.frame import spread
 
 S = 1_000_000
 SVG = "{http://www.w3.org/2000/svg}"

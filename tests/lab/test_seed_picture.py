@@ -9,7 +9,8 @@ from xml.etree import ElementTree
 import pytest
 
 from diloco_lab.experiment import answer
-from diloco_lab.experiment.runner import Measured, Results
+from diloco_lab.experiment.methods import Measured
+from diloco_lab.experiment.runner import Results
 from diloco_lab.experiment.seed_picture import LEFT, RIGHT, WIDE
 from diloco_lab.experiment.spec import Experiment
 
