@@ -178,9 +178,9 @@ class Trainer:
             called_s = time.perf_counter()
             output = self.island.begin_step(batch.data, rate, (batch.share, batch.index))
             self._boundary.add(time.perf_counter() - opened_s)
-            shown = called_s - self._shown_s >= SHOW_EVERY_S
-            self._shown_s = called_s if shown else self._shown_s
-            landing, flight = flight, _Flight(batch, made, called_s, rate, watcher.submit(self._watch, output, shown))
+            asks = called_s - self._shown_s >= SHOW_EVERY_S
+            self._shown_s = called_s if asks else self._shown_s
+            landing, flight = flight, _Flight(batch, made, called_s, rate, watcher.submit(self._watch, output, asks))
             batch, made = self._make_batch()  # while the step runs
             if landing is not None:
                 self._land(landing)
