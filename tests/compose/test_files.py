@@ -115,3 +115,14 @@ def test_prometheus_asks_every_service_at_the_port_that_it_listens_at() -> None:
     targets = re.search(r"targets: \[(.*)\]", asked)
     assert targets is not None
     assert sorted(json.loads(f"[{targets[1]}]")) == sorted(f"{server}:{port[1]}" for server in watched)
+
+
+def test_the_log_of_compose_has_the_link_of_the_page_and_no_lines_of_servers() -> None:
+    services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
+    coordinator = services["coordinator"]
+    assert coordinator["environment"]["DILOCO_PAGE_URL"] == "http://127.0.0.1:${PAGE_PORT:-8420}/"
+    assert coordinator["ports"] == ["127.0.0.1:${PAGE_PORT:-8420}:8420"]
+    quiet = {name for name, service in services.items() if service.get("attach") is False}
+    assert quiet == {f"{kind}-{region}" for kind in ("control", "nats") for region in ("us", "eu", "ap")}
+    readme = (ROOT / "README.md").read_text()
+    assert "docker compose logs coordinator | grep page_link" in readme

@@ -134,6 +134,17 @@ def test_render() -> None:
     assert rest == ["    T:", "      x"]
 
 
+def test_a_line_of_progress_fits_a_terminal_beside_the_name_of_its_container() -> None:
+    values: dict[str, object] = {"state": "stepping", "loss": 2.4123, "step_s": 0.5132, "refused": 0, "version_min": 120}
+    values |= {"steps": 93_512, "tokens": 1_234_567, "bytes_up": 12_345_678, "bytes_down": 98_765_432_100}
+    values |= {f"{name}_per_s": 12_345.678 for name in ("steps", "tokens", "bytes_up", "bytes_down")}
+    plain = render(LogLine(1.0, "learner-eu-12", "info", "progress", values, "")).plain
+    assert len(plain) <= 100
+    assert "progress state=stepping loss=2.412 steps=93.51k tokens=1.235M" in plain
+    refused = render(LogLine(1.0, "learner-eu-12", "info", "progress", values | {"refused": 3}, "")).plain
+    assert "progress refused=3 state=stepping" in refused
+
+
 def test_render_cannot_be_used_to_drive_the_terminal() -> None:
     hostile = "\x1b[31m\x07\u202e\n"
     plain = render(

@@ -50,7 +50,7 @@ from diloco_report.units import count, lasting
 TORCH_MODULE = "diloco_learner.pytorch"
 TEND_S = 0.1  # a killed service is begun again after so long at most
 POLL_S = 0.5  # the live view moves twice a second
-PLAIN_EVERY_S = 5.0  # lines that a person still reads
+PLAIN_EVERY_S = 4.0  # with the time of an answer, a line comes within 5 s
 NEAR_END_S = 15.0  # from here on the last status must not be missed
 STATUS_TIMEOUT_S = 1.0  # a coordinator on this machine answers in milliseconds
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TextIO
 
 AFTER_S = 0.5  # shorter work is over before a user has read a line about it
-AGAIN_S = 15.0  # often enough to show that the command has not stopped
+AGAIN_S = 4.0  # no 5 s pass without a line
 
 
 @contextmanager

@@ -479,6 +479,8 @@ async def page_of(coordinator: Coordinator, settings: CoordinatorSettings, log: 
     drawing = Drawing(CoordinatorSource(coordinator), nonce, log)
     server = PageServer(drawing, settings.page_address, token, log, tls=tls)
     await server.start()
+    if settings.page_url:
+        log.info("page_link", link=settings.page_url if token is None else f"{settings.page_url}#{token}")
     try:
         yield server
     finally:

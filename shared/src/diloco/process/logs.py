@@ -35,6 +35,12 @@ _LEVEL_STYLES = {"debug": "dim", "info": "", "warning": "yellow", "error": "bold
 _LEVEL_NAMES = {"warning": "warn", "critical": "fatal"}
 _SERVICE_WIDTH = 13
 _EVENT_WIDTH = 26
+_PROGRESS = "progress"  # a line of it has the first of these values that fit, in few digits; the JSON has all
+_PROGRESS_KEYS = (
+    "state", "loss", "learners", "steps", "versions", "tokens", "tokens_per_s", "step_s", "fragments", "rounds", "bytes_up",
+    "bytes_down",
+)  # fmt: skip
+_PROGRESS_WIDTH = 100  # 120 less what docker compose puts in front of each line
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +210,8 @@ def render(entry: LogLine) -> Text:
         line.append("damaged line ", "yellow").append(printable(entry.raw[:200]), "dim")
         return line
     line.append(f"{_LEVEL_NAMES.get(entry.level, printable(entry.level))[:5]:<5} ", style or "dim")
+    if entry.event == _PROGRESS:
+        return _progress(line, entry.values)
     line.append(f"{printable(entry.event):<{_EVENT_WIDTH}}", style or "bold")
     traceback = None
     for key, value in entry.values.items():
@@ -216,6 +224,25 @@ def render(entry: LogLine) -> Text:
             line.append("\n    " + printable(part), "dim red")
     line.rstrip()
     return line
+
+
+def _progress(line: Text, values: Mapping[str, Any]) -> Text:
+    line.append(_PROGRESS, "bold")
+    refused = ("refused",) if values.get("refused") else ()
+    for key in (*refused, *_PROGRESS_KEYS):
+        value = values.get(key)
+        shown = _brief(value) if isinstance(value, int | float) else _value(value)
+        if value is not None and line.cell_len + len(key) + len(shown) + 2 <= _PROGRESS_WIDTH:
+            line.append(f" {key}=", "dim").append(shown)
+    return line
+
+
+def _brief(value: float) -> str:
+    """Return a number in four digits, with a letter for its thousands: ``1.235M``."""
+    for letter, scale in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(value) >= scale:
+            return f"{value / scale:.4g}{letter}"
+    return f"{value:.4g}"
 
 
 def printable(text: str) -> str:

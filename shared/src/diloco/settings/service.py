@@ -279,6 +279,12 @@ class CoordinatorSettings(ServiceSettings):
         description="file of the token that the page asks for, made if it is not there; where others than this machine reach "
         "its address, this or page_tls is needed",
     )
+    page_url: str = Field(
+        "",
+        pattern=r"^(https?://\S+/)?$",
+        description="URL by which browsers reach the page, such as http://127.0.0.1:8420/; the log then has it with the token, "
+        "as one link",
+    )
     page_tls: Path | None = Field(
         None,
         description="folder that `diloco keys add DIR page` made: the page is served over TLS, without a token to the run's "
