@@ -108,6 +108,7 @@ async def moves(run: Guarded, hosts: Hosts, block: str) -> None:
 async def removed(run: Guarded, hosts: Hosts, block: str) -> None:
     """A learner whose team has ended it: the others go on, the servers do not know it, and it counts no more."""
     [toy] = [toy for toy in run.toys if toy.settings.name == "learner-eu-1"]
+    run.toys.remove(toy)
     await asyncio.to_thread(toy.stop)
     kept = hosts.path / "eu" / "learner-eu-1.identity"  # its team has it still
     shutil.copy2(run.keys.identity_file("learner-eu-1"), kept)
