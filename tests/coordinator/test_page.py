@@ -116,6 +116,17 @@ async def frame(reader: asyncio.StreamReader) -> tuple[str, dict[str, str]]:
         assert not reader.at_eof()
 
 
+@pytest.mark.parametrize(
+    ("token", "link"), [("secret-token", "https://us.example.org:8443/#secret-token"), (None, "https://us.example.org:8443/")]
+)
+async def test_the_log_has_the_page_and_its_token_as_one_link(token: str | None, link: str) -> None:
+    log: Any = Log()
+    server = PageServer(Drawing(Run(), "feed", log), "127.0.0.1:0", token, log, url="https://us.example.org:8443/")
+    await server.start()
+    await server.close()
+    assert f"info page_link {{'link': '{link}'}}" in log.said
+
+
 async def test_the_page_is_whole_without_its_script_and_lets_the_browser_do_nothing_else() -> None:
     run = Run()
     run.tokens, run.sample = 1234567, MOVED

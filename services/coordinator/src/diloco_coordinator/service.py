@@ -477,10 +477,8 @@ async def page_of(coordinator: Coordinator, settings: CoordinatorSettings, log: 
     token, tls = check(settings.page_address, settings.page_token_file, settings.page_tls)
     nonce = nonce_of(coordinator.run.identity, coordinator.transport.random_bytes(6))
     drawing = Drawing(CoordinatorSource(coordinator), nonce, log)
-    server = PageServer(drawing, settings.page_address, token, log, tls=tls)
+    server = PageServer(drawing, settings.page_address, token, log, tls=tls, url=settings.page_url)
     await server.start()
-    if settings.page_url:
-        log.info("page_link", link=settings.page_url if token is None else f"{settings.page_url}#{token}")
     try:
         yield server
     finally:

@@ -68,6 +68,7 @@ class PageServer:
         log: for defects.
         acting: its actions; None: it is read-only.
         tls: context of its connections; None: they are in the clear.
+        url: its address as people open it, which the log has with the token once it answers; empty: it is not logged.
     """
 
     def __init__(
@@ -79,8 +80,10 @@ class PageServer:
         *,
         acting: Acting | None = None,
         tls: ssl.SSLContext | None = None,
+        url: str = "",
     ) -> None:
         self.drawing, self.address, self.log = drawing, address, log
+        self._link = url if not url or token is None else f"{url}#{token}"
         self.viewers = Viewers(drawing)
         self.port: int | None = None
         self._acting, self._tls = acting, tls
@@ -124,6 +127,8 @@ class PageServer:
         self._server = _Server(config)
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
         self.log.info("page_served", host=host, port=self.port)
+        if self._link:
+            self.log.info("page_link", link=self._link)
 
     async def close(self) -> None:
         """Stop answering; viewers are shown the end of a run that is over."""
