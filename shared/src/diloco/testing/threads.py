@@ -1,7 +1,7 @@
 """Threads in virtual time: real ones, of which one runs at a time, while the scheduler waits for it.
 
 A thread runs until it sleeps or waits; then the scheduler goes on, and it again when its time has come. It is its process's: it
-stands still while that is frozen, and ends with it. Modules under test are given :class:`Lock`, :class:`ThreadEvent`,
+stands still while that is frozen, and ends with it. Modules under test are given :class:`Lock`, :class:`Event`,
 :func:`sleep`, :func:`monotonic` and :func:`run_coroutine_threadsafe` in place of the real ones.
 """
 
@@ -124,7 +124,7 @@ class Lock:
         self._held = False
 
 
-class ThreadEvent:
+class Event:
     """An event that threads wait for."""
 
     def __init__(self) -> None:
