@@ -117,14 +117,12 @@ class Cell:
 def started(run: Run) -> Iterator[Started]:
     """A run whose command ends when it is told to."""
     command = [sys.executable, "-c", "import signal; signal.sigwait([signal.SIGINT])"]
-    process = subprocess.Popen(command, text=True, start_new_session=True, preexec_fn=_block)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # as the process begins
+    process = subprocess.Popen(command, text=True, start_new_session=True)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     yield Started(run.directory, process, lambda: "")
     process.kill()
     process.wait()
-
-
-def _block() -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
 
 
 @pytest.mark.services

@@ -241,7 +241,7 @@ async def test_of_two_learners_with_one_name_the_older_says_so_and_ends(launch: 
     await cluster.link()
     older = cluster.toy_process(0)
     await cluster.until(lambda: "toy-0" in cluster.heartbeats, "the older one")
-    younger = cluster.toy_process(0)
+    younger = cluster.toy_process(0, state_dir=str(cluster.directory / "of another machine"))
 
     [(code, said)] = await cluster.refused(older)
 

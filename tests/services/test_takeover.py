@@ -156,7 +156,7 @@ async def test_the_only_syncer_leaves_and_comes_back_to_its_own_residual(launch:
 async def test_of_two_processes_with_one_name_the_older_says_so_and_ends(launch: Launch) -> None:
     cluster = launch(settings(shards=1))
     [older] = await begin(cluster, 1)
-    cluster.syncer(0)
+    cluster.start("syncer-0", "diloco_syncer", state_dir=str(cluster.directory / "of another machine"))
 
     [(code, said)] = await cluster.refused(older)
 
