@@ -110,10 +110,10 @@ def test_adamw_takes_the_steps_of_torch_s_own_to_the_bit() -> None:
 def test_the_built_in_optimizers_load_no_compiler() -> None:
     steps = """
 import sys, torch
-from diloco_learner.pytorch.inner import AdamW, Muon
+from diloco_learner.pytorch.inner import Muon, TorchAdamW
 weight = torch.nn.Parameter(torch.eye(3))
 weight.grad = torch.ones(3, 3)
-AdamW([([weight], 0.0)], 0.01, 0.9, 0.95).step()
+TorchAdamW([([weight], 0.0)], 0.01, 0.9, 0.95).step()
 Muon([weight], [(3,)], 0.01, 0.0).step()
 assert "torch._dynamo" not in sys.modules
 """
