@@ -4,8 +4,8 @@
     python bench/region_back.py --away 10 --json
 
 The bench begins a run with ``diloco up`` in three regions (its defaults otherwise). Once every fragment has versions, it
-freezes all processes of one region for ``--away`` seconds. The others train on. Then the region's server loses its files,
-and all processes of the region are killed at once. ``up`` starts them again.
+freezes all processes of one region for ``--away`` seconds. The other regions train on. Then the region's server loses its
+files, and all processes of the region are killed at once. ``up`` starts them again.
 
 Seconds count from the moment at which the server answers again. *brought* is the first heartbeat in which the region's syncer
 says that the log is back, and *read* are the bytes that it has received from the other regions' servers until then.

@@ -26,7 +26,7 @@ from diloco.member.member import Member
 from diloco.member.peer import InMemory
 from diloco.process.observe import Logger, get_logger
 from diloco.settings.run import RunSettings
-from diloco.settings.service import LearnerSettings, SyncerSettings
+from diloco.settings.service import LearnerSettings
 from diloco.testing.server import matches
 from diloco.testing.transport import CONTROL
 from diloco.testing.world import VirtualProcess, World
@@ -39,7 +39,7 @@ from diloco_learner.feed import BatchFeed
 from diloco_learner.island import Island
 from diloco_learner.task import Task
 from diloco_learner.trainer import carry_out
-from diloco_syncer.shard import Shard
+from diloco_syncer.virtual import serve
 
 RUN = "trial"
 IDLE_S = 0.05  # a learner that waits looks again
@@ -119,7 +119,9 @@ class _Training(World):
         self.steps, self.offers = [Clock(pace.steps) for pace in paces], [Clock(pace.offers) for pace in paces]
         self.commits, self.subjects = Clock(trial.paces.commits), Subjects(RUN)
         others = [VirtualProcess(self, "creator", CONTROL, self._create)]
-        others += [VirtualProcess(self, f"syncer-{i}", CONTROL, self._sync) for i in range(self.settings.shards)]
+        others += [
+            VirtualProcess(self, f"syncer-{i}", CONTROL, partial(serve, run_name=RUN)) for i in range(self.settings.shards)
+        ]
         if trial.changes:
             others.append(VirtualProcess(self, "operator", CONTROL, self._operate))
         self.learners = [_Learner(self, i) for i in range(len(paces))]
@@ -152,13 +154,6 @@ class _Training(World):
 
     async def _create(self, process: VirtualProcess) -> None:
         await creation.create(process.transport, RUN, self.settings)
-
-    async def _sync(self, process: VirtualProcess) -> None:
-        run = await creation.find(process.transport, RUN, self.logger)
-        shard = Shard(
-            process.transport, run, await creation.find_map(run), SyncerSettings(name=process.name, run=RUN), self.logger
-        )
-        await shard.serve()
 
     async def _operate(self, process: VirtualProcess) -> None:
         run = await creation.find(process.transport, RUN, self.logger)

@@ -74,7 +74,7 @@ def text_at(kind: str, x: float, y: float, anchor: str, text: str) -> str:
 
 
 def across(kind: str, left: float, right: float, y: float) -> str:
-    """Draw a level line in the style sheet's class ``kind``."""
+    """Draw a horizontal line in the style sheet's class ``kind``."""
     return f'<line class="{kind}" x1="{left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>'
 
 
