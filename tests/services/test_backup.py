@@ -102,7 +102,7 @@ async def test_states_on_other_machines_are_collected_and_older_ones_are_dropped
         await run.until(lambda: min(kept()) == numbers[0], "states of attempts before the whole ones are gone")
         assert {numbers[0], numbers[1], numbers[2]} <= kept()
         assert not {number for number in kept() if numbers[0] < number < numbers[1]}
-        found = await asyncio.to_thread(resume.find, seen / "whole" / "2")
+        found = await asyncio.to_thread(resume.find, seen / manifest.FOLDER / str(numbers[1]))
         assert sorted(found.checkpoint.manifest.learners) == ["toy-0", "toy-1", "toy-2"]
         assert found.checkpoint.manifest.keep_own == ["own-loop"]
     finally:

@@ -41,6 +41,7 @@ class Governor:
         self.context, self.ownership, self.intake, self.changed = context, ownership, intake, changed
         self.owned: dict[int, FragmentOwner] = {}
         self.taking: set[int] = set()
+        self.begun = False
         self.news = asyncio.Event()  # ownership may be another one, by what was heard or done
         self._unsure = asyncio.Event()  # the owned fragments may have been another syncer's meanwhile
         self._wrong_since_s: dict[int, float] = {}  # by fragment: when its log was first seen to end with a wrong entry
@@ -53,6 +54,7 @@ class Governor:
         """Take fragments over, and follow others, as ``copies`` of their logs."""
         self._standby = Standby(self.context, copies, self.ownership, self.intake.aggregator, self.news.set)
         self._takeover = Takeover(self.context, copies, self._is_mine)
+        self.begun = True
 
     async def stop(self) -> None:
         """Follow the fragments of others no more."""

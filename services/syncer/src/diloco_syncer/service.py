@@ -24,7 +24,7 @@ from diloco_syncer.regions import Connect
 from diloco_syncer.shard import Shard
 from diloco_syncer.sweeper import Sweeper
 
-LEAVE_S = 5.0  # to hand fragments over, when the process is asked to end: keyframes of large fragments take a while
+LEAVE_S = 10.0  # to hand fragments over, when the process is asked to end: keyframes of large fragments take a while
 
 
 async def serve(settings: SyncerSettings) -> None:
@@ -50,7 +50,7 @@ async def _serve(settings: SyncerSettings, exporter: Exporter, log: Logger) -> N
             await asyncio.shield(serving)
         except asyncio.CancelledError:
             await shard.leave()
-            if shard.owned:
+            if shard.begun:  # what it owns at this moment does not count: a fragment may be on its way
                 await asyncio.wait([serving], timeout=LEAVE_S)
             raise
         finally:

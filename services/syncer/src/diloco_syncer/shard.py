@@ -102,6 +102,11 @@ class Shard:
         return self.governor.owned
 
     @property
+    def begun(self) -> bool:
+        """Whether the model is known, so that fragments can be owned."""
+        return self.governor.begun
+
+    @property
     def counts(self) -> Counts:
         """The counts of its rounds so far."""
         return self.context.counts
