@@ -67,9 +67,9 @@ def test_the_loss_is_the_mean_over_the_batches_that_are_held_out(weights: Path) 
 
 
 def test_a_sample_is_what_the_task_draws(weights: Path) -> None:
-    assert result(weights, "draws", count=3) == {"sample": "xxx21", "prompt": ""}
-    assert result(weights, "goes_on", count=1) == {"sample": "?y", "prompt": ""}
-    assert result(weights, "goes_on", prompt="and ") == {"sample": "and yy", "prompt": "and "}
+    assert result(weights, "draws", count=3) == {"sample": "xxx21", "prompt": "", "early": None}
+    assert result(weights, "goes_on", count=1) == {"sample": "?y", "prompt": "", "early": None}
+    assert result(weights, "goes_on", prompt="and ") == {"sample": "and yy", "prompt": "and ", "early": None}
 
 
 @pytest.mark.parametrize(
@@ -83,6 +83,21 @@ def test_a_sample_is_what_the_task_draws(weights: Path) -> None:
 def test_what_a_task_cannot_do_is_said(weights: Path, task: str, sample: dict[str, Any], said: str) -> None:
     with pytest.raises(SettingsError, match=re.escape(f"task.name = 'evaluated_tasks:{task}': {said}")):
         result(weights, task, **sample)
+
+
+def test_why_it_is_too_early_for_text_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DILOCO_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "text").write_text("abababababababababababababababab" * 400)  # pairs of bytes say almost everything of it
+    settings = run_settings(overrides={"task.layers": 1, "task.width": 8, "task.heads": 1, "task.context": 8, "task.batch": 2})
+    task = GptTask(settings.task, str(tmp_path / "text"))
+    leaves, _ = jax.tree_util.tree_flatten_with_path(task.init(jax.random.key(0)))
+    save_file(
+        {jax.tree_util.keystr(keys, simple=True, separator="/"): np.zeros(a.shape, "f4") for keys, a in leaves},
+        tmp_path / "file",
+    )
+    found = evaluate(settings, str(tmp_path / "text"), tmp_path / "file", {"seed": 0, "count": 2, "prompt": None})
+    # weights of zeros give all 256 bytes the same probability: ln 256 = 5.545
+    assert found["early"] == "too early for text: loss 5.55, counting pairs of bytes gives 0.00"
 
 
 def test_weights_of_another_model_are_refused_by_name(weights: Path) -> None:

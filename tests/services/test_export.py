@@ -273,16 +273,22 @@ async def test_weights_of_a_run_that_goes_on_and_of_one_that_is_over(launch: Lau
         assert np.array_equal(array, by_version[2][path])
         np.testing.assert_allclose(load_file(mean)[path], np.mean([one[path] for one in by_version], axis=0), rtol=1e-6, atol=0)
 
+    newest = min(len(f.versions) for f in folded)
+    half = await asyncio.to_thread(diloco, "export", run, str(tmp_path / "half.safetensors"), "--version", "50%")
+    assert f"versions {newest // 2} to {newest // 2} of " in half.out
+
     for wrong, code, said in (
+        (["--version", "101%"], 2, "--version '101%': expected at most 100%"),
         (["--version", "9999"], 5, "version 9999 is not in the log, whose newest version is"),
         (
             ["--version", "2", "--average", "4"],
             5,
             "a mean of 4 versions up to 2 would begin before version 0; ask for at most 3",
         ),
-        (["--version", "newest"], 2, "--version 'newest': expected a number, or latest"),
+        (["--version", "newest"], 2, "--version 'newest': expected a number, a percentage such as 50%, or latest"),
     ):
         refused = await asyncio.to_thread(diloco, "export", run, str(tmp_path / "none.safetensors"), *wrong)
         assert refused.code == code, refused
         assert said in refused.err
-    assert {path.name for path in tmp_path.glob("*safetensors*")} == {file.name, at_3.name, mean.name, "live.safetensors"}  # noqa: ASYNC240
+    written = {path.name for path in tmp_path.glob("*safetensors*")}  # noqa: ASYNC240
+    assert written == {file.name, at_3.name, mean.name, "half.safetensors", "live.safetensors"}

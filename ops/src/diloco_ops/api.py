@@ -32,7 +32,7 @@ from diloco.settings import folders
 from diloco.settings.loading import assignment
 from diloco_ops import attach, evaluating, export, inspect, notebook, pages, run_reader
 from diloco_ops.checking import found
-from diloco_ops.export import LATEST, parsed_version
+from diloco_ops.export import LATEST, parsed_version, resolve_version
 from diloco_ops.local_runs import LocalRun, local_run
 from diloco_ops.report import build
 from diloco_ops.supervise import ServiceFailed, last_words
@@ -181,11 +181,12 @@ class Run:
     def params(self, version: int | str = LATEST, *, average: int = 1) -> dict[str, NDArray[np.float32]]:
         """Return the parameters by path, float32 [their shapes], as ``diloco export`` writes them.
 
-        ``version``: one that all fragments have, or ``"latest"``. ``average``: the mean of so many, which end with it.
+        ``version``: one that all fragments have, ``"50%"`` for that part of the run, or ``"latest"``. ``average``: the mean of
+        so many, which end with it.
 
         Raises:
             RunError: there is no such run, or its log does not have the version.
-            SettingsError: the version is neither a number nor ``"latest"``.
+            SettingsError: the version is neither a number, a percentage, nor ``"latest"``.
             BrokerError: its server does not answer, and its files are not here.
         """
         wanted = parsed_version(str(version))
@@ -193,7 +194,7 @@ class Run:
         async def read() -> dict[str, NDArray[np.float32]]:
             async with run_reader.opened(self.directory) as seen:
                 weights = _InMemory(seen.map.empty())
-                await export.write(seen, weights, wanted, average)
+                await export.write(seen, weights, await resolve_version(seen, wanted), average)
                 return weights.tensors
 
         return _in_a_loop(read)

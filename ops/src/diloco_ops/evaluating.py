@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,7 +24,7 @@ from diloco.settings.run import RunSettings
 from diloco_ops import export, run_reader, scratch
 from diloco_ops.asking import ask
 from diloco_ops.environment import learner_environment
-from diloco_ops.export import LATEST, TASK
+from diloco_ops.export import LATEST, TASK, WantedVersion, resolve_version
 from diloco_ops.local_runs import newest_run
 from diloco_ops.run_summary import printable
 from diloco_ops.up import data_source
@@ -38,7 +39,9 @@ Weights = Annotated[
         show_default=False,
     ),
 ]
-Version = Annotated[str, typer.Option(help="Of a run: a version, which all fragments have; or latest: of each the newest.")]
+Version = Annotated[
+    str, typer.Option(help="Of a run: a version that all fragments have; 50%: after that part of it; or latest.")
+]
 Average = Annotated[int, typer.Option(min=1, help="Of a run: the mean of so many versions, which end with this one.")]
 Data = Annotated[str | None, typer.Option(help="Other data than the run's, as diloco up --data takes it.")]
 Set = Annotated[
@@ -82,6 +85,8 @@ def sample(
     """Draw text from a run's model, or from one in a file."""
     wanted = {"seed": seed, "count": count, "prompt": prompt}
     found = result(EvaluationRequest(weights or newest_run("diloco sample"), version, average, data, set_ or []), wanted)
+    if found["early"] is not None:
+        print(f"diloco: note: {found['early']}", file=sys.stderr)
     print(json.dumps(found) if json_ else printable(trimmed(found["prompt"] + found["sample"])))
 
 
@@ -120,9 +125,10 @@ def result(asked: EvaluationRequest, drawn: dict[str, Any] | None) -> dict[str, 
         return _evaluated(settings, own_data if asked.data is None else asked.data, file, drawn, other=asked.data is not None)
 
 
-async def _write(asked: EvaluationRequest, version: int | None, file: Path) -> tuple[RunSettings, str | None]:
+async def _write(asked: EvaluationRequest, wanted: WantedVersion, file: Path) -> tuple[RunSettings, str | None]:
     """Write a run's weights to a file; return its settings and data."""
     async with run_reader.opened(asked.path) as seen:
+        version = await resolve_version(seen, wanted)
         try:
             with export.in_one_file(seen, file, version, asked.average) as weights:
                 await export.write(seen, weights, version, asked.average, scratch.in_folder(file.parent))

@@ -48,12 +48,22 @@ Format = Literal["safetensors", "hf", "orbax"]
 
 
 @dataclass(frozen=True)
+class VersionShare:
+    """The version that ends the first ``percent`` per cent of a run's versions."""
+
+    percent: int
+
+
+WantedVersion = int | VersionShare | None  # None: of each fragment the newest
+
+
+@dataclass(frozen=True)
 class ExportRequest:
     """The weights that are asked for, and the form in which they are to be written."""
 
     out: Path
     format: Format
-    version: int | None
+    version: WantedVersion
     average: int
     precision: Precision
     names: Path | None
@@ -73,7 +83,9 @@ def export(
         Format,
         typer.Option("--format", help="A safetensors file, a folder of Hugging Face's libraries, or one of Orbax."),
     ] = "safetensors",
-    version: Annotated[str, typer.Option(help="A version, which all fragments have; or latest: of each the newest.")] = LATEST,
+    version: Annotated[
+        str, typer.Option(help="A version that all fragments have; 50%: after that part of the run; or latest.")
+    ] = LATEST,
     average: Annotated[int, typer.Option(min=1, help="The mean of so many versions, which end with this one.")] = 1,
     precision: Annotated[Precision, typer.Option(help="Of the values.")] = "float32",
     names: Annotated[
@@ -137,23 +149,40 @@ def _new_folder(path: Path, write: Callable[[Path], None]) -> None:
         raise
 
 
-def parsed_version(version: str) -> int | None:
+def parsed_version(version: str) -> WantedVersion:
     """Return the version that ``--version`` asks for; None: of each fragment the newest.
 
     Raises:
-        SettingsError: it is neither a number nor ``latest``.
+        SettingsError: it is neither a number, a percentage, nor ``latest``.
     """
     if version == LATEST:
         return None
-    if not (version.isascii() and version.isdigit() and len(version) < 16):
-        raise SettingsError(f"--version {version!r}: expected a number, or latest")
-    return int(version)
+    digits = version.removesuffix("%")
+    if not (digits.isascii() and digits.isdigit() and len(digits) < 16):
+        raise SettingsError(f"--version {version!r}: expected a number, a percentage such as 50%, or latest")
+    if digits == version:
+        return int(version)
+    if int(digits) > 100:
+        raise SettingsError(f"--version {version!r}: expected at most 100%")
+    return VersionShare(int(digits))
+
+
+async def resolve_version(seen: RunReader, wanted: WantedVersion) -> int | None:
+    """Return the version that is asked for, as a number; None: of each fragment the newest.
+
+    Raises:
+        RunError: the log cannot be read.
+    """
+    if not isinstance(wanted, VersionShare):
+        return wanted
+    return min(chain.version for chain in await run_reader.read_chains(seen.log)) * wanted.percent // 100
 
 
 async def _export(path: Path, draft: Path, asked: ExportRequest) -> None:
     async with run_reader.opened(path) as seen:
-        with await asyncio.to_thread(_opened, seen, draft, asked) as weights:
-            versions = await write(seen, weights, asked.version, asked.average, scratch.in_folder(draft.parent))
+        version = await resolve_version(seen, asked.version)
+        with await asyncio.to_thread(_opened, seen, draft, asked, version) as weights:
+            versions = await write(seen, weights, version, asked.average, scratch.in_folder(draft.parent))
         over = await seen.state()
         mean = f", each the mean of {asked.average}" if asked.average > 1 else ""
         print(
@@ -163,14 +192,14 @@ async def _export(path: Path, draft: Path, asked: ExportRequest) -> None:
         )
 
 
-def _opened(seen: RunReader, draft: Path, asked: ExportRequest) -> AbstractContextManager[Weights]:
+def _opened(seen: RunReader, draft: Path, asked: ExportRequest, version: int | None) -> AbstractContextManager[Weights]:
     """Return the weights to be written.
 
     Raises:
         SettingsError: the names do not fit the model; there is no configuration, or it is of another model.
         ServiceFailed: the task does not say them.
     """
-    metadata = metadata_of(seen, asked.version, asked.average)
+    metadata = metadata_of(seen, version, asked.average)
     source = "task: names()" if asked.names is None else f"--names {asked.names}"
     names = Names({}, source) if asked.names is None else naming.read_names(asked.names, source)
     if asked.format == "hf":

@@ -1,8 +1,8 @@
 """``python -m diloco_learner.evaluate``: evaluate weights in a file as the evaluator does, or draw a sample from them.
 
 Reads ``{"settings": ..., "data": ..., "weights": ..., "sample": ...}`` from stdin. Prints ``{"loss": ..., "units": ...,
-"values": ...}``, or ``{"sample": ..., "prompt": ...}`` where ``sample`` is not null but ``{"seed": ..., "count": ...,
-"prompt": ...}`` (null: the task's own).
+"values": ...}``, or ``{"sample": ..., "prompt": ..., "early": ...}`` where ``sample`` is not null but ``{"seed": ...,
+"count": ..., "prompt": ...}`` (null: the task's own). ``early`` is null, or says why the model has no text to show yet.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from diloco.settings.run import RunSettings
 from diloco.settings.service import LearnerSettings
 from diloco.settings.validation import parse
 from diloco_learner import frameworks, members, weights
+from diloco_learner.evaluator import bigram_loss, too_early
+from diloco_learner.model import Evaluated
 from diloco_learner.task_api import default_prompt, units_of
 
 
@@ -55,7 +57,13 @@ def evaluate(settings: RunSettings, data: str | None, path: Path, sample: dict[s
         if drawn is None:
             raise SettingsError(f"task.name = {settings.task.name!r}: it has no sample(), which draws from the model")
         prompt = default_prompt(island.task) if sample["prompt"] is None else sample["prompt"]
-        return {"sample": drawn, "prompt": prompt}
+        return {"sample": drawn, "prompt": prompt, "early": _early(island)}
+
+
+def _early(island: Evaluated) -> str | None:
+    """Return why the model has no text to show yet; None: it may have, or is of no text."""
+    bigram = bigram_loss(island.task)
+    return None if bigram is None else too_early(island.evaluation().loss, bigram)
 
 
 def takes_prompt(task: object) -> bool:

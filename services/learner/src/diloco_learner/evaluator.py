@@ -124,21 +124,17 @@ class Evaluator:
             SettingsError: the task's ``sample`` raised an error.
         """
         with users_errors(self.settings.task):
-            early = too_early(self._newest.loss, self._bigram_loss())
+            if self._bigram is None and self._newest.loss is not None:
+                self._bigram = bigram_loss(self.island.task)
+            early = too_early(self._newest.loss, self._bigram)
             if early is not None:
                 return early
             drawn, prompt = self.island.sample(self.settings.seed, SAMPLE_TOKENS), default_prompt(self.island.task)
             return None if drawn is None else prompt.lstrip("\n") + drawn
 
-    def _bigram_loss(self) -> float | None:
-        """Return the validation loss of a model that counts pairs of bytes; None: the task is trained on other data."""
-        if self._bigram is None and self._newest.loss is not None and (corpus := self._corpus()) is not None:
-            self._bigram = ngram_losses(corpus.training_text(), corpus.to_evaluate.text, (2,))[2]
-        return self._bigram
-
     def _tell_of_text(self) -> None:
         """Log how much text is evaluated on; warn if a model may know all of it by heart."""
-        if (corpus := self._corpus()) is not None:
+        if (corpus := corpus_of(self.island.task)) is not None:
             self.log.info("held_out_text", **corpus.describe())
             if corpus.to_evaluate.all_kept:
                 self.log.warning(
@@ -147,14 +143,9 @@ class Evaluator:
                     advice="the loss says how well text is remembered, not how well new text is predicted; give other text",
                 )
 
-    def _corpus(self) -> Corpus | None:
-        """Return the text that the task is trained and evaluated on; None: on other data."""
-        data = getattr(self.island.task, "data", None)
-        return data.corpus if isinstance(data, TextData) else None
-
     def _text(self) -> dict[str, Any]:
         """Return the text's hash, and validation losses of n-gram models of it; of other data neither is known."""
-        corpus = self._corpus()
+        corpus = corpus_of(self.island.task)
         if corpus is None:
             return {"text": None, "baselines": {}}
         losses = ngram_losses(corpus.training_text(), corpus.to_evaluate.text, tuple(NGRAMS))
@@ -189,6 +180,18 @@ class Evaluator:
         rundir.write_json(self.file, result)
         if self._failure is not None:
             raise self._failure
+
+
+def corpus_of(task: object) -> Corpus | None:
+    """Return the text that a task is trained and evaluated on; None: on other data."""
+    data = getattr(task, "data", None)
+    return data.corpus if isinstance(data, TextData) else None
+
+
+def bigram_loss(task: object) -> float | None:
+    """Return the validation loss of a model that counts pairs of bytes; None: the task is trained on other data than text."""
+    corpus = corpus_of(task)
+    return None if corpus is None else ngram_losses(corpus.training_text(), corpus.to_evaluate.text, (2,))[2]
 
 
 def too_early(loss: float | None, bigram: float | None) -> str | None:
