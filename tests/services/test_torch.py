@@ -109,7 +109,8 @@ class _Loop:
         self.optimizer = self.task.optimizer(list(self.module.parameters()), 0.1)
 
     def train(self) -> None:
-        own = {"run": self.cluster.name, "tokens": SAMPLES, "tensor": partial(tensor_of, self.task), "within_s": DEADLINE_S}
+        own: dict[str, Any] = {"run": self.cluster.name, "tokens": SAMPLES, "tensor": partial(tensor_of, self.task)}
+        own["within_s"] = DEADLINE_S
         [toy] = self.cluster.toys
         with diloco.join(self.cluster.url, params=self.module, **own | self.given) as run:
             for batch in run.batches(self.task.batches):

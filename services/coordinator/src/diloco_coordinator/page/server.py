@@ -82,9 +82,10 @@ class PageServer:
         tls: ssl.SSLContext | None = None,
         url: str = "",
     ) -> None:
-        self.drawing, self.address, self.log = drawing, address, log
+        self.drawing: Drawing = drawing
+        self.address, self.log = address, log
         self._link = url if not url or token is None else f"{url}#{token}"
-        self.viewers = Viewers(drawing)
+        self.viewers: Viewers = Viewers(drawing)
         self.port: int | None = None
         self._acting, self._tls = acting, tls
         identified = tls is not None and tls.verify_mode is ssl.CERT_REQUIRED

@@ -22,7 +22,9 @@ class Viewers:
 
     def __init__(self, drawing: Drawing) -> None:
         self.drawing = drawing
-        self.count = self.frames = self.dropped = 0
+        self.count: int = 0
+        self.dropped: int = 0
+        self.frames = 0
         self._drawn = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
