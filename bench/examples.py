@@ -26,7 +26,7 @@ import optax
 import script
 
 from diloco.settings.presets import run_settings
-from diloco_learner.frameworks import LoadedTask, load, make_model
+from diloco_learner.frameworks import LoadedTask, load
 from diloco_learner.task import named
 
 EXAMPLES = (
@@ -91,7 +91,7 @@ def bare_torch(task: Any) -> Take:
 def island_of(name: str, loaded: LoadedTask) -> Take:
     """Return a step of the task's island."""
     inner = {"inner.optimizer": "adamw", "inner.clip_norm": 1e9, "fragments.count": 8, "task.name": f"{name}:make"}
-    island, count = make_model(loaded, run_settings(overrides=inner), None), [0]
+    island, count = loaded.framework.make_model(loaded.task, run_settings(overrides=inner), None), [0]
 
     def take(batch: Any) -> float:
         count[0] += 1
@@ -131,7 +131,8 @@ def measure(name: str, pairs: int) -> dict[str, Any]:
     """Compare the two loops of an example."""
     settings = run_settings(overrides={"task.name": f"{name}:make", "fragments.count": 8})
     loaded = load(settings.task, None, Path())
-    loops = {"bare": bare_torch(loaded.task) if loaded.torch else bare(loaded.task), "island": island_of(name, loaded)}
+    plain = {"jax": bare, "torch": bare_torch}[loaded.framework.name]
+    loops = {"bare": plain(loaded.task), "island": island_of(name, loaded)}
     kept, count, step_s = fitted(loops["bare"], loaded.task.batches(0, 1, 0, 0))
     steps = max(1, round(TURN_S / step_s))
     for take in loops.values():

@@ -76,16 +76,13 @@ class Bare:
 
 def bare(sets: Sequence[str]) -> None:
     """Take steps without end."""
-    from diloco_learner.frameworks import load, make_model
+    from diloco_learner.frameworks import load
     from diloco_learner.task_api import first_batch
 
     settings, cache_dir = run_settings("decoupled", parse_assignments(list(sets))), folders.cache_dir()
     loaded = load(settings.task, None, cache_dir)
-    if not loaded.torch:
-        from diloco_learner import programs
-
-        programs.keep_if_possible(cache_dir)  # it is the learners' program
-    model, batch = make_model(loaded, settings, None), first_batch(loaded.task, settings)
+    loaded.framework.keep_programs(cache_dir)  # it is the learners' program
+    model, batch = loaded.framework.make_model(loaded.task, settings, None), first_batch(loaded.task, settings)
 
     def step() -> Output:
         output = model.begin_step(batch, 0.0)

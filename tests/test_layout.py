@@ -27,10 +27,13 @@ SERVICES = (
     "diloco_coordinator.server_watch.service",
 )
 # of `diloco replay`, `diloco up`, `diloco eval`, `diloco data`, `diloco doctor` and `import diloco`, which find them by
-# name; and of tasks
+# name; of frameworks; and of tasks
 ENTRY_POINTS = tuple(
     f"diloco_learner.{name}"
-    for name in ("replay", "check", "evaluate", "examine", "fit", "hugging_face", "joining", "kernels", "mix.describe")
+    for name in (
+        *("replay", "check", "evaluate", "examine", "fit", "hugging_face", "joining", "kernels", "mix.describe"),
+        *("jax_framework", "torch_framework"),
+    )
 )
 PROGRAMS = ("__main__",)
 TESTS = ROOT / "tests"

@@ -21,7 +21,7 @@ from diloco.core.delta import Baseline, EncodedOffer, Offered
 from diloco.core.fragments import build_map
 from diloco.settings import folders
 from diloco.settings.presets import run_settings
-from diloco_learner.frameworks import LoadedTask, load, make_model
+from diloco_learner.frameworks import LoadedTask, load
 from diloco_learner.task_api import first_batch
 from on_device import trace
 from on_device.plan import MULTIPLE, ONE, Plan
@@ -69,7 +69,7 @@ def device(plan: Plan, framework: str) -> Iterator[Result]:
     """Yield what writing and reading a fragment at each step costs beside bare steps: time, memory, copies, idle time."""
     memory = {"jax": jax_memory, "torch": torch_memory}[framework]
     settings, loaded = _load(plan, framework)
-    model, batch = make_model(loaded, settings, None), first_batch(loaded.task, settings)
+    model, batch = loaded.framework.make_model(loaded.task, settings, None), first_batch(loaded.task, settings)
     bare = _own_step(model, batch)
     began_s = time.perf_counter()
     model.check(batch)
@@ -153,7 +153,7 @@ def host(plan: Plan) -> Iterator[Result]:
 def plain(plan: Plan, framework: str) -> Iterator[Result]:
     """Yield a plain loop's steps beside those of a learner, in turns: optax and jit, or PyTorch's data-parallel module."""
     settings, loaded = _load(plan, framework)
-    model, batch = make_model(loaded, settings, None), first_batch(loaded.task, settings)
+    model, batch = loaded.framework.make_model(loaded.task, settings, None), first_batch(loaded.task, settings)
     model.check(batch)
     other = _plain_jax(loaded, settings, batch) if framework == "jax" else _plain_torch(loaded, settings, batch)
     own = _own_step(model, batch)

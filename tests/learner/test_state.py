@@ -14,8 +14,8 @@ from diloco.errors import SettingsError
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
 from diloco_learner.beginning import prepare_copies
-from diloco_learner.check import _check_numbers as check_numbers
 from diloco_learner.island import Island
+from diloco_learner.jax_framework import JaxFramework
 from diloco_learner.task import Aux
 
 SMALL = {"shards": 1, "fragments.count": 2, "inner.optimizer": "adamw", "inner.clip_norm": 1e6}
@@ -100,7 +100,7 @@ def test_learners_that_offer_gradients_offer_values_of_state() -> None:
 
 def test_a_state_that_begins_with_no_numbers_is_named() -> None:
     with pytest.raises(SettingsError, match=r"init_state\(\) returned 'state/mean' with NaN or infinity.*\(.*line"):
-        check_numbers(Island(type("Made", (Centred,), {"first": float("nan")})(), SETTINGS))
+        JaxFramework("jax").check_values(Island(type("Made", (Centred,), {"first": float("nan")})(), SETTINGS))
 
 
 def test_one_fragment_has_no_room_for_parameters_and_state() -> None:

@@ -483,7 +483,8 @@ def test_a_task_of_another_framework_is_told_from_one_of_this() -> None:
     class OfJax:
         tokens_per_batch, init, loss, batches = 1, print, print, print
 
-    with pytest.raises(SettingsError, match="is a task of JAX; name a torch task"):
+    said = "what make returns is a task of jax, and this process is a learner of torch: name a task of torch, or start"
+    with pytest.raises(SettingsError, match=said):
         checked(OfJax(), TaskSettings(name="own:make"))
     with pytest.raises(SettingsError, match="lacks tokens_per_batch, module, loss, batches"):
         checked(object(), TaskSettings(name="own:make"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,6 +125,8 @@ def found(task: str) -> tuple[str, Path | None]:
 def show(found: dict[str, Any], chosen: Chosen, console: Console) -> None:
     """Print an examination for people; warnings last."""
     console.print(chosen.said, markup=False, soft_wrap=True)
+    devices = ", ".join(f"{number} x {kind}" if number > 1 else kind for kind, number in Counter(found["devices"]).items())
+    console.print(f"framework: {found['framework']}, here on {devices}", markup=False, soft_wrap=True)
     table = Table(box=None, pad_edge=False)
     for title in ("tensor", "shape", "type", "size", "fragments", "merged by", "matrices"):
         table.add_column(title, justify="right" if title in ("size", "matrices") else "left", no_wrap=title != "tensor")

@@ -35,6 +35,7 @@ from diloco_ops import cuts, inspect, pages, region_logs
 from diloco_ops.broker.server import CONNECT_TIMEOUT_S, free_ports
 from diloco_ops.embedded import Embedded
 from diloco_ops.environment import learner_environment, mesh_of, per_process, service_environment
+from diloco_ops.learner_programs import program_of_learner
 from diloco_ops.live import screen
 from diloco_ops.live.watched import Watched
 from diloco_ops.report import build, reference
@@ -47,7 +48,7 @@ from diloco_ops.wan import control as wan
 from diloco_report import page
 from diloco_report.units import count, lasting
 
-TORCH_MODULE = "diloco_learner.pytorch"
+EVALUATOR = "evaluator"
 TEND_S = 0.1  # a killed service is begun again after so long at most
 POLL_S = 0.5  # the live view moves twice a second
 PLAIN_EVERY_S = 4.0  # with the time of an answer, a line comes within 5 s
@@ -72,9 +73,14 @@ class LaunchRequest:
 
 def service_count(directory: RunDirectory, standbys: int, coordinators: int) -> int:
     """Return the number of a run's services, each process of a learner being one."""
-    torch, processes = directory.torch or {}, directory.processes_per_learner or 1
-    learners = sum(1 if name in torch else processes for name in directory.learner_names)
+    learners = sum(process_count(directory, name) for name in directory.learner_names)
     return coordinators + syncer_count(directory.settings) + standbys + learners + 1
+
+
+def process_count(directory: RunDirectory, name: str) -> int:
+    """Return the number of processes of one of a run's learners, or of its evaluator."""
+    alone = name == EVALUATOR or program_of_learner(directory, name).one_process
+    return 1 if alone else directory.processes_per_learner or 1
 
 
 def syncer_count(settings: RunSettings) -> int:
@@ -162,7 +168,8 @@ class Launcher:
         finally:
             # learners first: at their end they still ask the others
             saved = directory.path / state.FOLDER
-            orders = ["diloco_learner", TORCH_MODULE], ["diloco_syncer", "diloco_coordinator"], ["diloco_ops.wan"]
+            learners = {program_of_learner(directory, name).module for name in (*directory.learner_names, EVALUATOR)}
+            orders = sorted(learners), ["diloco_syncer", "diloco_coordinator"], ["diloco_ops.wan"]
             self.services.end(*orders, writing=lambda: files.drafted_bytes(saved))
             if link is not None:
                 await link.close()
@@ -215,19 +222,18 @@ class Launcher:
         for share_, name in enumerate(names):
             values = place(share_) | {"share": share_, "slow": self.slow.get(name, 1.0)} | given
             self._start_learner(name, values, share_, _core(share_, len(names)))
-        self._start_learner("evaluator", place(0) | {"role": "evaluator"} | given, len(names), None)
+        self._start_learner(EVALUATOR, place(0) | {"role": "evaluator"} | given, len(names), None)
 
     def _start_learner(self, name: str, values: dict[str, Any], index: int, cores: set[int] | None) -> None:
         devices, learners = self.directory.devices_per_learner, len(self.directory.learner_names)
-        task = (self.directory.torch or {}).get(name)
-        if task is not None:
-            environment = learner_environment(index, learners, None)
-            self._start_service(name, TORCH_MODULE, values | {"task": task}, environment, cores)
+        program, count = program_of_learner(self.directory, name), process_count(self.directory, name)
+        if program.one_process:
+            environment, task = learner_environment(index, learners, None), (self.directory.torch or {}).get(name)
+            self._start_service(name, program.module, values | {"task": task}, environment, cores)
             return
-        count = 1 if values.get("role") == "evaluator" else self.directory.processes_per_learner or 1
         if count == 1:
             environment = learner_environment(index, learners, devices)
-            self._start_service(name, "diloco_learner", values | {"mesh": mesh_of(devices)}, environment, cores)
+            self._start_service(name, program.module, values | {"mesh": mesh_of(devices)}, environment, cores)
             return
         mesh, least = mesh_of(devices, self.directory.replicas), self.directory.least_processes
         group = "" if self.directory.shrinks else name  # where fewer go on, one that is lost is begun again alone
@@ -237,7 +243,7 @@ class Launcher:
             own: dict[str, Any] = {"name": name, "mesh": mesh}
             own["processes"] = {"count": count, "index": process, "address": address, "least": least}
             service = name if process == 0 else f"{name}-p{process}"
-            self._start_service(service, "diloco_learner", values | own, environment, None, group=group)
+            self._start_service(service, program.module, values | own, environment, None, group=group)
 
     def _start_service(
         self,

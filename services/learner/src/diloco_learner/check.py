@@ -20,17 +20,16 @@ from diloco.core.built_in import BUILT_IN
 from diloco.core.fragments import FragmentMap, check_same_map, unpack_map
 from diloco.errors import SettingsError
 from diloco.process import observe
-from diloco.settings import folders
 from diloco.settings.run import MixSettings, RunSettings
 from diloco.settings.service import LearnerSettings, MeshSettings
 from diloco.settings.validation import parse
-from diloco_learner import members, options
+from diloco_learner import frameworks, members, options
 from diloco_learner.data import open_data
+from diloco_learner.frameworks import Framework, LoadedTask
 from diloco_learner.mix.mix import Mix
 from diloco_learner.task_api import first_batches, units_of
 
 if TYPE_CHECKING:
-    from diloco_learner.frameworks import LoadedTask
     from diloco_learner.model import Model
 
 LOOK_BATCHES, LOOK_S = 64, 1.0  # looked at for their end: so many, or for so long, so that the check stays short
@@ -56,13 +55,13 @@ class PlannedRun:
 class TaskFacts:
     """Facts of a task that is fit.
 
-    ``step_tokens``: of one step of a learner. ``units``: of the loss; None: it does not say. ``torch``: it is one of PyTorch.
-    ``mix``: its mix of data as the run's settings are to have it, if that is one.
+    ``step_tokens``: of one step of a learner. ``units``: of the loss; None: it does not say. ``framework``: the name of the
+    framework that computes it. ``mix``: its mix of data as the run's settings are to have it, if that is one.
     """
 
     step_tokens: int
     units: str | None
-    torch: bool
+    framework: str
     mix: MixSettings | None
 
 
@@ -95,30 +94,27 @@ def check(plan: PlannedRun) -> TaskFacts:
         own.validation()
         # its model follows from the settings, and from a mix
         if plan.mesh is None and plan.init is None and not (isinstance(own, Mix) and plan.fragment_map):
-            folders.made(cache_dir)
-            return _found(settings, settings.task.tokens_per_batch, own.units, own, torch=False)
-    found = checked(plan).found
-    if not found.torch:
-        folders.made(cache_dir)
-    return found
+            framework = frameworks.claimant(None, settings.task)
+            framework.check_cache(cache_dir)
+            return _found(settings, settings.task.tokens_per_batch, own.units, own, framework)
+    made = checked(plan)
+    made.loaded.framework.check_cache(cache_dir)
+    return made.found
 
 
 def checked(plan: PlannedRun) -> Checked:
     """Return the same as :func:`check`, of the built-in task too, with all that was made; raise as it does."""
-    from diloco_learner import frameworks, weights
+    from diloco_learner import weights
 
     settings, cache_dir = plan.settings, LearnerSettings(name="check").cache_dir
     with members.users_errors(settings.task):
         loaded = frameworks.load(settings.task, plan.data, cache_dir)
-        if not loaded.torch:
-            from diloco_learner import programs
-
-            programs.keep_if_possible(cache_dir)  # learners need the same ones
-        model = frameworks.make_model(loaded, settings, plan.mesh)
+        framework = loaded.framework
+        framework.keep_programs(cache_dir)  # learners need the same ones
+        model = framework.make_model(loaded.task, settings, plan.mesh)
         batches = _first_batches(loaded, settings)
         model.check(batches[0])
-        if not loaded.torch:
-            _check_numbers(model)
+        framework.check_values(model)
         fragments = model.fragments()
         if plan.fragment_map is not None and settings.continues is not None:
             check_same_map(fragments, plan.fragment_map, settings.continues.run)
@@ -127,7 +123,7 @@ def checked(plan: PlannedRun) -> Checked:
         _check_step(loaded, settings, model, batches[0])
         model.check_evaluation()
         task = loaded.task
-        found = _found(settings, task.tokens_per_batch, units_of(task)["loss"], getattr(task, "mix", None), torch=loaded.torch)
+        found = _found(settings, task.tokens_per_batch, units_of(task)["loss"], getattr(task, "mix", None), framework)
         return Checked(found, loaded, model, batches)
 
 
@@ -135,35 +131,17 @@ def _first_batches(loaded: LoadedTask, settings: RunSettings) -> list[Any]:
     """Return the first two batches, after a look at those behind them.
 
     Raises:
-        SettingsError: they end, or one is of other shapes; a task of PyTorch may change these.
+        SettingsError: they end, or one is of other shapes, if the framework needs the same ones.
     """
-    if not loaded.torch:
-        from diloco_learner.task import check_alike
     kept, began_s = list[Any](), time.monotonic()
     with members.users_errors(settings.task, loaded.task.batches):
         for index, batch in enumerate(first_batches(loaded.task, settings)):
             if index < 2:
                 kept.append(batch)
-            if not loaded.torch:
-                check_alike(loaded.task, kept[0], batch)
+            loaded.framework.check_alike(loaded.task, kept[0], batch)
             if index and (index + 1 == LOOK_BATCHES or time.monotonic() - began_s > LOOK_S):
                 break
     return kept
-
-
-def _check_numbers(island: Any) -> None:
-    """Find out that a task of JAX begins with parameters and constants that are finite.
-
-    Raises:
-        SettingsError: a value is NaN or infinity.
-    """
-    from diloco_learner import fixed
-
-    fixed.check_finite(island.task.init, island.params())
-    if merged := island.task_state.merged():
-        fixed.check_finite(island.task.init_state, merged)
-    if hasattr(island.task, "constants"):
-        fixed.check_finite(island.task.constants, island.constants)
 
 
 def _check_step(loaded: LoadedTask, settings: RunSettings, model: Any, batch: Any) -> None:
@@ -172,37 +150,24 @@ def _check_step(loaded: LoadedTask, settings: RunSettings, model: Any, batch: An
     Raises:
         SettingsError: it cannot.
     """
-    if math.isfinite(_rehearsed(loaded, model, batch)):
+    if math.isfinite(loaded.framework.rehearse(model, batch)):
         return
     loss, paths = model.measured(batch)
     cause = f", and its gradient of {paths[0]!r} is NaN or infinity" if math.isfinite(loss) and paths else ""
-    if not loaded.torch:
-        from diloco_learner.traced import out_of_bounds
-
-        beyond = out_of_bounds(loaded.task, settings, model, batch)
-        cause += f", since {beyond}" if beyond else ""
+    reason = loaded.framework.find_cause(loaded.task, settings, model, batch)
+    cause += f", since {reason}" if reason else ""
     raise SettingsError(
         f"task: loss() of the first batch is {loss:g}{cause}: no step is taken with NaN or infinity"
         f"{members.place(loaded.task.loss)}"
     )
 
 
-def _rehearsed(loaded: LoadedTask, model: Model, batch: Any) -> float:
-    """Return the loss of a step that is not taken, or NaN."""
-    if loaded.torch:
-        return model.rehearse(batch)
-    from diloco_learner.beginning import room_for_steps
-
-    with room_for_steps(1, 1):
-        return model.rehearse(batch)
-
-
-def _found(settings: RunSettings, step_tokens: int, units: str | None, data: object, *, torch: bool) -> TaskFacts:
+def _found(settings: RunSettings, step_tokens: int, units: str | None, data: object, framework: Framework) -> TaskFacts:
     """Return the facts of a task, after those of a mix: the run must not go over a source too often."""
     if not isinstance(data, Mix):
-        return TaskFacts(step_tokens, units, torch, None)
+        return TaskFacts(step_tokens, units, framework.name, None)
     data.check_epochs(settings)
-    return TaskFacts(step_tokens, units, torch, data.settings)
+    return TaskFacts(step_tokens, units, framework.name, data.settings)
 
 
 def _plan(request: dict[str, Any]) -> PlannedRun:
@@ -223,7 +188,7 @@ def _main() -> None:
     found = check(plan) if made is None else made.found
     mix = None if found.mix is None else found.mix.model_dump()
     packed = None if made is None else made.model.fragments().pack().hex()
-    facts = {"step_tokens": found.step_tokens, "units": found.units, "torch": found.torch, "mix": mix, "map": packed}
+    facts = {"step_tokens": found.step_tokens, "units": found.units, "framework": found.framework, "mix": mix, "map": packed}
     print(json.dumps(facts))
 
 

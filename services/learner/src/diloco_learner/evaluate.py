@@ -35,11 +35,8 @@ def evaluate(settings: RunSettings, data: str | None, path: Path, sample: dict[s
     own = LearnerSettings(name="evaluator")  # with what DILOCO_* says of its mesh and the cache, as an evaluator has them
     with members.users_errors(settings.task):
         loaded = frameworks.load(settings.task, data, own.cache_dir)
-        if not loaded.torch:
-            from diloco_learner import programs
-
-            programs.keep_if_possible(own.cache_dir)
-        island = frameworks.make_model(loaded, settings, own.mesh)
+        loaded.framework.keep_programs(own.cache_dir)
+        island = loaded.framework.make_model(loaded.task, settings, own.mesh)
         weights.put(path, island, build_whole(island.specs()), setting="")
         if sample is None:
             found = island.evaluation()

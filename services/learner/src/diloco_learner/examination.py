@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, get_args
 
 import numpy as np
@@ -76,6 +76,8 @@ class TaskExamination:
     loss: float  # of the first batch, with the first parameters
     units: str | None
     warnings: list[str]
+    framework: str = ""  # that claims the task, once it is known
+    devices: list[str] = field(default_factory=list)  # kind of each that a process of it has here
 
 
 def share_of(task: Batches, settings: RunSettings, share: int, start: int = 0) -> Iterator[Any]:

@@ -1,56 +1,221 @@
-"""A run's task and its model, of whichever framework the task is; the other one is not imported."""
+"""Frameworks: each computes the steps of learners. One claims a run's task, and the others are not imported.
+
+A distribution adds a framework by an entry point of the group ``diloco.frameworks``. Its name is the framework's name, and its
+object a subclass of :class:`Framework`. To find the framework that claims a task, the modules of all entry points are imported,
+so such a module imports the framework's own library within its methods only.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from diloco.core.built_in import BUILT_IN
+from diloco.errors import SettingsError
 from diloco.settings.run import RunSettings, TaskSettings
 from diloco.settings.service import MeshSettings
-from diloco_learner.model import Model
-from diloco_learner.task_api import is_torch, made
+from diloco_learner import members
+from diloco_learner.task_api import made
 
+if TYPE_CHECKING:
+    from diloco_learner.examination import TaskExamination
+    from diloco_learner.model import Model
+
+GROUP = "diloco.frameworks"
 Task: TypeAlias = Any  # of one of them
+
+
+class FrameworkChecks:
+    """Looks at a task and its model before a run that not every framework needs; by default they find nothing."""
+
+    def keep_programs(self, cache_dir: Path) -> None:
+        """Keep programs that are compiled from here on for other processes, if the folder can be written."""
+
+    def check_cache(self, cache_dir: Path) -> None:
+        """Find out that learners can keep in this folder what they have to.
+
+        Raises:
+            SettingsError: it cannot be written.
+        """
+
+    def check_values(self, model: Any) -> None:
+        """Find out that a model begins with values that are finite.
+
+        Raises:
+            SettingsError: one is NaN or infinity.
+        """
+
+    def check_alike(self, task: Task, first: Any, later: Any) -> None:
+        """Find out that a batch has the shapes of the first one, if steps need that.
+
+        Raises:
+            SettingsError: it has others.
+        """
+
+    def rehearse(self, model: Model, batch: Any) -> float:
+        """Return the loss of a step that is not taken, or NaN.
+
+        Raises:
+            SettingsError: the devices have no room for it, or the task's code is not as a step needs it.
+        """
+        return model.rehearse(batch)
+
+    def find_cause(self, task: Task, settings: RunSettings, model: Any, batch: Any) -> str:
+        """Return why the loss of a batch is not finite, as the end of a sentence; empty where that is not known."""
+        return ""
+
+
+class Framework(FrameworkChecks, ABC):
+    """A framework, by the ``name`` of its entry point.
+
+    Attributes:
+        wants: the member by which it claims a task, for messages.
+        module: module that runs as a learner or an evaluator by ``python -m``.
+        one_process: a learner is a single process, and takes the device that its task chooses; else it may have a mesh.
+    """
+
+    wants: ClassVar[str]
+    module: ClassVar[str]
+    one_process: ClassVar[bool] = True
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @abstractmethod
+    def claims(self, task: object) -> bool:
+        """Return whether a task, as its factory made it, is one of this framework; None stands for the built-in task."""
+
+    @abstractmethod
+    def load(self, task: object, settings: TaskSettings, data: str | None, cache_dir: Path) -> Task:
+        """Return a task that it claims, if the task has all members; make the built-in task for None.
+
+        ``cache_dir`` is where the built-in task keeps the tokens of a mix.
+
+        Raises:
+            SettingsError: it lacks something that a task has.
+            DataError: the built-in task's data is missing, unreadable or too short.
+        """
+
+    @abstractmethod
+    def make_model(self, task: Task, settings: RunSettings, mesh: MeshSettings | None) -> Model:
+        """Return a task's model; ``mesh`` is that of its devices, where a learner may have several.
+
+        Raises:
+            SettingsError: it is no model that can be trained.
+        """
+
+    @abstractmethod
+    def devices(self) -> list[str]:
+        """Return the kind of each device that this process has, such as ``cpu``."""
+
+    @abstractmethod
+    def examine(
+        self, task: Task, settings: RunSettings, model: Model, batches: Sequence[Any], units: str | None
+    ) -> TaskExamination:
+        """Take the first step of a task that is known to be fit twice; ``batches`` are the first two of its first share.
+
+        ``model`` was made to find out that it is fit, and may get other values.
+
+        Raises:
+            SettingsError: batches of another share end.
+        """
 
 
 @dataclass(frozen=True)
 class LoadedTask:
-    """A task that has its members, and whether it is one of PyTorch."""
+    """A task that has its members, and the framework that claims it."""
 
     task: Task
-    torch: bool
+    framework: Framework
 
 
 def load(settings: TaskSettings, data: str | None, cache_dir: Path) -> LoadedTask:
     """Return a run's task; ``cache_dir`` is where the built-in one keeps the tokens of a mix.
 
     Raises:
-        SettingsError: no such task, it cannot be imported, or it lacks something that a task has.
+        SettingsError: no such task, it cannot be imported, no framework or more than one claims it, or it lacks something
+            that a task has.
         DataError: its data is missing, unreadable or too short.
     """
     found = None if settings.name == BUILT_IN else made(settings, data)
-    if is_torch(found):
-        from diloco_learner.pytorch.task import checked as checked_torch
-
-        return LoadedTask(checked_torch(found, settings), True)
-    from diloco_learner.task import checked, load_task
-
-    return LoadedTask(load_task(settings, data, cache_dir) if found is None else checked(found, settings), False)
+    framework = claimant(found, settings)
+    return LoadedTask(framework.load(found, settings, data, cache_dir), framework)
 
 
-def make_model(loaded: LoadedTask, settings: RunSettings, mesh: MeshSettings | None) -> Model:
-    """Return a task's model; ``mesh`` is that of JAX's devices.
+def claimant(task: object, settings: TaskSettings) -> Framework:
+    """Return the framework that claims a task as its factory made it (None: the built-in one).
+
+    Where several claim it, the task's attribute ``framework`` names one. An entry point that cannot be imported is named only
+    where no other framework claims the task.
 
     Raises:
-        SettingsError: it is no model that can be trained.
+        SettingsError: no framework claims it, or several do and it names none of them.
     """
-    if loaded.torch:
-        from diloco_learner.pytorch.island import TorchIsland
+    installed, broken = _installed()
+    claims = {point: framework for point, framework in installed.items() if framework.claims(task)}
+    if len(claims) > 1:
+        named = getattr(task, "framework", None)
+        claims = {point: framework for point, framework in claims.items() if point.name == named} or claims
+    if len(claims) == 1:
+        return next(iter(claims.values()))
+    what = f"task.name = {settings.name!r}: {_made_by(settings)}"
+    where = members.place_of_class(type(task))
+    if claims:
+        raise SettingsError(
+            f"{what} is claimed by the frameworks {' and '.join(map(_text, claims))}: name one by the task's attribute "
+            f"framework, such as framework = {next(iter(claims)).name!r}, or uninstall the other distribution{where}"
+        )
+    wanted = ", ".join(f"{framework.wants} ({framework.name})" for framework in installed.values())
+    failed = "".join(f"; the framework {_text(point)} fails: {members.brief(error)}" for point, error in broken.items())
+    remedy = "install what it lacks, or uninstall it" if broken else "add one, or install the distribution of its framework"
+    raise SettingsError(
+        f"{what} has no member by which a framework claims it: {wanted or 'none is installed'}{failed}: {remedy}{where}"
+    )
 
-        return TorchIsland(loaded.task, settings)
-    from diloco_learner.island import Island
-    from diloco_learner.mesh import make_mesh
 
-    return Island(loaded.task, settings, None if mesh is None else make_mesh(mesh))
+def refuse_others(task: object, settings: TaskSettings, own: str) -> None:
+    """Find out that a task that the framework of this name does not claim is not one of another framework.
+
+    Raises:
+        SettingsError: another framework claims it.
+    """
+    installed, _ = _installed()
+    for other in installed.values():
+        if other.claims(task):
+            raise SettingsError(
+                f"task.name = {settings.name!r}: {_made_by(settings)} is a task of {other.name}, and this process is a learner "
+                f"of {own}: name a task of {own}, or start a learner of {other.name} (python -m {other.module})"
+                f"{members.place_of_class(type(task))}"
+            )
+
+
+def _installed() -> tuple[dict[EntryPoint, Framework], dict[EntryPoint, BaseException]]:
+    """Return the frameworks whose modules can be imported, and the errors of the others."""
+    found, broken = dict[EntryPoint, Framework](), dict[EntryPoint, BaseException]()
+    for point in sorted(entry_points(group=GROUP), key=lambda point: (point.name, point.value)):
+        try:
+            found[point] = _make(point)
+        except (Exception, SystemExit) as error:  # the module of another distribution may do anything wrong
+            broken[point] = error
+    return found, broken
+
+
+def _make(point: EntryPoint) -> Framework:
+    kind = point.load()
+    if not isinstance(kind, type) or not issubclass(kind, Framework):
+        raise TypeError(f"it is no subclass of {Framework.__module__}.{Framework.__name__}")
+    return kind(point.name)
+
+
+def _made_by(settings: TaskSettings) -> str:
+    return "the built-in task" if settings.name == BUILT_IN else f"what {members.factory(settings.name)[1]} returns"
+
+
+def _text(point: EntryPoint) -> str:
+    """Return an entry point as messages name it: its name and object, and the distribution that has it."""
+    owner = "" if point.dist is None else f" of {point.dist.name}"
+    return f"{point.name} (entry point {point.value}{owner})"

@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from diloco.core.built_in import BUILT_IN
 from diloco.errors import SettingsError
 from diloco.settings.run import TaskSettings
-from diloco_learner import gpt, members, options, tensors
+from diloco_learner import frameworks, gpt, members, options, tensors
 from diloco_learner.data import open_data
 from diloco_learner.leaves import difference, path_of
 from diloco_learner.mix.mix import Mix
 from diloco_learner.task_api import Aux as Aux
 from diloco_learner.task_api import Units as Units
-from diloco_learner.task_api import check_called, is_torch, made
+from diloco_learner.task_api import check_called, made
 from diloco_learner.tensors import Tensor
 from diloco_learner.text import TextData
 
@@ -174,13 +174,10 @@ def checked(task: Any, settings: TaskSettings) -> Task:
     """Return a task that a user's factory made, if it has its members.
 
     Raises:
-        SettingsError: it lacks something that a task has, or is one of PyTorch.
+        SettingsError: it lacks something that a task has, or is one of another framework.
     """
-    if is_torch(task):
-        raise SettingsError(
-            f"task.name = {settings.name!r}: {members.factory(settings.name)[1]} makes a torch task (it has module(), and no "
-            "init()), which diloco-torch-learner trains, and diloco-learner does not"
-        )
+    if not hasattr(task, "init"):
+        frameworks.refuse_others(task, settings, "jax")
     check_members(task, f"task.name = {settings.name!r}: what {members.factory(settings.name)[1]} returns")
     found: Task = task
     return found

@@ -204,11 +204,6 @@ def is_merged(task: object, path: str, dtype: str, place: str) -> bool:
     return bool(rule == "average")
 
 
-def is_torch(task: object) -> bool:
-    """Return whether a task makes a ``torch.nn.Module``."""
-    return hasattr(task, "module") and not hasattr(task, "init")
-
-
 def default_prompt(task: object) -> str:
     """Return the text that a task's samples go on from, where it states it as ``prompt``; else nothing."""
     prompt = getattr(task, "prompt", "")

@@ -39,6 +39,7 @@ class RunDirectory:
     wan_control: str | None = None  # control address of emulated links between regions
     init: str | None = None  # file or folder of the weights that it begins with; None: as the task makes them
     init_names: str | None = None  # file of the names that tensors have there
+    framework: str | None = None  # name of the one that computes the run's task; None: the task has not been looked at
     torch: dict[str, str] | None = None  # by learner: the task of one that computes with PyTorch; None: none does
     units: str | None = None  # of the loss, as the task says them; None: it does not, or was not asked
     command: str | None = None  # command line of the `diloco up` that worked on it last
@@ -103,7 +104,7 @@ def load(path: Path) -> RunDirectory:
         kinds: dict[str, Any] = {"name": str, "nats_url": str, "data": str | None, "init": str | None, "learners": int | None}
         kinds |= {"nats_bulk_url": str | None, "wan_control": str | None, "identity": str | None}
         kinds |= {"devices_per_learner": int | None, "processes_per_learner": int | None, "least_processes": int | None}
-        kinds |= {"command": str | None, "host": str | None, "began_at_s": float | None}
+        kinds |= {"command": str | None, "host": str | None, "began_at_s": float | None, "framework": str | None}
         kinds |= {"region_urls": dict | None, "units": str | None, "init_names": str | None, "torch": dict | None}
         for key, kind in kinds.items():
             if not isinstance(values.get(key), kind):

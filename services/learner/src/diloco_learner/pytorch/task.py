@@ -10,7 +10,7 @@ import torch
 from diloco.core.built_in import BUILT_IN
 from diloco.errors import SettingsError
 from diloco.settings.run import TaskSettings
-from diloco_learner import members, tensors
+from diloco_learner import frameworks, members, tensors
 from diloco_learner.task_api import Aux, check_called, check_metric_names, made
 
 REQUIRED = ("tokens_per_batch", "module", "loss", "batches")
@@ -68,12 +68,11 @@ def checked(task: Any, settings: TaskSettings) -> TorchTask:
     """Return a task that a user's factory made, if it has its members.
 
     Raises:
-        SettingsError: it lacks something that a torch task has.
+        SettingsError: it lacks something that a torch task has, or is one of another framework.
     """
-    source = f"task = {settings.name!r}: what {members.factory(settings.name)[1]} returns"
-    if hasattr(task, "init") and not hasattr(task, "module"):
-        source = f"{source} is a task of JAX; name a torch task of the same model by this learner's setting task: it"
-    check_called(task, REQUIRED, CALLED, source)
+    if not hasattr(task, "module"):
+        frameworks.refuse_others(task, settings, "torch")
+    check_called(task, REQUIRED, CALLED, f"task = {settings.name!r}: what {members.factory(settings.name)[1]} returns")
     tensors.check_members(task)
     found: TorchTask = task
     return found

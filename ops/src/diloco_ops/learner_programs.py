@@ -1,0 +1,52 @@
+"""How learners of each framework are started: by entry points of the group ``diloco.frameworks`` of other distributions."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from typing import Protocol
+
+from diloco.errors import RunError
+from diloco.service.rundir import RunDirectory
+
+GROUP = "diloco.frameworks"
+UNSAID = "jax"  # framework of a run whose run.json does not say it, as before version 0.3
+TORCH = "torch"  # framework of the learners that the option --torch names
+
+
+class LearnerProgram(Protocol):
+    """A program that is a learner or an evaluator, as ``diloco_learner.frameworks.Framework`` describes it.
+
+    Attributes:
+        module: runs by ``python -m``.
+        one_process: its learners are a single process each, without a mesh.
+    """
+
+    module: str
+    one_process: bool
+
+
+def program_of(framework: str) -> LearnerProgram:
+    """Return the program of the learners of a framework.
+
+    Raises:
+        RunError: no distribution that is installed has this framework, or its entry point cannot be imported.
+    """
+    points = entry_points(group=GROUP)
+    for point in points.select(name=framework):
+        try:
+            program: LearnerProgram = point.load()
+        except (Exception, SystemExit) as error:  # the module of another distribution may do anything wrong
+            raise RunError(
+                f"framework {framework!r}: its entry point {point.value} cannot be imported: {type(error).__name__}: {error}: "
+                "install what it lacks"
+            ) from None
+        return program
+    raise RunError(
+        f"framework {framework!r}: no distribution that is installed has it (installed: {', '.join(sorted(points.names))}): "
+        f"install the one with which the run was begun, whose entry point of the group {GROUP} has this name"
+    )
+
+
+def program_of_learner(directory: RunDirectory, name: str) -> LearnerProgram:
+    """Return the program of one of a run's learners, or of its evaluator; raise as :func:`program_of` does."""
+    return program_of(TORCH if name in (directory.torch or {}) else directory.framework or UNSAID)
