@@ -490,6 +490,32 @@ def test_a_task_of_another_framework_is_told_from_one_of_this() -> None:
         checked(object(), TaskSettings(name="own:make"))
 
 
+@pytest.mark.tool
+def test_a_torch_task_is_checked_and_examined_without_jax(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        """
+import itertools, torch
+
+class Mine:
+    tokens_per_batch = 1
+    def module(self): return torch.nn.Linear(3, 2)
+    def loss(self, module, batch): return module(torch.ones(3)).sum() * batch
+    def batches(self, share, shares, seed, start): return itertools.count(1.0)
+
+def make(settings, data): return Mine()
+"""
+    )
+    program = """
+import sys
+from diloco.settings.presets import run_settings
+from diloco_learner.examine import examine
+seen = examine(run_settings(overrides={"shards": 1, "fragments.count": 2, "task.name": "mine:make"}), None)
+print(seen.framework, bool(seen.devices), "jax" in sys.modules)
+"""
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert said.stdout.split() == ["torch", "True", "False"]
+
+
 def test_random_numbers_of_a_step_follow_from_its_batch() -> None:
     class Dropped(Slope):
         def loss(self, module: Any, batch: Any) -> Any:

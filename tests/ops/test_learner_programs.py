@@ -13,7 +13,7 @@ from diloco.service import rundir
 from diloco.service.rundir import RunDirectory
 from diloco.settings.presets import run_settings
 from diloco_ops.launch import service_count
-from diloco_ops.learner_programs import program_of, program_of_learner
+from diloco_ops.learner_programs import program_of, programs_of
 from diloco_ops.task_check import check_task
 
 
@@ -32,21 +32,21 @@ def test_a_run_of_a_third_framework_is_checked_and_started_as_that_says(
     assert (found.framework, found.torch) == ("third", None)
     found.save()
     again = rundir.load(directory.path)
-    assert {program_of_learner(again, name).module for name in (*again.learner_names, "evaluator")} == {"third_learner"}
+    assert {program.module for program in programs_of(again).values()} == {"third_learner"}
     with pytest.raises(SettingsError, match="--processes-per-learner: a learner of third is one process"):
         check_task(replace(directory, processes_per_learner=2))
 
 
 def test_learners_beside_others_are_of_their_own_framework(directory: RunDirectory) -> None:
     mixed = replace(directory, framework="jax", torch={"learner-1": "mine:make"}, processes_per_learner=2)
-    programs = {name: program_of_learner(mixed, name).module for name in (*mixed.learner_names, "evaluator")}
+    programs = {name: program.module for name, program in programs_of(mixed).items()}
     assert programs == {"learner-0": "diloco_learner", "learner-1": "diloco_learner.pytorch", "evaluator": "diloco_learner"}
     assert service_count(mixed, standbys=0, coordinators=1) == 6  # with a syncer, and two processes of learner-0
 
 
 def test_a_run_json_of_before_is_of_jax(directory: RunDirectory) -> None:
     assert directory.framework is None
-    assert program_of_learner(directory, "learner-0").module == "diloco_learner"
+    assert {program.module for program in programs_of(directory).values()} == {"diloco_learner"}
 
 
 def test_a_framework_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

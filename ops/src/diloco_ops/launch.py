@@ -35,7 +35,7 @@ from diloco_ops import cuts, inspect, pages, region_logs
 from diloco_ops.broker.server import CONNECT_TIMEOUT_S, free_ports
 from diloco_ops.embedded import Embedded
 from diloco_ops.environment import learner_environment, mesh_of, per_process, service_environment
-from diloco_ops.learner_programs import program_of_learner
+from diloco_ops.learner_programs import EVALUATOR, programs_of
 from diloco_ops.live import screen
 from diloco_ops.live.watched import Watched
 from diloco_ops.report import build, reference
@@ -48,7 +48,6 @@ from diloco_ops.wan import control as wan
 from diloco_report import page
 from diloco_report.units import count, lasting
 
-EVALUATOR = "evaluator"
 TEND_S = 0.1  # a killed service is begun again after so long at most
 POLL_S = 0.5  # the live view moves twice a second
 PLAIN_EVERY_S = 4.0  # with the time of an answer, a line comes within 5 s
@@ -73,14 +72,9 @@ class LaunchRequest:
 
 def service_count(directory: RunDirectory, standbys: int, coordinators: int) -> int:
     """Return the number of a run's services, each process of a learner being one."""
-    learners = sum(process_count(directory, name) for name in directory.learner_names)
+    programs, processes = programs_of(directory), directory.processes_per_learner or 1
+    learners = sum(1 if programs[name].one_process else processes for name in directory.learner_names)
     return coordinators + syncer_count(directory.settings) + standbys + learners + 1
-
-
-def process_count(directory: RunDirectory, name: str) -> int:
-    """Return the number of processes of one of a run's learners, or of its evaluator."""
-    alone = name == EVALUATOR or program_of_learner(directory, name).one_process
-    return 1 if alone else directory.processes_per_learner or 1
 
 
 def syncer_count(settings: RunSettings) -> int:
@@ -116,7 +110,7 @@ class Launcher:
         self.wan_control = self.embedded.wan_control if self.embedded else None
         self.console = Console()
         self.live = not asked.quiet and not asked.plain and self.console.is_terminal
-        self._metrics = iter(asked.metrics)
+        self._metrics, self._programs = iter(asked.metrics), programs_of(directory)
         self.stopping = False
         self.log = observe.get_logger()
         self.services = Supervisor(self.log, self._tell)
@@ -168,7 +162,7 @@ class Launcher:
         finally:
             # learners first: at their end they still ask the others
             saved = directory.path / state.FOLDER
-            learners = {program_of_learner(directory, name).module for name in (*directory.learner_names, EVALUATOR)}
+            learners = {program.module for program in self._programs.values()}
             orders = sorted(learners), ["diloco_syncer", "diloco_coordinator"], ["diloco_ops.wan"]
             self.services.end(*orders, writing=lambda: files.drafted_bytes(saved))
             if link is not None:
@@ -226,11 +220,12 @@ class Launcher:
 
     def _start_learner(self, name: str, values: dict[str, Any], index: int, cores: set[int] | None) -> None:
         devices, learners = self.directory.devices_per_learner, len(self.directory.learner_names)
-        program, count = program_of_learner(self.directory, name), process_count(self.directory, name)
+        program = self._programs[name]
         if program.one_process:
             environment, task = learner_environment(index, learners, None), (self.directory.torch or {}).get(name)
             self._start_service(name, program.module, values | {"task": task}, environment, cores)
             return
+        count = 1 if name == EVALUATOR else self.directory.processes_per_learner or 1
         if count == 1:
             environment = learner_environment(index, learners, devices)
             self._start_service(name, program.module, values | {"mesh": mesh_of(devices)}, environment, cores)

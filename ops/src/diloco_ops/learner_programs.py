@@ -8,6 +8,7 @@ from typing import Protocol
 from diloco.errors import RunError
 from diloco.service.rundir import RunDirectory
 
+EVALUATOR = "evaluator"
 GROUP = "diloco.frameworks"
 UNSAID = "jax"  # framework of a run whose run.json does not say it, as before version 0.3
 TORCH = "torch"  # framework of the learners that the option --torch names
@@ -47,6 +48,10 @@ def program_of(framework: str) -> LearnerProgram:
     )
 
 
-def program_of_learner(directory: RunDirectory, name: str) -> LearnerProgram:
-    """Return the program of one of a run's learners, or of its evaluator; raise as :func:`program_of` does."""
-    return program_of(TORCH if name in (directory.torch or {}) else directory.framework or UNSAID)
+def programs_of(directory: RunDirectory) -> dict[str, LearnerProgram]:
+    """Return the programs of a run's learners and of its evaluator, by name; raise as :func:`program_of` does."""
+    torch = directory.torch or {}
+    names = [*directory.learner_names, EVALUATOR]
+    frameworks = {name: TORCH if name in torch else directory.framework or UNSAID for name in names}
+    found = {framework: program_of(framework) for framework in set(frameworks.values())}
+    return {name: found[framework] for name, framework in frameworks.items()}

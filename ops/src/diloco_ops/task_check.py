@@ -15,7 +15,7 @@ from diloco.settings.run import MixSettings, RunSettings
 from diloco.settings.validation import parse
 from diloco_ops.asking import ask
 from diloco_ops.environment import learner_environment, mesh_of
-from diloco_ops.learner_programs import TORCH, program_of
+from diloco_ops.learner_programs import EVALUATOR, TORCH, program_of
 
 
 def check_task(directory: RunDirectory, fragment_map: FragmentMap | None = None) -> RunDirectory:
@@ -35,7 +35,7 @@ def check_task(directory: RunDirectory, fragment_map: FragmentMap | None = None)
     found = _found(directory, directory.settings, fragment_map, whole=bool(others))
     torch = dict(directory.torch or {})
     if found["framework"] == TORCH:
-        torch = dict.fromkeys([*directory.learner_names, "evaluator"], directory.settings.task.name) | torch
+        torch = dict.fromkeys([*directory.learner_names, EVALUATOR], directory.settings.task.name) | torch
     for task in others:
         own = directory.settings.model_copy(update={"task": directory.settings.task.model_copy(update={"name": task})})
         its = _found(directory, own, fragment_map, whole=True)
