@@ -41,10 +41,10 @@ from restart import Watch, training
 from diloco.settings import folders
 from diloco.settings.loading import parse_assignments
 from diloco.settings.presets import run_settings
-from diloco_ops.environment import learner_environment
+from diloco_ops.up.environment import learner_environment
 
 if TYPE_CHECKING:
-    from diloco_learner.model import Output
+    from diloco_learner.api.model import Output
 
 HERE = Path(__file__).parent
 SETTLE_S = 1.5

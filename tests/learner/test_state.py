@@ -13,8 +13,8 @@ import pytest
 from diloco.errors import SettingsError
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
-from diloco_learner.beginning import prepare_copies
-from diloco_learner.island import Island
+from diloco_learner.jax.beginning import prepare_copies
+from diloco_learner.jax.island import Island
 from diloco_learner.jax_framework import JaxFramework
 from diloco_learner.task import Aux
 

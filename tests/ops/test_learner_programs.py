@@ -12,9 +12,9 @@ from diloco.errors import RunError, SettingsError
 from diloco.service import rundir
 from diloco.service.rundir import RunDirectory
 from diloco.settings.presets import run_settings
-from diloco_ops.launch import service_count
 from diloco_ops.learner_programs import program_of, programs_of
-from diloco_ops.task_check import check_task
+from diloco_ops.up.launch import service_count
+from diloco_ops.up.task_check import check_task
 
 
 @pytest.fixture

@@ -16,21 +16,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diloco.core.built_in import BUILT_IN
-from diloco.core.fragments import FragmentMap, check_same_map, unpack_map
+from diloco.core.tensors.built_in import BUILT_IN
+from diloco.core.tensors.fragments import FragmentMap, check_same_map, unpack_map
 from diloco.errors import SettingsError
 from diloco.process import observe
 from diloco.settings.run import MixSettings, RunSettings
 from diloco.settings.service import LearnerSettings, MeshSettings
 from diloco.settings.validation import parse
-from diloco_learner import frameworks, members, options
-from diloco_learner.data import open_data
+from diloco_learner import frameworks
+from diloco_learner.api import members, options
+from diloco_learner.data.data import open_data
 from diloco_learner.frameworks import Framework, LoadedTask
 from diloco_learner.mix.mix import Mix
 from diloco_learner.task_api import first_batches, units_of
 
 if TYPE_CHECKING:
-    from diloco_learner.model import Model
+    from diloco_learner.api.model import Model
 
 LOOK_BATCHES, LOOK_S = 64, 1.0  # looked at for their end: so many, or for so long, so that the check stays short
 
@@ -104,7 +105,7 @@ def check(plan: PlannedRun) -> TaskFacts:
 
 def checked(plan: PlannedRun) -> Checked:
     """Return the same as :func:`check`, of the built-in task too, with all that was made; raise as it does."""
-    from diloco_learner import weights
+    from diloco_learner.run import weights
 
     settings, cache_dir = plan.settings, LearnerSettings(name="check").cache_dir
     with members.users_errors(settings.task):

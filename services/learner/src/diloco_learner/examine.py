@@ -1,7 +1,7 @@
 """``python -m diloco_learner.examine``: all that ``diloco check`` says of a task, beyond what stands in the way of a run.
 
 Reads ``{"settings": ..., "data": ...}`` from stdin. The last line on stdout is an
-:class:`diloco_learner.examination.TaskExamination` as JSON. What makes a run fail is an error
+:class:`diloco_learner.api.examination.TaskExamination` as JSON. What makes a run fail is an error
 (:mod:`diloco_learner.check`, which ``diloco up`` asks too). What a run gets through, and its user hardly wants, is a
 warning: a step that is another one each time, batches that do not depend on their number alone, data that repeat, tensors that
 nothing trains, constants that are compiled in.
@@ -16,8 +16,8 @@ import sys
 from diloco.process import observe
 from diloco.settings.run import RunSettings
 from diloco.settings.validation import parse
+from diloco_learner.api.examination import TaskExamination
 from diloco_learner.check import PlannedRun, checked
-from diloco_learner.examination import TaskExamination
 
 
 def examine(settings: RunSettings, data: str | None) -> TaskExamination:

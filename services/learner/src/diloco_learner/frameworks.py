@@ -14,16 +14,16 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
-from diloco.core.built_in import BUILT_IN
+from diloco.core.tensors.built_in import BUILT_IN
 from diloco.errors import SettingsError
 from diloco.settings.run import RunSettings, TaskSettings
 from diloco.settings.service import MeshSettings
-from diloco_learner import members
+from diloco_learner.api import members
 from diloco_learner.task_api import made
 
 if TYPE_CHECKING:
-    from diloco_learner.examination import TaskExamination
-    from diloco_learner.model import Model
+    from diloco_learner.api.examination import TaskExamination
+    from diloco_learner.api.model import Model
 
 GROUP = "diloco.frameworks"
 Task: TypeAlias = Any  # of one of them

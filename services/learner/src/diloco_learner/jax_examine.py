@@ -9,15 +9,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from diloco.core.fragments import FragmentMap
+from diloco.core.tensors.fragments import FragmentMap
 from diloco.settings.run import RunSettings
-from diloco_learner import examination, members
-from diloco_learner.examination import StateFacts, TaskExamination
-from diloco_learner.island import Island
-from diloco_learner.leaves import path_of
+from diloco_learner.api import examination, members
+from diloco_learner.api.examination import StateFacts, TaskExamination
+from diloco_learner.jax.island import Island
+from diloco_learner.jax.leaves import path_of
+from diloco_learner.jax.traced import company, out_of_bounds, traced
 from diloco_learner.task import Task
 from diloco_learner.task_api import STATE
-from diloco_learner.traced import company, out_of_bounds, traced
 
 LARGE_BYTES = 1 << 20  # a constant from here on is in the way: it is compiled again with each program, and copied
 

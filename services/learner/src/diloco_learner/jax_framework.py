@@ -12,8 +12,8 @@ from diloco.settings.service import MeshSettings
 from diloco_learner.frameworks import Framework, Task
 
 if TYPE_CHECKING:
-    from diloco_learner.examination import TaskExamination
-    from diloco_learner.model import Model
+    from diloco_learner.api.examination import TaskExamination
+    from diloco_learner.api.model import Model
 
 
 class JaxFramework(Framework):
@@ -32,8 +32,8 @@ class JaxFramework(Framework):
         return load_task(settings, data, cache_dir) if task is None else checked(task, settings)
 
     def make_model(self, task: Task, settings: RunSettings, mesh: MeshSettings | None) -> Model:
-        from diloco_learner.island import Island
-        from diloco_learner.mesh import make_mesh
+        from diloco_learner.jax.island import Island
+        from diloco_learner.jax.mesh import make_mesh
 
         return Island(task, settings, None if mesh is None else make_mesh(mesh))
 
@@ -45,14 +45,14 @@ class JaxFramework(Framework):
     def examine(
         self, task: Task, settings: RunSettings, model: Model, batches: Sequence[Any], units: str | None
     ) -> TaskExamination:
-        from diloco_learner.island import Island
+        from diloco_learner.jax.island import Island
         from diloco_learner.jax_examine import examine
 
         assert isinstance(model, Island)
         return examine(settings, task, model, batches, units)
 
     def keep_programs(self, cache_dir: Path) -> None:
-        from diloco_learner import programs
+        from diloco_learner.jax import programs
 
         programs.keep_if_possible(cache_dir)
 
@@ -60,7 +60,7 @@ class JaxFramework(Framework):
         folders.made(cache_dir)
 
     def check_values(self, model: Any) -> None:
-        from diloco_learner import fixed
+        from diloco_learner.jax import fixed
 
         fixed.check_finite(model.task.init, model.params())
         if merged := model.task_state.merged():
@@ -74,12 +74,12 @@ class JaxFramework(Framework):
         check_alike(task, first, later)
 
     def rehearse(self, model: Model, batch: Any) -> float:
-        from diloco_learner.beginning import room_for_steps
+        from diloco_learner.jax.beginning import room_for_steps
 
         with room_for_steps(1, 1):
             return model.rehearse(batch)
 
     def find_cause(self, task: Task, settings: RunSettings, model: Any, batch: Any) -> str:
-        from diloco_learner.traced import out_of_bounds
+        from diloco_learner.jax.traced import out_of_bounds
 
         return out_of_bounds(task, settings, model, batch)

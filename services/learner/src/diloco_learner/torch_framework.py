@@ -14,8 +14,8 @@ from diloco.settings.service import MeshSettings
 from diloco_learner.frameworks import Framework, Task
 
 if TYPE_CHECKING:
-    from diloco_learner.examination import TaskExamination
-    from diloco_learner.model import Model
+    from diloco_learner.api.examination import TaskExamination
+    from diloco_learner.api.model import Model
 
 
 class TorchFramework(Framework):
