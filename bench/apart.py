@@ -24,11 +24,11 @@ def measure(devices: int, step_s: float, blocks: int) -> None:
     """Print the pace of two programs in that of one."""
     os.environ |= {"JAX_NUM_CPU_DEVICES": str(devices), "BENCH_STEP_S": str(step_s)}
 
-    from diloco.core.fragments import build_map
+    from diloco.core.tensors.fragments import build_map
     from diloco.settings.presets import run_settings
     from diloco.settings.service import MeshSettings
-    from diloco_learner.island import Island
-    from diloco_learner.mesh import make_mesh
+    from diloco_learner.jax.island import Island
+    from diloco_learner.jax.mesh import make_mesh
     from diloco_learner.task import load_task
     from diloco_learner.task_api import first_batch
 

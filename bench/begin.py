@@ -27,7 +27,7 @@ from typing import Any
 import script
 
 from diloco.process.tape import load_all
-from diloco_ops.run_reader import opened
+from diloco_ops.reading.run_reader import opened
 
 
 def train(home: Path, directories: list[Path], tokens: int, loops: int) -> None:

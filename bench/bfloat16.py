@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diloco.settings.presets import run_settings
-from diloco_learner.island import Island
+from diloco_learner.jax.island import Island
 from diloco_learner.task import load_task
 from diloco_learner.task_api import first_batch
 

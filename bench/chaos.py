@@ -36,10 +36,11 @@ from typing import Any
 
 import script
 
-from diloco.core.slots import choose
+from diloco.core.learner.slots import choose
 from diloco.log.stream import pass_over
-from diloco_ops import run_reader, verify
+from diloco_ops.audit import verify
 from diloco_ops.chaos.verdict import describe
+from diloco_ops.reading import run_reader
 
 LEARNERS = 4
 PARTIES = ["--learners", str(LEARNERS), "--shards", "2", "--standbys", "2", "--coordinators", "2"]

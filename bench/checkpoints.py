@@ -5,9 +5,9 @@
 
 A real island and its keeper take steps of ``bench/island.py``, and save all that a learner saves: parameters, the state of
 AdamW, and 12 bytes a parameter of accounts. Steps are taken without any checkpoint at first, for the memory that they need;
-then with one every second, or as often as :mod:`diloco_learner.pacing` allows. Cost is how much longer steps took, in the mean,
-while a checkpoint was being made than between two: what was measured a minute ago says nothing on a busy machine. Memory is
-the peak of resident memory above that of steps alone, of which a step's own arrays are a part.
+then with one every second, or as often as :mod:`diloco_learner.run.pacing` allows. Cost is how much longer steps took, in the
+mean, while a checkpoint was being made than between two: what was measured a minute ago says nothing on a busy machine. Memory
+is the peak of resident memory above that of steps alone, of which a step's own arrays are a part.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def measure(parameters: int, seconds: float, folder: Path) -> dict[str, Any]:
     from diloco.process.observe import get_logger
     from diloco.settings.presets import run_settings
     from diloco.settings.service import LearnerSettings
-    from diloco_learner.checkpoint import CheckpointKeeper
-    from diloco_learner.island import Island
+    from diloco_learner.jax.island import Island
+    from diloco_learner.run.checkpoint import CheckpointKeeper
     from diloco_learner.task import load_task
     from diloco_learner.task_api import first_batch
 

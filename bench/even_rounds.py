@@ -18,12 +18,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from diloco.settings.presets import run_settings
-from diloco_lab import simulation
-from diloco_lab.cluster import MICROS, ClusterLearner, LearnerLink, RoundTerms
-from diloco_lab.outcome import MergedVersion, Scenario
-from diloco_lab.pictures import WIDTH, standalone
-from diloco_report.charts import time_axis
-from diloco_report.frame import across, nice_ticks, text_at
+from diloco_lab.published.pictures import WIDTH, standalone
+from diloco_lab.simulator import simulation
+from diloco_lab.simulator.cluster import MICROS, ClusterLearner, LearnerLink, RoundTerms
+from diloco_lab.simulator.outcome import MergedVersion, Scenario
+from diloco_report.drawing.charts import time_axis
+from diloco_report.drawing.frame import across, nice_ticks, text_at
 
 BEFORE = Path(__file__).with_name("even_rounds_before.json")
 PICTURE = Path(__file__).parents[1] / "docs" / "even-rounds.svg"

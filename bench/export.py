@@ -28,9 +28,9 @@ import script
 from numpy.typing import NDArray
 
 from diloco.control import creation, genesis
-from diloco.core import merging
-from diloco.core.fragments import FragmentMap, TensorSpec, build_map
-from diloco.core.round import Merge, RoundOffer
+from diloco.core.syncer import merging
+from diloco.core.syncer.round import Merge, RoundOffer
+from diloco.core.tensors.fragments import FragmentMap, TensorSpec, build_map
 from diloco.log.log import Log
 from diloco.nats.transport import NatsTransport
 from diloco.process.observe import get_logger

@@ -21,7 +21,7 @@ from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
 from diloco_lab.paces.times import Paces, steady
 from diloco_lab.trial import Trial
-from diloco_learner.island import Island
+from diloco_learner.jax.island import Island
 from diloco_learner.pytorch.island import TorchIsland, TorchStepOutput
 from diloco_learner.pytorch.task import load_task as load_torch
 from diloco_learner.task import load_task

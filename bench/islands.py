@@ -35,11 +35,11 @@ def main() -> None:
     asked = parser.parse_args()
     os.environ |= {"JAX_NUM_CPU_DEVICES": str(asked.devices), "BENCH_STEP_S": str(asked.step_s)}
 
-    from diloco.core.fragments import build_map
+    from diloco.core.tensors.fragments import build_map
     from diloco.settings.presets import run_settings
     from diloco.settings.service import MeshSettings
-    from diloco_learner.island import Island
-    from diloco_learner.mesh import make_mesh
+    from diloco_learner.jax.island import Island
+    from diloco_learner.jax.mesh import make_mesh
     from diloco_learner.task import load_task
     from diloco_learner.task_api import first_batch
 
@@ -103,7 +103,7 @@ def bare_step(task: Any, settings: Any, island: Any, batch: Any) -> Callable[[in
     import jax
     import jax.numpy as jnp
 
-    from diloco_learner.inner import optimizer
+    from diloco_learner.jax.inner import optimizer
 
     inner = optimizer(settings, [])
     state = {"params": jax.tree.map(jnp.copy, island.params())}

@@ -40,9 +40,9 @@ import numpy as np
 import script
 from numpy.typing import NDArray
 
-from diloco.core import merging
-from diloco.core.fragments import TensorSpec, build_map
-from diloco.core.round import Merge, RoundOffer
+from diloco.core.syncer import merging
+from diloco.core.syncer.round import Merge, RoundOffer
+from diloco.core.tensors.fragments import TensorSpec, build_map
 from diloco.log.follower import LogFollower
 from diloco.log.log import Log
 from diloco.log.stream import pass_over

@@ -44,7 +44,7 @@ from restart import Watch
 from up import Up, events, up, watching
 
 from diloco.wire.control import Heartbeat
-from diloco_ops.environment import service_environment
+from diloco_ops.up.environment import service_environment
 
 ISLAND, PLAIN = "learner-0", "plain"
 LOST = ("is gone", "begins again", "a collective failed", "did not hear this process")  # how others end with a killed process

@@ -46,8 +46,8 @@ import tomli_w
 from restart import Watch
 from up import Up, events, up, watching
 
-from diloco_learner.process import LoopThread
-from diloco_ops.environment import service_environment
+from diloco_learner.run.process import LoopThread
+from diloco_ops.up.environment import service_environment
 
 LEADER, OTHER, JOINER = "learner-0", "learner-0-p1", "joiner"
 NATS = "nats-server"

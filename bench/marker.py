@@ -21,7 +21,7 @@ from script import DILOCO, T95, parser, print_result, ratio
 from up import Up, up, watching
 
 from diloco.transport import Heard
-from diloco_ops.attach import attached
+from diloco_ops.reading.attach import attached
 
 WARM_UP_S = 30.0
 TARGET = 0.98

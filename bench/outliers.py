@@ -3,9 +3,9 @@
     diloco up --run-dir runs/mixed --set log.archive=true --slow learner-3=5
     python bench/outliers.py runs/mixed
 
-The largest ratio of a merged offer's norm to what the rule compares it with (``core/outliers.py``), by learner, where above 1.
-And the largest ratios of a merge's norm to the usual one (``core/excess.py``), over all versions of all fragments. That needs
-no archive, but all of the log (``--set log.keep_keyframes=1000000``).
+The largest ratio of a merged offer's norm to what the rule compares it with (``core/syncer/outliers.py``), by learner, where
+above 1. And the largest ratios of a merge's norm to the usual one (``core/syncer/excess.py``), over all versions of all
+fragments. That needs no archive, but all of the log (``--set log.keep_keyframes=1000000``).
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import asyncio
 from collections import defaultdict
 from pathlib import Path
 
-from diloco.core import excess
-from diloco.core.outliers import Norms
+from diloco.core.syncer import excess
+from diloco.core.syncer.outliers import Norms
 from diloco.log.entries import fold
 from diloco.log.stream import LogEntry
 from diloco.settings.run import QuarantineSettings
-from diloco_ops.refold import refold
-from diloco_ops.run_reader import opened
+from diloco_ops.audit.refold import refold
+from diloco_ops.reading.run_reader import opened
 
 
 async def ratios(path: Path) -> dict[str, float]:

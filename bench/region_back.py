@@ -41,7 +41,7 @@ from diloco.transport import Heard
 from diloco.wire import framing
 from diloco.wire.control import Heartbeat, ShardHeartbeat
 from diloco.wire.subjects import Subjects
-from diloco_ops.embedded import RATE_BITS_PER_S
+from diloco_ops.up.embedded import RATE_BITS_PER_S
 
 REGIONS = ("ap", "eu", "us")
 LOST = 1  # the region that loses its disk, which has neither the run's coordinator nor its founder

@@ -28,9 +28,10 @@ from numpy.typing import NDArray
 
 from diloco.control import creation
 from diloco.control.creation import KnownRun
-from diloco.core import merging, quantise
-from diloco.core.fragments import Fragment
-from diloco.core.round import RoundOffer
+from diloco.core.syncer import merging
+from diloco.core.syncer.round import RoundOffer
+from diloco.core.tensors import quantise
+from diloco.core.tensors.fragments import Fragment
 from diloco.log.log import Log
 from diloco.settings.run import RunSettings
 from diloco.wire.entries import Record

@@ -35,11 +35,12 @@ from diloco.wire import framing
 from diloco.wire.control import Announcement, Heartbeat
 from diloco.wire.entries import Record
 from diloco.wire.offers import Offer
-from diloco_lab import validation
-from diloco_lab.validation import RunObservations, SeenOffer, SeenVersion
-from diloco_ops import failures, run_reader
+from diloco_lab.published import validation
+from diloco_lab.published.validation import RunObservations, SeenOffer, SeenVersion
+from diloco_ops import failures
 from diloco_ops.failures import Failure, FailureTape
-from diloco_ops.run_reader import RunReader
+from diloco_ops.reading import run_reader
+from diloco_ops.reading.run_reader import RunReader
 
 LEARNERS = 3
 MODEL = {"task.layers": 10, "task.width": 128, "fragments.count": 10, "round.steps": 16}

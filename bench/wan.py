@@ -52,7 +52,7 @@ from diloco.wire import framing
 from diloco.wire.control import Heartbeat, ShardHeartbeat
 from diloco.wire.entries import Record
 from diloco.wire.subjects import Subjects
-from diloco_ops.chaos.refusals import RefusalCount
+from diloco_ops.chaos.refused_messages import RefusalCount
 from diloco_ops.wan import control
 
 REGIONS = ("us", "eu", "ap")

@@ -15,10 +15,10 @@ import pytest
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-import diloco_coordinator.metrics
-import diloco_learner.metrics
-import diloco_syncer.metrics
-from diloco.core.changes import SETTABLE
+import diloco_coordinator.run_metrics
+import diloco_learner.run.learner_metrics
+import diloco_syncer.syncer_metrics
+from diloco.core.run.changes import SETTABLE
 from diloco.nats.identity import ROLES
 from diloco.service import metrics
 from diloco.service.metrics import Metric
@@ -26,7 +26,7 @@ from diloco.settings.presets import PRESETS, run_settings
 from diloco.settings.run import RunSettings
 from diloco.settings.service import ServiceSettings, TorchLearnerSettings
 from diloco.settings.validation import all_names
-from diloco_coordinator.server_watch import metrics as server_watch
+from diloco_coordinator.server_watch import server_metrics as server_watch
 from diloco_ops.keys.permissions import CONTROL, Who, is_known, permissions
 
 ROOT = Path(__file__).parent.parent
@@ -120,10 +120,10 @@ def metrics_rows() -> list[str]:
     tables: list[tuple[Metric[Any], ...]] = [
         metrics.COMMON,
         metrics.CONNECTED,
-        diloco_learner.metrics.METRICS,
-        diloco_learner.metrics.OF_PROCESSES,
-        diloco_syncer.metrics.METRICS,
-        diloco_coordinator.metrics.METRICS,
+        diloco_learner.run.learner_metrics.METRICS,
+        diloco_learner.run.learner_metrics.OF_PROCESSES,
+        diloco_syncer.syncer_metrics.METRICS,
+        diloco_coordinator.run_metrics.METRICS,
         server_watch.METRICS,
     ]
     return [

@@ -23,7 +23,7 @@ import script
 from restart import Watch
 from up import Up, up, watching
 
-from diloco_learner.process import LoopThread
+from diloco_learner.run.process import LoopThread
 from on_device.plan import Plan, parameters
 from on_device.task import NOTES, noted
 

@@ -19,8 +19,9 @@ from diloco.errors import DilocoError
 from diloco.service import rundir
 from diloco.service.rundir import RunDirectory
 from diloco.settings.presets import run_settings
-from diloco_ops import api, evaluating
+from diloco_ops import api
 from diloco_ops.api import Metrics, Run, Started, Text
+from diloco_ops.weights import evaluating
 
 STATUS = {
     "state": "training", "tokens_processed": 430_000, "tokens_budget": 1_000_000, "units": "nats per byte", "regions": {},
