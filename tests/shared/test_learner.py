@@ -302,6 +302,7 @@ def test_the_last_round_is_answered_again_by_a_learner_that_has_gone_on_since() 
     world.step()
     world.learner.change(Effective(settings_of(WORLD, tokens=26), 2))
     assert world.boundary().stop
+    world.boundary()  # the first one finds out that there is more, and this one reads it
     world.encode()
     world.store()
     assert world.stored[0][-1].stated.steps == 27
