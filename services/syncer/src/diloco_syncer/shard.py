@@ -75,12 +75,30 @@ class Shard:
         roster = Roster(run.in_force, claims.step_bounds(run.created, fragment_map))
         refused, refusals = Counted(log), RefusalReporter(run, log)
         self.context = Context(
-            transport, run, fragment_map, settings, log, store, regions, roster, refused, refusals, telemetry=telemetry
+            transport=transport,
+            run=run,
+            map=fragment_map,
+            settings=settings,
+            log=log,
+            store=store,
+            regions=regions,
+            roster=roster,
+            refused=refused,
+            refusals=refusals,
+            telemetry=telemetry,
         )
         sizes = [fragment.size for fragment in fragment_map.fragments]
         incarnation, takeover_s = int(transport.wall_s() * 1000), run.created.liveness.takeover_s
         away_s = run.created.regions.away_s
-        self.ownership = Ownership(settings.name, incarnation, sizes, run.created.shards, takeover_s, region, away_s)
+        self.ownership = Ownership(
+            name=settings.name,
+            incarnation=incarnation,
+            sizes=sizes,
+            shards=run.created.shards,
+            takeover_s=takeover_s,
+            region=region,
+            away_s=away_s,
+        )
         self.aggregator: RegionalAggregator | None = None
         if run.created.regions.merge:
             self.aggregator = RegionalAggregator(self.context, incarnation)
