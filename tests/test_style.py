@@ -23,6 +23,7 @@ MAX_FILE_LINES = 500
 MAX_CLASS_LINES = 350
 MAX_FUNCTION_LINES = 60
 MAX_MODULES = 20  # of one folder
+MAX_POSITIONAL = 7  # a reader of a call with more has to count them
 
 # words of our own, where the field or plain English has one; a name in quotes may be a key of a report or a tape
 WORDS = re.compile(
@@ -71,8 +72,9 @@ def read(path: str) -> str:
 
 @functools.cache
 def nodes(path: str) -> list[ast.AST]:
-    """Return the definitions and names of a module."""
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, ast.Assign, ast.Name, ast.Attribute, ast.arg)
+    """Return the definitions, calls and names of a module."""
+    definitions = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    kinds = (*definitions, ast.Assign, ast.Call, ast.Name, ast.Attribute, ast.arg)
     return [node for node in ast.walk(ast.parse(read(path))) if isinstance(node, kinds)]
 
 
@@ -109,6 +111,17 @@ def test_sizes() -> None:
                         yield f"{path}:{node.lineno}: {node.name} has {lines} lines, at most {limit}"
 
     demand("sizes", found())
+
+
+def test_a_call_with_many_arguments_names_them() -> None:
+    found = [
+        f"{path}:{node.lineno}: {ast.unparse(node.func)} is called with {len(node.args)} positional arguments, at most "
+        f"{MAX_POSITIONAL}: name them"
+        for path in files(".py", within=PRODUCTION)
+        for node in nodes(path)
+        if isinstance(node, ast.Call) and len(node.args) > MAX_POSITIONAL
+    ]
+    assert not found, "\n" + "\n".join(found)
 
 
 def test_a_class_has_a_name_of_its_own() -> None:

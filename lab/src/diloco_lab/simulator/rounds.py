@@ -197,7 +197,9 @@ class _Member:
 
     def _book(self, now_us: int) -> None:
         for steps, tokens in self.steps.book(now_us):
-            self.protocol.book(StepDone(tokens, self.index, self._batch, None, 0.0, 0.0, steps))
+            self.protocol.book(
+                StepDone(tokens=tokens, share=self.index, batch=self._batch, loss=None, busy_s=0.0, blocked_s=0.0, steps=steps)
+            )
             self._batch += steps
 
     # ---- boundaries

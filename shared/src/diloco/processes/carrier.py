@@ -109,7 +109,17 @@ class Carrier:
         # of fragments that the newest decision writes; None: they are not asked for
         self._before: dict[int, tuple[DeltaValues, list[Unmerged]]] | None = None
         others, tell = run.created.learners - 1, self._tell
-        self._following = Following(store, run, name, self.fragments, refused, log, others=others, spawn=spawn, tell=tell)
+        self._following = Following(
+            store=store,
+            run=run,
+            name=name,
+            fragments=self.fragments,
+            refused=refused,
+            log=log,
+            others=others,
+            spawn=spawn,
+            tell=tell,
+        )
         self._following.folded = traces.folded
 
     # ---- the log

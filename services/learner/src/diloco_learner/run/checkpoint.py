@@ -101,7 +101,16 @@ class CheckpointKeeper:
             return
         self.member.note_saved(saved.digest)
         step, file_hash = dump[0]["step"], state.file_hash(path)
-        self.member.answer_marker(MarkerAnswer(self.settings.name, marker.number, step, versions, saved.size_bytes, file_hash))
+        self.member.answer_marker(
+            MarkerAnswer(
+                learner=self.settings.name,
+                number=marker.number,
+                step=step,
+                versions=versions,
+                size_bytes=saved.size_bytes,
+                file_hash=file_hash,
+            )
+        )
 
     def _name(self, dump: Dump) -> str:
         return f"{self.member.admission.incarnation}, step {dump[0]['step']}"
