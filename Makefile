@@ -94,11 +94,11 @@ format: setup
 	$(BIN)/ruff format $(LINTED)
 
 bench: setup
-	$(BIN)/python bench/core.py
-	$(BIN)/python bench/transport.py
-	$(BIN)/python bench/whole_way.py
-	$(BIN)/python bench/memory.py
-	$(BIN)/python bench/link.py
+	$(BIN)/python bench/core.py kernels
+	$(BIN)/python bench/links.py transport
+	$(BIN)/python bench/core.py whole-way
+	$(BIN)/python bench/core.py memory
+	$(BIN)/python bench/links.py relay
 
 # a live run is broken on purpose: a fault every 3 s for a minute; or every 10 s for half an hour (and then some)
 chaos: setup
