@@ -49,13 +49,11 @@ class Up:
 
     def __init__(self, directory: Path, process: subprocess.Popen[bytes], patience_s: float) -> None:
         self.directory, self.process, self.patience_s = directory, process, patience_s
+        self._status: dict[str, Any] = {}
 
     def pid(self, service: str) -> int:
         """Return the number of a service's process; 0 where there is none, or while its file is being written."""
-        try:
-            return int((self.directory / "services" / f"{service}.pid").read_text())
-        except (OSError, ValueError):
-            return 0
+        return read_pid(self.directory / "services" / f"{service}.pid")
 
     def signal(self, number: signal.Signals, *services: str) -> None:
         """Send a signal to processes of these services."""
@@ -67,11 +65,10 @@ class Up:
         return events(self.directory, service, *names)
 
     def status(self) -> dict[str, Any]:
-        """Return the last status that is known; empty before there is one, or while it is being written."""
-        with contextlib.suppress(OSError, ValueError):
-            found: dict[str, Any] = json.loads((self.directory / "status.json").read_text())
-            return found
-        return {}
+        """Return the last status that is known; empty before there is one."""
+        with contextlib.suppress(OSError, ValueError):  # it is being written
+            self._status = json.loads((self.directory / "status.json").read_text())
+        return self._status
 
     def until(self, reached: Callable[[], object], what: str) -> float:
         """Wait until something is so, and return the seconds that it took.
@@ -131,6 +128,14 @@ class Up:
         return process
 
 
+def read_pid(file: Path) -> int:
+    """Return the process id in a service's file; 0 where there is none, or while it is being written."""
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):
+        return 0
+
+
 def events(directory: Path, service: str, *names: str) -> list[dict[str, Any]]:
     """Return the events that a service of a run's directory has logged, of these names if any are given."""
     file = directory / "logs" / f"{service}.jsonl"
@@ -147,7 +152,7 @@ def events(directory: Path, service: str, *names: str) -> list[dict[str, Any]]:
 def up(
     directory: Path,
     *options: str,
-    tokens: int = ENDLESS,
+    tokens: int | None = ENDLESS,
     sets: Mapping[str, Any] | Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
     patience_s: float = PATIENCE_S,
@@ -157,7 +162,8 @@ def up(
     What it prints is in a file beside the directory.
     """
     items = [f"{name}={value}" for name, value in sets.items()] if isinstance(sets, Mapping) else sets
-    command = [*DILOCO, "up", "--plain", "--run-dir", str(directory), "--tokens", str(tokens), *options]
+    command = [*DILOCO, "up", "--plain", "--run-dir", str(directory), *options]
+    command += [] if tokens is None else ["--tokens", str(tokens)]
     command += [f"--set={item}" for item in items]
     with directory.with_suffix(".out").open("wb") as out:
         process = subprocess.Popen(command, env=os.environ | dict(environment or {}), stdout=out, stderr=out)
@@ -267,3 +273,15 @@ async def watching(running: Up) -> Watch:
     watch = Watch(run, await NatsTransport.open(run.nats_url, bulk, "bench", get_logger(), give_up_after_s=60))
     await watch.open()
     return watch
+
+
+@contextmanager
+def watched(running: Up) -> Iterator[Watch]:
+    """Watch a run from a thread of its own."""
+    from diloco_learner.process import LoopThread
+
+    loop = LoopThread()
+    try:
+        yield loop.run(watching(running), lambda: False)
+    finally:
+        loop.close()
