@@ -102,10 +102,10 @@ bench: setup
 
 # a live run is broken on purpose: a fault every 3 s for a minute; or every 10 s for half an hour (and then some)
 chaos: setup
-	$(BIN)/python bench/chaos.py
+	$(BIN)/python bench/chaos.py drill
 
 chaos-long: setup
-	$(BIN)/python bench/chaos.py --long
+	$(BIN)/python bench/chaos.py drill --long
 
 # one file for development; and those of the images, in the same versions, without the server, which has an image of its own
 DISTRIBUTION_NAMES = diloco diloco-learner diloco-syncer diloco-coordinator diloco-report diloco-ops diloco-lab

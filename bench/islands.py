@@ -193,9 +193,8 @@ def apart(*, devices: int = 2, step_s: Sequence[float] = (0.05, 0.11), blocks: i
         pieces = build_map(islands[0].tensors(), 20).fragments
         thetas = [islands[0].read(piece).to_host() for piece in pieces]
         with ThreadPoolExecutor(1) as host:
-            one_s, two_s, pace = pace_of(
-                *(step_with_fragments(island, pieces, thetas, batch, host) for island in islands), blocks
-            )
+            whole, two = (step_with_fragments(island, pieces, thetas, batch, host) for island in islands)
+            one_s, two_s, pace = pace_of(whole, two, blocks)
         size = sum(theta.size for theta in thetas)
         print(f"data {devices}, {size / 1e6:.2f}M parameters: {1e3 * one_s:.1f} ms, apart {1e3 * two_s:.1f} ms")
         print(f"pace {pace}", flush=True)

@@ -485,9 +485,9 @@ async def back(
         holds, last_line = await verified(watch, place / "seen")
         await watch.link.close()
     began_s = found.pop("server_back_at_s")
-    heard = [*watch.learners(), *(beats[-1][1] for beats in watch.syncers.values())]
+    refused = sum(each.refused for each in watch.learners()) + sum(beats[-1][1].refused for beats in watch.syncers.values())
     return {"machine": machine(), "away_s": away, "link_bits_per_s": RATE_BITS_PER_S, **found} | {
-        "holds": holds, "holds_s": time.time() - began_s, "verify": last_line, "refused": sum(each.refused for each in heard),
+        "holds": holds, "holds_s": time.time() - began_s, "verify": last_line, "refused": refused,
         "target_s": CURRENT_TARGET_S,
     }  # fmt: skip
 
