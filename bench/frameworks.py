@@ -25,7 +25,7 @@ import numpy as np
 import optax
 from harness.console import Bench, Result, Script, folder, say
 from harness.host import machine
-from harness.intervals import Pairs, ratio
+from harness.intervals import T95, ratio
 from numpy.typing import NDArray
 
 from diloco.process import observe
@@ -159,7 +159,9 @@ def beside_bare(name: str, pairs: int) -> Result:
     return about | times | found | {"reached": found["ratio"] >= TARGET}
 
 
-def examples(names: Annotated[Sequence[str], EXAMPLES, "all by default"] = EXAMPLES, *, pairs: Pairs = 16) -> Result:
+def examples(
+    names: Annotated[Sequence[str], EXAMPLES, "all by default"] = EXAMPLES, *, pairs: Annotated[int, tuple(T95)] = 16
+) -> Result:
     """Measure steps a second of the tasks in ``examples/`` as an island takes them, beside the loop that one would write.
 
     An example's own batch gives steps of a millisecond, of which a percentage says little: batches are put together until the

@@ -12,9 +12,10 @@ from __future__ import annotations
 import asyncio
 import subprocess
 from pathlib import Path
+from typing import Annotated
 
 from harness.console import Bench, Result, Script, folder
-from harness.intervals import Pairs, ratio
+from harness.intervals import T95, ratio
 from harness.live_run import DILOCO, Up, Watch, up, watching
 
 from diloco.transport import Heard
@@ -70,7 +71,7 @@ async def pairs_of(running: Up, folder: Path, pairs: int, seconds: float) -> Res
     return {"marked": marked, "plain": plain} | ratio(marked, plain)
 
 
-def measure(*, pairs: Pairs = 5, seconds: float = 60.0, learners: int = 2) -> Result:
+def measure(*, pairs: Annotated[int, (1, *T95)] = 5, seconds: float = 60.0, learners: int = 2) -> Result:
     """Begin a run, and measure it."""
     with folder() as place, up(place / "run", "--learners", str(learners), tokens=10**10) as running:
         return asyncio.run(pairs_of(running, place, pairs, seconds))

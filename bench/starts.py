@@ -25,7 +25,6 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -42,12 +41,12 @@ from diloco.nats.transport import NatsTransport
 from diloco.process import observe
 from diloco.process.observe import get_logger
 from diloco.process.tape import load_all
+from diloco.service.rundir import RunDirectory
 from diloco.settings.service import LearnerSettings
 from diloco.transport import Heard
 from diloco.wire import framing
 from diloco.wire.control import Announcement, Heartbeat, ShardHeartbeat
-from diloco.wire.entries import Keyframe, Record
-from diloco.wire.subjects import Subjects
+from diloco.wire.entries import Keyframe
 from diloco_ops.broker.server import free_ports
 from diloco_ops.run_reader import opened
 
@@ -395,9 +394,6 @@ ROOT = Path(__file__).parents[1]
 REGIONS = ("us", "eu", "ap")
 
 
-LEARNERS = tuple(f"learner-{region}-0" for region in REGIONS)
-
-
 ORDER = (
     "coordinator",
     "evaluator",
@@ -430,33 +426,17 @@ SLOW = 25  # times that a step takes as long as it takes
 READY = "import urllib.request as u; u.urlopen('http://127.0.0.1:9464/readyz', timeout=5)"
 
 
-@dataclass
-class RolledRun:
-    """Counts of a run, from its messages."""
+class RolledRun(Watch):
+    """A run whose rounds are counted, too."""
 
-    run: str
-    identity: bytes = b""
-    heartbeats: dict[str, Heartbeat] = field(default_factory=dict)
-    announced: dict[tuple[str, int], int] = field(default_factory=dict)  # version of the newest round, by owner and fragment
-    quorate: dict[tuple[int, int], str] = field(default_factory=dict)  # fragment and version of rounds with a quorum: whose
-    made_by: dict[tuple[int, int], str] = field(default_factory=dict)  # of versions that were heard
-    newest: dict[int, int] = field(default_factory=dict)  # version by fragment
+    def __init__(self, run: RunDirectory, link: NatsTransport) -> None:
+        super().__init__(run, link)
+        self.announced: dict[tuple[str, int], int] = {}  # version of the newest round, by owner and fragment
+        self.quorate: dict[tuple[int, int], str] = {}  # fragment and version of rounds with a quorum: whose
 
-    async def open(self, control: str, bulk: str) -> NatsTransport:
-        """Connect, when the run is there."""
-        link = await NatsTransport.open(control, bulk, "rolling", get_logger(), give_up_after_s=DEADLINE_S)
-        self.identity = (await creation.find(link, self.run, get_logger())).identity
-        names = Subjects(self.run)
-        await link.subscribe(names.heartbeat(), self._hear_heartbeat)
-        await link.subscribe(names.shard(), self._hear_shard)
-        await link.subscribe(names.round(), self._hear_round)
-        await link.serve(names.record("*"), self._hear_record)  # over the connection to the region's server
-        return link
-
-    async def _hear_heartbeat(self, message: Heard) -> None:
-        with contextlib.suppress(MessageError):
-            heartbeat = framing.unpack(message.data, Heartbeat, self.identity)[0]
-            self.heartbeats[heartbeat.learner] = heartbeat
+    async def open(self) -> None:
+        await self.link.subscribe(self.subjects.round(), self._hear_round)
+        await super().open()
 
     async def _hear_round(self, message: Heard) -> None:
         with contextlib.suppress(MessageError):
@@ -471,30 +451,17 @@ class RolledRun:
                 if version is not None and answers >= quorum:
                     self.quorate.setdefault((fragment, version), heartbeat.syncer)
 
-    async def _hear_record(self, message: Heard) -> None:
-        with contextlib.suppress(MessageError):
-            record = framing.unpack(message.data, Record, self.identity)[0]
-            if record.entry == "version":
-                self.made_by[record.fragment, record.version] = record.syncer
-                self.newest[record.fragment] = max(record.version, self.newest.get(record.fragment, 0))
+    def made_by(self) -> dict[tuple[int, int], str]:
+        """Return the syncers that made versions, by fragment and version."""
+        return {(record.fragment, record.version): record.syncer for _, record in self.records if record.entry == "version"}
+
+    def newest(self) -> dict[int, int]:
+        """Return the newest version of each fragment."""
+        return dict(sorted(self.made_by()))
 
     def lost_tokens(self) -> float:
-        """By all learners so far: of each the mean over its fragments."""
+        """Return the tokens lost by all learners so far: of each the mean over its fragments."""
         return sum(sum(heartbeat.lost_tokens) / len(heartbeat.lost_tokens) for heartbeat in self.learners())
-
-    def tokens(self) -> int:
-        """Return the tokens processed by all learners so far."""
-        return sum(heartbeat.tokens for heartbeat in self.learners())
-
-    def learners(self) -> list[Heartbeat]:
-        return [heartbeat for name, heartbeat in self.heartbeats.items() if name in LEARNERS]
-
-    def merged_all(self) -> bool:
-        """Whether every learner trains, and has applied versions of every fragment."""
-        found = self.learners()
-        return len(found) == len(LEARNERS) and all(
-            heartbeat.state == "stepping" and min(heartbeat.versions) > 0 for heartbeat in found
-        )
 
 
 class Project:
@@ -566,9 +533,11 @@ async def rolling() -> Result:
         project.compose("build")
         project.compose("up", "-d")
         try:
-            watch = RolledRun("run")
-            link = await watch.open(project.control, project.bulk)
-            await _until(watch.merged_all, "every learner is merged")
+            link = await NatsTransport.open(project.control, project.bulk, "rolling", get_logger(), DEADLINE_S)
+            settings = (await creation.find(link, "run", get_logger())).created
+            watch = RolledRun(RunDirectory(Path(), "run", project.control, None, settings), link)
+            await watch.open()
+            await _until(watch.all_step, "every learner is merged")
             found = await restart_all(project, watch)
             await link.close()
         finally:
@@ -587,7 +556,7 @@ async def _until(reached: Callable[[], bool], what: str) -> None:
 
 async def restart_all(project: Project, watch: RolledRun) -> Result:
     """Restart all containers, and count."""
-    began_s, tokens, lost, versions = time.monotonic(), watch.tokens(), watch.lost_tokens(), sum(watch.newest.values())
+    began_s, tokens, lost, versions = time.monotonic(), watch.tokens(), watch.lost_tokens(), sum(watch.newest().values())
     watch.quorate.clear()
     took_s, lost_by = {}, {}
     for service in ORDER:
@@ -597,10 +566,11 @@ async def restart_all(project: Project, watch: RolledRun) -> Result:
             lost_by[name] = watch.lost_tokens() - before
             say(f"{name}: ready after {took_s[name]:.1f} s, lost {lost_by[name]:.0f} tokens")
     wall_s, quorate = time.monotonic() - began_s, dict(watch.quorate)
-    await _until(lambda: watch.merged_all() and time.monotonic() > began_s + wall_s + AFTERWARDS_S, "all train again")
+    await _until(lambda: watch.all_step() and time.monotonic() > began_s + wall_s + AFTERWARDS_S, "all train again")
     # a version further on has all before it: the chain has no gaps
-    gone = [round_ for round_ in quorate if watch.newest.get(round_[0], 0) < round_[1]]
-    elsewhere = sum(watch.made_by.get(round_, owner) != owner for round_, owner in quorate.items())
+    newest, made_by = watch.newest(), watch.made_by()
+    gone = [(fragment, version) for fragment, version in quorate if newest.get(fragment, 0) < version]
+    elsewhere = sum(made_by.get(round_, owner) != owner for round_, owner in quorate.items())
     processed, lost_tokens = watch.tokens() - tokens, watch.lost_tokens() - lost
     steps_lost = lost_tokens / processed if processed else 0.0
     return {
@@ -608,7 +578,7 @@ async def restart_all(project: Project, watch: RolledRun) -> Result:
         "wall_s": wall_s,
         "took_s": took_s,
         "lost_by": lost_by,
-        "versions": sum(watch.newest.values()) - versions,
+        "versions": sum(newest.values()) - versions,
         "rounds_with_quorum": len(quorate),
         "rounds_made_by_another_owner": elsewhere,
         "rounds_lost": len(gone),

@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from typing import Annotated
 
 T95 = {  # Student's t of an interval of 95 %, by the number of pairs
     2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 8: 2.365, 12: 2.201, 16: 2.131, 24: 2.069, 32: 2.040, 48: 2.012,
     64: 1.998,
 }  # fmt: skip
-Pairs = Annotated[int, (1, *T95)]  # one has no interval
 
 
 def ratio(ones: Sequence[float], others: Sequence[float]) -> dict[str, float]:

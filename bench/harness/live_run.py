@@ -205,7 +205,7 @@ class Watch:
     async def open(self) -> None:
         await self.link.subscribe(self.subjects.heartbeat(), self._hear_heartbeat)
         await self.link.subscribe(self.subjects.shard(), self._hear_shard)
-        await self.link.subscribe(self.subjects.record("*"), self._hear_record)
+        await self.link.serve(self.subjects.record("*"), self._hear_record)  # at the server that has the log
 
     async def _hear_heartbeat(self, message: Heard) -> None:
         with contextlib.suppress(MessageError):
