@@ -1,4 +1,4 @@
-"""What a learner's framework costs and keeps: examples, a look at tensors, mixed frameworks, bfloat16, and data.
+"""Costs of a learner's framework, and what it keeps: examples, a look at tensors, mixed frameworks, bfloat16, and data.
 
 python bench/frameworks.py examples            # all of them, in about six minutes on two cores that do nothing else
 python bench/frameworks.py examples flax_nnx lora --pairs 32 --json

@@ -1,4 +1,4 @@
-"""What reads a run's log: a learner that joins over a long link, an export, and a look at norms that stand out.
+"""Readers of a run's log: a learner that joins over a long link, an export, and a look at norms that stand out.
 
 python bench/log_readers.py joining                       # 1 Gbit/s and 200 Mbit/s, 80 ms there and back; a minute
 python bench/log_readers.py joining --parameters 2000000 --rates 200 --samples 1 --json
@@ -106,9 +106,10 @@ class Model:
         return Log(link, RUN, framing.run_id(RUN, settings.digest()), build_map(tensors, self.fragments), settings)
 
     def state(self, seed: int) -> dict[str, NDArray[np.float32]]:
-        """Return the state of AdamW, noise: float32 [parameters] for each moment."""
+        """Return the state of AdamW, noise: float32 [parameters] for each moment; the second has no negative values."""
         chance = np.random.default_rng(seed)
-        return {name: chance.standard_normal(self.parameters, np.float32) for name in ("mu", "nu")}
+        mu, nu = (chance.standard_normal(self.parameters, np.float32) for _ in range(2))
+        return {"mu": mu, "nu": np.square(nu)}
 
 
 async def fill(url: str, model: Model) -> int:
@@ -161,12 +162,12 @@ async def join(url: str, model: Model) -> dict[str, float]:
     layout = Layout.of(model.state(1))
     link = await open_link(url, "learner")
     log, clock = model.log(link), time.perf_counter
-    genesis = await log.reader.genesis()
-    assert genesis is not None
+    founded = await log.reader.genesis()
+    assert founded is not None
     chunks = [chunk for whole in layout.wholes() for chunk in whole.cut()]
     borrower = Borrower(link, log.run, log.subjects, "learner", layout, chunks, lambda chunk, values: None, get_logger())
     before_bytes, began_s = link.bytes_in, clock()
-    follower = LogFollower(log, genesis, pass_over, get_logger(), in_place=False)
+    follower = LogFollower(log, founded, pass_over, get_logger(), in_place=False)
     assert [copy.replica.chain.version for copy in await follower.load_all()] == [2] * model.fragments
     loaded_s, loaded_bytes = clock() - began_s, link.bytes_in - before_bytes
     before_bytes, began_s = link.bytes_in, clock()

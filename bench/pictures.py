@@ -213,11 +213,7 @@ async def compare(camera: Camera, runs: Path) -> None:
 
 BEFORE = Path(__file__).with_name("even_rounds_before.json")
 LEARNERS, FRAGMENTS, H = 8, 24, 24
-
-
 STEP_S, SLOWER_S, ONE_WAY_S, ANSWER_S, COMMIT_S = 1.0, 0.01, 0.3, 0.02, 0.05
-
-
 CUT_S, HEALED_S, END_S = 120, 180, 420
 
 BEGUN_S = 2 * H  # from then on rounds are in full swing

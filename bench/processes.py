@@ -111,8 +111,6 @@ def trained(count: int, steps: int, step_s: float, sets: Mapping[str, Any]) -> l
 # ---- elastic
 
 LAST = "checkpoint_restored"
-
-
 EVENTS = (
     "process_arrived", "island_ended", "state_kept", "island_regroups", "processes_met", "island_ready", "compiled", "joined",
     LAST,

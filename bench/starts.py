@@ -389,11 +389,7 @@ def show_takeover(result: Result) -> None:
 # ---- rolling
 
 ROOT = Path(__file__).parents[1]
-
-
 REGIONS = ("us", "eu", "ap")
-
-
 ORDER = (
     "coordinator",
     "evaluator",
@@ -402,11 +398,7 @@ ORDER = (
     *(f"syncer-{region}" for region in REGIONS),
     *(f"learner-{region}" for region in REGIONS),
 )
-
-
 GRACE_S = {"learner": 40, "syncer": 20}  # as docker-compose.yml has them
-
-
 DEADLINE_S = 600.0
 
 AFTERWARDS_S = 30.0  # the last rounds end

@@ -1,1 +1,1 @@
-"""What the scripts in ``bench`` share: command lines, runs that they begin and watch, links, processes, and figures."""
+"""Shared parts of the scripts in ``bench``: command lines, runs that they begin and watch, links, processes, and figures."""

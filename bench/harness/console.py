@@ -26,7 +26,7 @@ Keep = typing.Annotated[Path | None, "folder of the run, which stays; by default
 
 
 class Bench:
-    """What a script measures: a function, a coroutine function or not, and how its result is shown as text.
+    """A measurement of a script: a function, a coroutine function or not, and how its result is shown as text.
 
     The result may be had as JSON, too. It has ``passed`` where the exit code tells. Without ``show`` the function prints.
     """

@@ -1,4 +1,4 @@
-"""What repeated measurements come to: ratios of pairs with their interval, and spreads."""
+"""Results of repeated measurements: ratios of pairs with their interval, and spreads."""
 
 from __future__ import annotations
 
