@@ -72,7 +72,7 @@ RUN for part in shared services/learner services/syncer services/coordinator rep
 # compiled for the machine that builds; another kind of processor compiles them once more, into the volume
 FROM packages AS kernels
 COPY --from=code /code/shared /
-RUN NUMBA_CACHE_DIR=/opt/kernels python -c "import diloco.core.kernels"
+RUN NUMBA_CACHE_DIR=/opt/kernels python -c "import diloco.core.tensors.kernels"
 
 # ---- the images
 

@@ -23,7 +23,7 @@ from harness.console import Bench, Keep, Result, Script, folder, say
 from harness.host import machine
 from harness.live_run import ASLEEP_TOKENS, DILOCO, ENDLESS, Up, asleep, up
 
-from diloco.core.slots import choose
+from diloco.core.learner.slots import choose
 from diloco.errors import BrokerError, MessageError, RunError
 from diloco.log.stream import pass_over
 from diloco.process.tasks import end
@@ -32,12 +32,14 @@ from diloco.wire import framing
 from diloco.wire.control import Announcement, Heartbeat
 from diloco.wire.entries import Record
 from diloco.wire.offers import Offer
-from diloco_lab import validation
-from diloco_lab.validation import RunObservations, SeenOffer, SeenVersion
-from diloco_ops import failures, run_reader, verify
+from diloco_lab.published import validation
+from diloco_lab.published.validation import RunObservations, SeenOffer, SeenVersion
+from diloco_ops import failures
+from diloco_ops.audit import verify
 from diloco_ops.chaos.verdict import describe
 from diloco_ops.failures import Failure, FailureTape
-from diloco_ops.run_reader import RunReader
+from diloco_ops.reading import run_reader
+from diloco_ops.reading.run_reader import RunReader
 
 POLL_S = 0.1
 STARTED_S = 180.0

@@ -25,10 +25,10 @@ from harness.parties import Event, Parties, model, running
 from numba.core.codegen import get_host_cpu_features
 from numpy.typing import NDArray
 
-from diloco.core import codec, outer, quantise
-from diloco.core.fragments import Fragment, build_map
-from diloco.core.merge import Accumulator
-from diloco.core.weights import weight
+from diloco.core.tensors import codec, outer, quantise
+from diloco.core.tensors.fragments import Fragment, build_map
+from diloco.core.tensors.merge import Accumulator
+from diloco.core.tensors.weights import weight
 from diloco.settings.presets import run_settings
 
 Vector = NDArray[np.float32]

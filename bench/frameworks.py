@@ -32,7 +32,7 @@ from diloco.process import observe
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings, TaskSettings
 from diloco_learner.frameworks import LoadedTask, load, make_model
-from diloco_learner.island import Island
+from diloco_learner.jax.island import Island
 from diloco_learner.task import GptTask, load_task, named
 from diloco_learner.task_api import first_batch
 from diloco_learner.text import text_files

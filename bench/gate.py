@@ -19,10 +19,10 @@ from harness.host import machine
 from diloco.control.admission import Admission
 from diloco.control.creation import KnownRun
 from diloco.control.gate import HeartbeatGate
-from diloco.core.chain import Chain
-from diloco.core.fragments import TensorSpec, build_map
-from diloco.core.roster import Roster
-from diloco.core.round import Round
+from diloco.core.log.chain import Chain
+from diloco.core.syncer.roster import Roster
+from diloco.core.syncer.round import Round
+from diloco.core.tensors.fragments import TensorSpec, build_map
 from diloco.process import observe
 from diloco.process.observe import Counted, get_logger
 from diloco.settings.presets import run_settings

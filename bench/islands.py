@@ -31,7 +31,7 @@ from harness.console import Bench, Keep, Result, Script, folder, say
 from harness.host import GIB, MB, MIB, machine, peak_rss_bytes, reset_peak
 from harness.live_run import Up, Watch, asked, asleep, events, read_pid, up, watched
 
-from diloco_ops.environment import service_environment
+from diloco_ops.up.environment import service_environment
 
 BLOCK_STEPS = 20
 RATE = 1e-3
@@ -46,7 +46,7 @@ def load_asleep(step_s: float, data: int, layers: int, width: int, kind: str = "
     os.environ["BENCH_STEP_S"] = str(step_s)
     from diloco.settings.presets import run_settings
     from diloco.settings.service import MeshSettings
-    from diloco_learner.mesh import make_mesh
+    from diloco_learner.jax.mesh import make_mesh
     from diloco_learner.task import load_task
 
     sizes = {"task.layers": layers, "task.width": width, "inner.optimizer": "adamw"}
@@ -103,7 +103,7 @@ def bare_step(task: Any, settings: Any, island: Any, batch: Any) -> Begin:
     import jax
     import jax.numpy as jnp
 
-    from diloco_learner.inner import optimizer
+    from diloco_learner.jax.inner import optimizer
 
     inner = optimizer(settings, [])
     state = {"params": jax.tree.map(jnp.copy, island.params())}
@@ -156,8 +156,8 @@ def bare(
     block of steps each; the ratio of their times is one sample.
     """
     os.environ["JAX_NUM_CPU_DEVICES"] = str(devices)
-    from diloco.core.fragments import build_map
-    from diloco_learner.island import Island
+    from diloco.core.tensors.fragments import build_map
+    from diloco_learner.jax.island import Island
     from diloco_learner.task_api import first_batch
 
     settings, task, mesh = load_asleep(step_s, data, tensors, width)
@@ -182,8 +182,8 @@ def apart(*, devices: int = 2, step_s: Sequence[float] = (0.05, 0.11), blocks: i
     times is one sample.
     """
     os.environ["JAX_NUM_CPU_DEVICES"] = str(devices)
-    from diloco.core.fragments import build_map
-    from diloco_learner.island import Island
+    from diloco.core.tensors.fragments import build_map
+    from diloco_learner.jax.island import Island
     from diloco_learner.task_api import first_batch
 
     for each_s in step_s:
@@ -224,8 +224,8 @@ def keep_states(parameters: int, step_s: float, seconds: float, folder: Path) ->
     from diloco.member import state
     from diloco.process.observe import get_logger
     from diloco.settings.service import LearnerSettings
-    from diloco_learner.checkpoint import CheckpointKeeper
-    from diloco_learner.island import Island
+    from diloco_learner.jax.island import Island
+    from diloco_learner.run.checkpoint import CheckpointKeeper
     from diloco_learner.task_api import first_batch
 
     width = 1024 if parameters >= 1 << 22 else 128

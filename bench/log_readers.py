@@ -34,10 +34,10 @@ from harness.wan_relay import Relay
 from numpy.typing import NDArray
 
 from diloco.control import creation, genesis
-from diloco.core import excess, merging
-from diloco.core.fragments import FragmentMap, TensorSpec, build_map
-from diloco.core.outliers import Norms
-from diloco.core.round import Merge, RoundOffer
+from diloco.core.syncer import excess, merging
+from diloco.core.syncer.outliers import Norms
+from diloco.core.syncer.round import Merge, RoundOffer
+from diloco.core.tensors.fragments import FragmentMap, TensorSpec, build_map
 from diloco.log.entries import fold
 from diloco.log.follower import LogFollower
 from diloco.log.log import Log
@@ -52,9 +52,9 @@ from diloco.wire import framing
 from diloco.wire.body import Body
 from diloco.wire.entries import Record
 from diloco.wire.offers import Offer
+from diloco_ops.audit.refold import refold
 from diloco_ops.broker.server import Server
-from diloco_ops.refold import refold
-from diloco_ops.run_reader import opened
+from diloco_ops.reading.run_reader import opened
 
 BITS: Final = 4
 NOTHING = Body(0, bytes(32), 0, bytes(8))

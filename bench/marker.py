@@ -19,7 +19,7 @@ from harness.intervals import T95, ratio
 from harness.live_run import DILOCO, Up, Watch, up, watching
 
 from diloco.transport import Heard
-from diloco_ops.attach import attached
+from diloco_ops.reading.attach import attached
 
 WARM_UP_S = 30.0
 TARGET = 0.98

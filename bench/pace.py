@@ -38,10 +38,10 @@ from harness.live_run import Watch, asleep, up, watching
 from diloco.settings import folders
 from diloco.settings.loading import parse_assignments
 from diloco.settings.presets import run_settings
-from diloco_ops.environment import learner_environment
+from diloco_ops.up.environment import learner_environment
 
 if TYPE_CHECKING:
-    from diloco_learner.model import Output
+    from diloco_learner.api.model import Output
 
 SETTLE_S = 1.5
 REAL = ["task.layers=4", "task.width=128", "task.context=64", "task.batch=4"]
@@ -79,7 +79,7 @@ def take_steps(sets: Sequence[str]) -> NoReturn:
     settings, cache_dir = run_settings("decoupled", parse_assignments(list(sets))), folders.cache_dir()
     loaded = load(settings.task, None, cache_dir)
     if not loaded.torch:
-        from diloco_learner import programs
+        from diloco_learner.jax import programs
 
         programs.keep_if_possible(cache_dir)  # it is the learners' program
     model, batch = make_model(loaded, settings, None), first_batch(loaded.task, settings)

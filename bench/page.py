@@ -31,8 +31,8 @@ from msgspec.structs import replace
 from playwright.async_api import async_playwright
 
 from diloco.control.history import Past, unpack
-from diloco.core.changes import Changes
-from diloco.core.fragments import TensorSpec, build_map
+from diloco.core.run.changes import Changes
+from diloco.core.tensors.fragments import TensorSpec, build_map
 from diloco.process import observe
 from diloco.settings.presets import run_settings
 from diloco.wire.control import Heartbeat
@@ -43,7 +43,7 @@ from diloco_coordinator.alerts import Alerts
 from diloco_coordinator.merges import MAX_MERGES
 from diloco_coordinator.monitor import MAX_POINTS, Monitor
 from diloco_coordinator.page.drawing import Drawing
-from diloco_coordinator.page.server import STALLED_S, PageServer
+from diloco_coordinator.page.page_server import STALLED_S, PageServer
 from diloco_report import page
 
 WEEK_S = 604_800.0

@@ -42,17 +42,17 @@ from rich.console import Console
 
 from diloco.service import rundir
 from diloco.settings.presets import run_settings
-from diloco_lab import simulation
-from diloco_lab.cluster import MICROS, ClusterLearner, LearnerLink, RoundTerms
-from diloco_lab.outcome import MergedVersion, Scenario
-from diloco_lab.pictures import WIDTH, standalone
+from diloco_lab.published.pictures import WIDTH, standalone
+from diloco_lab.simulator import simulation
+from diloco_lab.simulator.cluster import MICROS, ClusterLearner, LearnerLink, RoundTerms
+from diloco_lab.simulator.outcome import MergedVersion, Scenario
 from diloco_ops.broker.server import free_ports
 from diloco_ops.live.screen import render
 from diloco_ops.top.app import Top
 from diloco_ops.top.feed import reached
 from diloco_ops.wan import control
-from diloco_report.charts import time_axis
-from diloco_report.frame import across, nice_ticks, text_at
+from diloco_report.drawing.charts import time_axis
+from diloco_report.drawing.frame import across, nice_ticks, text_at
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 PARTS = ("default", "regions", "compare", "even-rounds")

@@ -26,7 +26,7 @@ from harness.console import Bench, Keep, Result, Script, folder, say
 from harness.host import cpu_s, machine
 from harness.live_run import ASLEEP_TOKENS, ENDLESS, Up, Watch, asked, asleep, events, up, watching
 
-from diloco_ops.environment import service_environment
+from diloco_ops.up.environment import service_environment
 
 ISLAND, PLAIN = "learner-0", "plain"
 LOOK_S = 0.1

@@ -31,16 +31,17 @@ from numpy.typing import NDArray
 
 from diloco.control import creation
 from diloco.control.creation import KnownRun
-from diloco.core import merging, quantise
-from diloco.core.fragments import Fragment
-from diloco.core.round import RoundOffer
+from diloco.core.syncer import merging
+from diloco.core.syncer.round import RoundOffer
+from diloco.core.tensors import quantise
+from diloco.core.tensors.fragments import Fragment
 from diloco.log.log import Log
 from diloco.process import logs
 from diloco.settings.run import RunSettings
 from diloco.wire.entries import Record
 from diloco.wire.offers import Answer, Offer, RegionalOffer
-from diloco_ops.chaos.refusals import RefusalCount
-from diloco_ops.embedded import RATE_BITS_PER_S
+from diloco_ops.chaos.refused_messages import RefusalCount
+from diloco_ops.up.embedded import RATE_BITS_PER_S
 from diloco_ops.wan import control
 
 REGIONS = ("us", "eu", "ap")

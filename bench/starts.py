@@ -48,7 +48,7 @@ from diloco.wire import framing
 from diloco.wire.control import Announcement, Heartbeat, ShardHeartbeat
 from diloco.wire.entries import Keyframe
 from diloco_ops.broker.server import free_ports
-from diloco_ops.run_reader import opened
+from diloco_ops.reading.run_reader import opened
 
 # ---- begin
 

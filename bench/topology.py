@@ -35,7 +35,7 @@ from diloco.process.observe import get_logger
 from diloco.process.tasks import end
 from diloco.transport import Fence
 from diloco_ops.broker.server import Server, free_ports
-from diloco_ops.embedded import JITTER_S, ONE_WAY_S, RATE_BITS_PER_S
+from diloco_ops.up.embedded import JITTER_S, ONE_WAY_S, RATE_BITS_PER_S
 from diloco_ops.wan import control as wan
 
 REGIONS = ("us", "eu", "ap")

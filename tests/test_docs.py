@@ -15,10 +15,10 @@ import pytest
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-import diloco_coordinator.metrics
-import diloco_learner.metrics
-import diloco_syncer.metrics
-from diloco.core.changes import SETTABLE
+import diloco_coordinator.run_metrics
+import diloco_learner.run.learner_metrics
+import diloco_syncer.syncer_metrics
+from diloco.core.run.changes import SETTABLE
 from diloco.nats.identity import ROLES
 from diloco.service import metrics
 from diloco.service.metrics import Metric
@@ -26,7 +26,7 @@ from diloco.settings.presets import PRESETS, run_settings
 from diloco.settings.run import RunSettings
 from diloco.settings.service import ServiceSettings, TorchLearnerSettings
 from diloco.settings.validation import all_names
-from diloco_coordinator.server_watch import metrics as server_watch
+from diloco_coordinator.server_watch import server_metrics as server_watch
 from diloco_ops.keys.permissions import CONTROL, Who, is_known, permissions
 
 ROOT = Path(__file__).parent.parent
@@ -120,10 +120,10 @@ def metrics_rows() -> list[str]:
     tables: list[tuple[Metric[Any], ...]] = [
         metrics.COMMON,
         metrics.CONNECTED,
-        diloco_learner.metrics.METRICS,
-        diloco_learner.metrics.OF_PROCESSES,
-        diloco_syncer.metrics.METRICS,
-        diloco_coordinator.metrics.METRICS,
+        diloco_learner.run.learner_metrics.METRICS,
+        diloco_learner.run.learner_metrics.OF_PROCESSES,
+        diloco_syncer.syncer_metrics.METRICS,
+        diloco_coordinator.run_metrics.METRICS,
         server_watch.METRICS,
     ]
     return [
@@ -232,6 +232,19 @@ def test_commands_and_settings_that_the_docs_name_exist(page: str) -> None:
     for target in re.findall(r"\]\((?!http)([^)#]+)", text):
         base = ROOT if page == "README.md" else ROOT / "docs"
         assert (base / target).exists(), f"{page} links to {target}"
+
+
+@pytest.mark.parametrize("page", ["glossary.md", "maintainers.md"])
+def test_modules_that_the_docs_name_exist(page: str) -> None:
+    """With folders, from a distribution's name (``ops/`` for ``diloco_ops/``) or from anywhere below."""
+    places = {
+        "/" + str(path.relative_to(ROOT)).replace("/diloco_", "/")
+        for path in ROOT.glob("*/**/*.py")
+        if ".venv" not in path.parts
+    }
+    text = re.sub(r"`[^`]*` at commit [0-9a-f]{8}", "", (ROOT / "docs" / page).read_text())
+    for name in re.findall(r"`((?:\w+/)+\w+\.py)`", text):
+        assert any(place.endswith("/" + name.removeprefix("diloco_")) for place in places), f"{page} names {name}"
 
 
 def headings(page: Path) -> set[str]:

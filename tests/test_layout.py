@@ -79,8 +79,8 @@ def test_commands_import_neither_the_kernels_nor_jax() -> None:
 
 @pytest.mark.tool
 def test_a_learner_of_a_fixed_size_loads_nothing_elastic() -> None:
-    elastic = "name.startswith(('diloco.elastic', 'diloco.core.roll'))"
-    program = f"import sys, diloco_learner.together; print(*(name for name in sys.modules if {elastic}))"
+    elastic = "name.startswith(('diloco.elastic', 'diloco.core.learner.roll'))"
+    program = f"import sys, diloco_learner.jax.together; print(*(name for name in sys.modules if {elastic}))"
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert said.stdout.split() == []
 

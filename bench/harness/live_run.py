@@ -278,7 +278,7 @@ async def watching(running: Up) -> Watch:
 @contextmanager
 def watched(running: Up) -> Iterator[Watch]:
     """Watch a run from a thread of its own."""
-    from diloco_learner.process import LoopThread
+    from diloco_learner.run.process import LoopThread
 
     loop = LoopThread()
     try:

@@ -26,9 +26,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diloco.control import creation
-from diloco.core.accounts import StepDone
-from diloco.core.fragments import Fragment, FragmentMap, Piece, TensorSpec, cut_model
-from diloco.core.leases import RoundRobin
+from diloco.core.learner.accounts import StepDone
+from diloco.core.run.leases import RoundRobin
+from diloco.core.tensors.fragments import Fragment, FragmentMap, Piece, TensorSpec, cut_model
 from diloco.member.arrays import Boundary
 from diloco.member.member import Member
 from diloco.nats.connection import malloc_environment
@@ -362,7 +362,8 @@ def learner_main(pipe: Connection, url: str, settings: Mapping[str, Any], parame
 
 
 def _trace_learner(tracer: Tracer) -> None:
-    from diloco.core import codec, delta, outer, quantise
+    from diloco.core.learner import delta
+    from diloco.core.tensors import codec, outer, quantise
     from diloco.log import stream
     from diloco.member import offer_maker
 
@@ -381,10 +382,11 @@ def _trace_learner(tracer: Tracer) -> None:
 
 
 def _trace_syncer(tracer: Tracer) -> None:
-    from diloco.core import codec, merge, merging, outer, quantise
-    from diloco.core.compiled import kernels
+    from diloco.core.syncer import merging
+    from diloco.core.tensors import codec, merge, outer, quantise
+    from diloco.core.tensors.compiled import kernels
     from diloco.log import writer
-    from diloco_syncer import collector
+    from diloco_syncer.offers import collector
 
     tracer.wrap(collector, "open_body", "open offer")
     tracer.wrap(quantise, "validate", "validate offer")

@@ -16,9 +16,9 @@ from harness.intervals import ratio
 from harness.parties import model as model_of
 from islands import BLOCK_STEPS, bare_step, block_s, step_with_fragments
 
-from diloco.core import quantise
-from diloco.core.delta import Baseline, EncodedOffer, Offered
-from diloco.core.fragments import build_map
+from diloco.core.learner.delta import Baseline, EncodedOffer, Offered
+from diloco.core.tensors import quantise
+from diloco.core.tensors.fragments import build_map
 from diloco.settings import folders
 from diloco.settings.presets import run_settings
 from diloco_learner.frameworks import LoadedTask, load, make_model
@@ -37,7 +37,7 @@ def fit(plan: Plan) -> Iterator[Result]:
     """Yield the batch that fills the device with a learner, a bare loop and an evaluator, by XLA's word on a step's memory."""
     import jax
 
-    from diloco_learner.island import Island
+    from diloco_learner.jax.island import Island
 
     settings, loaded = _load(plan, "jax")
     island = Island(loaded.task, settings)
@@ -186,7 +186,7 @@ class _Masters:
 
 
 def _plain_jax(loaded: LoadedTask, settings: Any, batch: Any) -> Begin:
-    from diloco_learner.island import Island
+    from diloco_learner.jax.island import Island
 
     masters: Any = _Masters(loaded.task)
     return bare_step(masters, settings, Island(masters, settings), batch)
@@ -230,7 +230,7 @@ def _own_step(model: Any, batch: Any) -> Begin:
 def _load(plan: Plan, framework: str) -> tuple[Any, LoadedTask]:
     settings = run_settings("decoupled", dict(plan.sets(framework)))
     if framework == "jax":
-        from diloco_learner import programs
+        from diloco_learner.jax import programs
 
         programs.keep_if_possible(folders.cache_dir())
     return settings, load(settings.task, None, folders.cache_dir())

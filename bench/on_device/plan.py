@@ -79,7 +79,7 @@ class Plan:
 
 def parameters(layers: int, width: int) -> int:
     """Return the parameters of the built-in model."""
-    hidden = -(-8 * width // 48) * 16  # diloco.core.built_in.hidden_width
+    hidden = -(-8 * width // 48) * 16  # diloco.core.tensors.built_in.hidden_width
     return layers * (4 * width * width + 3 * width * hidden + 2 * width) + 2 * VOCABULARY * width + width
 
 

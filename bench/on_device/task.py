@@ -20,7 +20,7 @@ from typing import Any
 
 from harness.host import peak_rss_bytes
 
-from diloco.core.built_in import BUILT_IN
+from diloco.core.tensors.built_in import BUILT_IN
 from diloco.process import files
 from diloco.settings.run import TaskSettings
 

@@ -12,7 +12,7 @@ from tests.made.docker_commands import ROOT
 from tests.made.pages import Block, blocks, sections
 from tests.pace import scaled_s
 
-from diloco_ops import manifest
+from diloco_ops.checkpoints import manifest
 
 PAGE = sections(ROOT / "docs" / "backup.md")
 RESTORE_S = 300.0  # from empty servers until all regions train

@@ -17,7 +17,7 @@ from diloco.settings.loading import read_toml
 from diloco.settings.run import RunSettings
 from diloco.settings.validation import parse
 from diloco_ops.broker.server import find_binary
-from diloco_ops.embedded import JITTER_S, ONE_WAY_S, RATE_BITS_PER_S
+from diloco_ops.up.embedded import JITTER_S, ONE_WAY_S, RATE_BITS_PER_S
 from diloco_ops.wan.config import load
 
 ROOT = Path(__file__).parents[2]

@@ -27,7 +27,7 @@ from tests.pace import DEADLINE_S
 from diloco.errors import DilocoError
 from diloco.service import rundir
 from diloco_ops.broker.server import free_ports
-from diloco_ops.inspect import ask
+from diloco_ops.reading.inspect import ask
 
 REGIONS = ("us", "eu", "ap")
 LEARNERS = [f"learner-{region}-0" for region in REGIONS]

@@ -15,7 +15,7 @@ from tests.made.heartbeats import learner_heartbeat
 from tests.made.monitors import entry_record, monitor, past_of, region_settings, story
 
 from diloco.control.history import MAX_BYTES, MAX_PLAIN_BYTES, Past, unpack
-from diloco.core.fragments import TensorSpec, build_map
+from diloco.core.tensors.fragments import TensorSpec, build_map
 from diloco.errors import FenceError, FormatError
 from diloco.settings.presets import run_settings
 from diloco_coordinator import history, overview

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from tests.made.heartbeats import learner_heartbeat, shard_heartbeat
 from tests.made.monitors import entry_record, monitor, story
 
-from diloco.core.changes import Change, Effective, Eject
+from diloco.core.run.changes import Change, Effective, Eject
 from diloco.wire.entries import RolledBack
 
 

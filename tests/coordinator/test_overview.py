@@ -10,7 +10,7 @@ from tests.made.heartbeats import learner_heartbeat, shard_heartbeat
 from tests.made.monitors import entry_record, monitor, region_settings
 from tests.made.reports import fake_report
 
-from diloco.core.changes import Changes, Effective
+from diloco.core.run.changes import Changes, Effective
 from diloco.transport import Room
 from diloco_coordinator import overview
 from diloco_coordinator.alerts import Alerts

@@ -24,10 +24,10 @@ from tests.services.secured import make_keys
 from diloco.errors import SettingsError
 from diloco.nats import identity
 from diloco_coordinator.page import drawing as pace
-from diloco_coordinator.page import server as serving
+from diloco_coordinator.page import page_server as serving
 from diloco_coordinator.page.drawing import Drawing
 from diloco_coordinator.page.guard import LEAST_TOKEN, check, make_token
-from diloco_coordinator.page.server import PageServer
+from diloco_coordinator.page.page_server import PageServer
 from diloco_ops.keys import pki
 from diloco_ops.keys.permissions import Who
 from diloco_report.page import PARTS

@@ -18,7 +18,7 @@ from diloco.errors import FormatError
 from diloco.process.observe import get_logger
 from diloco.settings.service import ServerWatchSettings
 from diloco_coordinator.server_watch.figures import MAX_ANSWER_BYTES, ServerFigures, figures, read_answer
-from diloco_coordinator.server_watch.metrics import METRICS
+from diloco_coordinator.server_watch.server_metrics import METRICS
 from diloco_coordinator.server_watch.service import ServerRestartedError, ServerWatch
 
 VARZ: dict[str, Any] = {

@@ -20,13 +20,13 @@ from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 from prometheus_client import CollectorRegistry, ProcessCollector
 
-import diloco_coordinator.metrics
-import diloco_learner.metrics
-import diloco_syncer.metrics
-from diloco.core.learner import Activity
+import diloco_coordinator.run_metrics
+import diloco_learner.run.learner_metrics
+import diloco_syncer.syncer_metrics
+from diloco.core.learner.learner import Activity
 from diloco.service import metrics
 from diloco.service.metrics import usual_kinds
-from diloco_coordinator.server_watch import metrics as server_watch
+from diloco_coordinator.server_watch import server_metrics as server_watch
 from diloco_ops.keys.pki import Authority, new_key, plain_text
 from diloco_syncer.shard import STATES
 
@@ -41,10 +41,10 @@ SCRAPED = {"job", "instance", "team"}  # labels that Prometheus adds
 TABLES = (
     metrics.COMMON,
     metrics.CONNECTED,
-    diloco_learner.metrics.METRICS,
-    diloco_learner.metrics.OF_PROCESSES,
-    diloco_syncer.metrics.METRICS,
-    diloco_coordinator.metrics.METRICS,
+    diloco_learner.run.learner_metrics.METRICS,
+    diloco_learner.run.learner_metrics.OF_PROCESSES,
+    diloco_syncer.syncer_metrics.METRICS,
+    diloco_coordinator.run_metrics.METRICS,
     server_watch.METRICS,
 )
 # of labels with few values: those that there are, by metric
@@ -52,7 +52,7 @@ VALUES = {
     ("diloco_build_info", "service"): {"coordinator", "syncer", "learner", "evaluator", "server-watch"},
     ("diloco_learner_state", "state"): set(get_args(Activity)),
     ("diloco_syncer_state", "state"): set(STATES),
-    ("diloco_coordinator_run_state", "state"): set(diloco_coordinator.metrics.STATES),
+    ("diloco_coordinator_run_state", "state"): set(diloco_coordinator.run_metrics.STATES),
     ("diloco_learner_versions_applied_total", "own_work"): {"yes", "no"},
     ("diloco_syncer_crossing_bytes_total", "way"): {"sent", "received"},
     ("ALERTS", "alertstate"): {"pending", "firing"},

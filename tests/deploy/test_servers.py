@@ -29,7 +29,7 @@ from diloco.wire.subjects import Subjects
 from diloco_ops.broker.server import find_binary, free_ports
 from diloco_ops.keys.folder import Folder
 from diloco_ops.keys.permissions import CONTROL, Who
-from diloco_ops.supervise import OrphanGuard
+from diloco_ops.up.supervise import OrphanGuard
 
 pytestmark = pytest.mark.services
 

@@ -55,15 +55,17 @@ from diloco.control import admission, creation, tables
 from diloco.control.admission import Admission
 from diloco.control.creation import KnownRun
 from diloco.control.history import Past, unpack
-from diloco.core import changes, codec, fold, leases, outer, quantise, tape
-from diloco.core.chain import Chain
-from diloco.core.changes import Changes, Quarantine, Set, in_force
-from diloco.core.chunks import Chunk
-from diloco.core.claims import StepBounds
-from diloco.core.fragments import TensorSpec, build_map, unpack_map
-from diloco.core.leases import ClaimedShare, ShareClaim
-from diloco.core.ownership import OwnersTable
-from diloco.core.refusals import Refusal, report
+from diloco.core.learner.refusals import Refusal, report
+from diloco.core.log import fold
+from diloco.core.log.chain import Chain
+from diloco.core.run import changes, leases, tape
+from diloco.core.run.changes import Changes, Quarantine, Set, in_force
+from diloco.core.run.leases import ClaimedShare, ShareClaim
+from diloco.core.syncer.claims import StepBounds
+from diloco.core.syncer.ownership import OwnersTable
+from diloco.core.tensors import codec, outer, quantise
+from diloco.core.tensors.chunks import Chunk
+from diloco.core.tensors.fragments import TensorSpec, build_map, unpack_map
 from diloco.errors import (
     BrokerError,
     ChainError,
@@ -101,13 +103,16 @@ from diloco_coordinator import history
 from diloco_coordinator import service as coordinator
 from diloco_coordinator.series import SeriesFile
 from diloco_coordinator.server_watch import figures as server_watch
-from diloco_lab import sites, tapes, trace
-from diloco_lab.cluster import ClusterLearner
-from diloco_ops import failures, inspect, manifest
+from diloco_lab.planning import sites
+from diloco_lab.simulator.cluster import ClusterLearner
+from diloco_lab.traces import tapes, trace
+from diloco_ops import failures
 from diloco_ops.broker import probe, snapshot
 from diloco_ops.chaos import revert
+from diloco_ops.checkpoints import manifest
 from diloco_ops.doctor import machine, reach
-from diloco_ops.doctor import server as doctor
+from diloco_ops.doctor import server_check as doctor
+from diloco_ops.reading import inspect
 from diloco_ops.report.build import load_json
 from diloco_ops.wan import config, control
 

@@ -14,7 +14,6 @@ from scipy.optimize import linprog
 from typer.testing import CliRunner
 
 from diloco.errors import SettingsError
-from diloco_lab import comparison, published
 from diloco_lab.bandwidth import (
     STRATEGIES,
     BandwidthRow,
@@ -28,8 +27,9 @@ from diloco_lab.bandwidth import (
     schedules,
     utilisation,
 )
-from diloco_lab.command import simulate
-from diloco_lab.published import UTILISATIONS
+from diloco_lab.published import comparison, published
+from diloco_lab.published.published import UTILISATIONS
+from diloco_lab.simulate_command import simulate
 
 # two datacenters: each sends a value's bits once, so that a cycle is parameters * bits
 UNIT = ModelJob(parameters=1000, step_s=2.0, datacenters=2)

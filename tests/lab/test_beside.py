@@ -11,7 +11,7 @@ import pytest
 
 from diloco.errors import FormatError
 from diloco_lab.experiment import beside
-from diloco_ops.compare.command import read_all
+from diloco_ops.compare.compare_command import read_all
 
 PUBLISHED = Path(__file__).parents[2] / "docs" / "quality" / "bars.results.json"
 

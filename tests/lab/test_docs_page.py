@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from diloco.errors import FormatError
-from diloco_lab import docs_page, goodput, published
-from diloco_lab.goodput import FleetConditions, points, sweep
+from diloco_lab.published import docs_page, published
+from diloco_lab.simulator import goodput
+from diloco_lab.simulator.goodput import FleetConditions, points, sweep
 
 PAGE = Path(__file__).parents[2] / "docs" / "simulator.md"
 

@@ -12,11 +12,22 @@ import pytest
 from tests.made.command_line import Command, commanding
 
 from diloco.errors import SettingsError
-from diloco_lab import comparison, fit, goodput, published
-from diloco_lab.cluster import YEAR_S, Cluster
-from diloco_lab.command import simulate
-from diloco_lab.goodput import GoodputCell, GoodputRow, conditions, interval, mean_error, points, strategy_of, sweep, thumb
-from diloco_lab.published import CHIPS, FITTED
+from diloco_lab.published import comparison, fit, published
+from diloco_lab.published.published import CHIPS, FITTED
+from diloco_lab.simulate_command import simulate
+from diloco_lab.simulator import goodput
+from diloco_lab.simulator.cluster import YEAR_S, Cluster
+from diloco_lab.simulator.goodput import (
+    GoodputCell,
+    GoodputRow,
+    conditions,
+    interval,
+    mean_error,
+    points,
+    strategy_of,
+    sweep,
+    thumb,
+)
 
 DAY_S = 86400.0
 

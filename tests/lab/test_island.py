@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from diloco.errors import SettingsError
-from diloco_lab.commands.island import island as command
-from diloco_lab.island import Hardware, island
+from diloco_lab.commands.island_command import island as command
+from diloco_lab.planning.island_plan import Hardware, island
 
 DOCS = Path(__file__).parents[2] / "docs" / "islands.md"
 TWO_HOSTS = Hardware(16, 80e9, 2, disk_bytes_per_s=1e9, join_bytes_per_s=1e8)

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco_lab import simulation
-from diloco_lab.cluster import MICROS, ClusterLearner, Costs, Slowdowns
-from diloco_lab.lifetime import ChipTime, Fault, FaultKind, Lifetime, Stretch
-from diloco_lab.outcome import LearnerOutcome, Scenario
-from diloco_lab.repair import RepairTime
+from diloco_lab.simulator import simulation
+from diloco_lab.simulator.cluster import MICROS, ClusterLearner, Costs, Slowdowns
+from diloco_lab.simulator.lifetime import ChipTime, Fault, FaultKind, Lifetime, Stretch
+from diloco_lab.simulator.outcome import LearnerOutcome, Scenario
+from diloco_lab.simulator.repair import RepairTime
 
 AT_ONCE = 10**9
 

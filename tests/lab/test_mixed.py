@@ -13,11 +13,12 @@ from scipy.stats import norm
 from diloco.errors import SettingsError
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RoundSettings
-from diloco_lab import mixed, simulation
-from diloco_lab.cluster import Cluster, LearnerLink, RoundTerms
-from diloco_lab.mixed import MixedOutcome, RoundMode
-from diloco_lab.outcome import MergedVersion, Scenario
-from diloco_lab.reports import ReportClock
+from diloco_lab.published import mixed
+from diloco_lab.published.mixed import MixedOutcome, RoundMode
+from diloco_lab.simulator import simulation
+from diloco_lab.simulator.cluster import Cluster, LearnerLink, RoundTerms
+from diloco_lab.simulator.outcome import MergedVersion, Scenario
+from diloco_lab.simulator.reports import ReportClock
 
 NO_WINDOW = {"round.grace_factor": 0.0}
 BY_WAY = {(way.name, bool(way.rounds().settings.round.grace_factor)): way for way in mixed.WAYS}

@@ -11,8 +11,8 @@ import pytest
 from tests.made.tiny_trials import STEP_TOKENS
 from tests.made.tiny_trials import play_tiny as played
 
-from diloco.core.lives import Life
-from diloco.core.tape import Start
+from diloco.core.run.lives import Life
+from diloco.core.run.tape import Start
 from diloco.errors import DataError, SettingsError
 from diloco_lab.experiment import spec
 from diloco_lab.paces import recorder, recording, stalls

@@ -15,15 +15,18 @@ from hypothesis import strategies as st
 from tests.pace import DEADLINE_S
 
 from diloco.errors import SettingsError
-from diloco_lab import bandwidth, page, pictures, storm
+from diloco_lab import bandwidth
 from diloco_lab.bandwidth import Curve, ModelJob
-from diloco_lab.cluster import ClusterLearner
 from diloco_lab.commands.files import ready
-from diloco_lab.goodput import FleetConditions, GoodputRow
-from diloco_lab.lifetime import Stretch
-from diloco_lab.outcome import MergedVersion
-from diloco_lab.pictures import PicturedFault
-from diloco_report.frame import spread
+from diloco_lab.published import pictures
+from diloco_lab.published import published_page as page
+from diloco_lab.published.pictures import PicturedFault
+from diloco_lab.simulator import storm
+from diloco_lab.simulator.cluster import ClusterLearner
+from diloco_lab.simulator.goodput import FleetConditions, GoodputRow
+from diloco_lab.simulator.lifetime import Stretch
+from diloco_lab.simulator.outcome import MergedVersion
+from diloco_report.drawing.frame import spread
 
 S = 1_000_000
 SVG = "{http://www.w3.org/2000/svg}"

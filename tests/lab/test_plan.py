@@ -16,12 +16,12 @@ from typer.testing import CliRunner
 
 from diloco.errors import SettingsError
 from diloco.settings.presets import run_settings
-from diloco_lab.command import simulate
-from diloco_lab.links import ChosenSettings, LinkWay, settle
-from diloco_lab.network import MEMBER_BYTES, OFFER_BYTES, RECORD_BYTES
-from diloco_lab.plan import Plan, plan, toml
-from diloco_lab.published import FITTED
-from diloco_lab.sites import Sites, read
+from diloco_lab.planning.link_settings import ChosenSettings, LinkWay, settle
+from diloco_lab.planning.plan import Plan, plan, toml
+from diloco_lab.planning.sites import Sites, read
+from diloco_lab.published.published import FITTED
+from diloco_lab.simulate_command import simulate
+from diloco_lab.simulator.network import MEMBER_BYTES, OFFER_BYTES, RECORD_BYTES
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "sites.toml"
 SITE = """chips = 4

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.core.tape import Back, Gone, Start, TapeEvent
+from diloco.core.run.tape import Back, Gone, Start, TapeEvent
 from diloco.errors import DataError, RunError
 from diloco.process.observe import get_logger
 from diloco.process.tape import TapeFile

@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from diloco.errors import SettingsError
-from diloco_lab.command import simulate
-from diloco_lab.recovery import PUBLISHED, RecoveryNeeds, default_run, rows
+from diloco_lab.simulate_command import simulate
+from diloco_lab.simulator.recovery import PUBLISHED, RecoveryNeeds, default_run, rows
 
 
 def test_up_to_six_steps_a_copy_are_free() -> None:

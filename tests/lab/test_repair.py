@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy.stats import exponweib
 
 from diloco.errors import SettingsError
-from diloco_lab.repair import RepairTime
+from diloco_lab.simulator.repair import RepairTime
 
 SCALE_S = 100.0
 

@@ -19,10 +19,11 @@ import pytest
 
 from diloco.errors import SettingsError
 from diloco.settings.presets import run_settings
-from diloco_lab import simulation, tapes
-from diloco_lab.cluster import YEAR_S, Cluster, Costs, LearnerLink, RoundTerms, Slowdowns
-from diloco_lab.outcome import MergedVersion, Outcome, Scenario
-from diloco_lab.repair import RepairTime
+from diloco_lab.simulator import simulation
+from diloco_lab.simulator.cluster import YEAR_S, Cluster, Costs, LearnerLink, RoundTerms, Slowdowns
+from diloco_lab.simulator.outcome import MergedVersion, Outcome, Scenario
+from diloco_lab.simulator.repair import RepairTime
+from diloco_lab.traces import tapes
 from diloco_ops.failures import Failure, FailureTape
 
 TOLERANCE_US = 5  # the syncer counts in float seconds, and wakes a microsecond after the end of a grace window

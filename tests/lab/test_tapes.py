@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from diloco.errors import FormatError
-from diloco_lab import simulation, tapes
-from diloco_lab.cluster import YEAR_S, Cluster, ClusterLearner
-from diloco_lab.lifetime import Fault
-from diloco_lab.outcome import Scenario
-from diloco_lab.repair import RepairTime
+from diloco_lab.simulator import simulation
+from diloco_lab.simulator.cluster import YEAR_S, Cluster, ClusterLearner
+from diloco_lab.simulator.lifetime import Fault
+from diloco_lab.simulator.outcome import Scenario
+from diloco_lab.simulator.repair import RepairTime
+from diloco_lab.traces import tapes
 from diloco_ops import failures
 
 HEADER = {"format": "diloco-failures", "version": 1, "duration_s": 100}

@@ -22,10 +22,10 @@ from scipy.stats import CensoredData, expon, exponweib, kstest, weibull_min
 from tests.made.command_line import Command, commanding
 
 from diloco.errors import DataError, FormatError, SettingsError
-from diloco_lab.command import simulate
-from diloco_lab.repair import RepairTime
-from diloco_lab.trace import Columns, Notation, Outage, Trace, cut, from_tape, own_names, read, slices
-from diloco_lab.trace_fit import _Likelihood, _Sample, fit, mean_between
+from diloco_lab.simulate_command import simulate
+from diloco_lab.simulator.repair import RepairTime
+from diloco_lab.traces.trace import Columns, Notation, Outage, Trace, cut, from_tape, own_names, read, slices
+from diloco_lab.traces.trace_fit import _Likelihood, _Sample, fit, mean_between
 from diloco_ops import failures
 from diloco_ops.failures import Failure, FailureTape, Spread
 

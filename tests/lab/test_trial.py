@@ -20,7 +20,7 @@ from diloco_lab.paces import recorder
 from diloco_lab.paces.times import Paces, steady
 from diloco_lab.trial import Trial
 from diloco_learner.task import load_task
-from diloco_ops.run_reader import opened
+from diloco_ops.reading.run_reader import opened
 
 LOCKSTEP: dict[str, dict[str, Any]] = {
     "decoupled": {"round.learners_wait": True, "round.quorum": 2, "round.grace_factor": 0.0},

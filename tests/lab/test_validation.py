@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.core.quantise import body_bytes
+from diloco.core.tensors.quantise import body_bytes
 from diloco.errors import DataError
 from diloco.settings.presets import run_settings
 from diloco.wire import framing
 from diloco.wire.body import Body
 from diloco.wire.entries import Record
 from diloco.wire.offers import MergeMember, Offer
-from diloco_lab import validation
-from diloco_lab.network import MEMBER_BYTES, OFFER_BYTES, RECORD_BYTES
-from diloco_lab.validation import RunObservations, SeenOffer, SeenVersion, ValidationRow
+from diloco_lab.published import validation
+from diloco_lab.published.validation import RunObservations, SeenOffer, SeenVersion, ValidationRow
+from diloco_lab.simulator.network import MEMBER_BYTES, OFFER_BYTES, RECORD_BYTES
 from diloco_ops.failures import Failure, FailureTape
 
 SETTINGS = run_settings(overrides={"fragments.count": 2, "round.steps": 4, "learners": 2})

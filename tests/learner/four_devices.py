@@ -19,18 +19,18 @@ from jax.sharding import NamedSharding, get_abstract_mesh, reshard
 from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
-from diloco.core.chunks import Chunk
-from diloco.core.fragments import FragmentMap, build_map
+from diloco.core.tensors.chunks import Chunk
+from diloco.core.tensors.fragments import FragmentMap, build_map
 from diloco.errors import SettingsError
 from diloco.member import state
 from diloco.settings.presets import run_settings
 from diloco.settings.run import TaskSettings
 from diloco.settings.service import MeshSettings
-from diloco_learner.beginning import prepare_copies
-from diloco_learner.evaluation import UNNAMED, validation_sets
-from diloco_learner.island import Island
-from diloco_learner.mesh import ROWS as ROW_SPEC
-from diloco_learner.mesh import make_mesh, rows_alone, rows_on, shifted
+from diloco_learner.api.evaluation import UNNAMED, validation_sets
+from diloco_learner.jax.beginning import prepare_copies
+from diloco_learner.jax.island import Island
+from diloco_learner.jax.mesh import ROWS as ROW_SPEC
+from diloco_learner.jax.mesh import make_mesh, rows_alone, rows_on, shifted
 from diloco_learner.task import Aux, GptTask
 from diloco_learner.tensors import Tensor
 

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from diloco.errors import SettingsError
 from diloco.settings.presets import run_settings
 from diloco.settings.service import LearnerSettings, MeshSettings, ProcessesSettings
-from diloco_learner.agreement import check, check_meshes
+from diloco_learner.jax.agreement import check, check_meshes
 from diloco_learner.task import Task
 
 RUN = run_settings()

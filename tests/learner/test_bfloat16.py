@@ -15,17 +15,17 @@ import pytest
 from numpy.typing import NDArray
 from tests.made.learner_delta import Delta
 
-from diloco.core import outer
-from diloco.core.chain import Chain
-from diloco.core.fold import Replica
-from diloco.core.fragments import Fragment, build_map
-from diloco.core.merging import accumulate, make_version
-from diloco.core.outer import EPSILON
-from diloco.core.round import Merge, RoundOffer
+from diloco.core.log.chain import Chain
+from diloco.core.log.fold import Replica
+from diloco.core.syncer.merging import accumulate, make_version
+from diloco.core.syncer.round import Merge, RoundOffer
+from diloco.core.tensors import outer
+from diloco.core.tensors.fragments import Fragment, build_map
+from diloco.core.tensors.outer import EPSILON
 from diloco.errors import SettingsError
 from diloco.settings.presets import run_settings
 from diloco.wire.body import Body
-from diloco_learner.island import Island
+from diloco_learner.jax.island import Island
 
 Wide = NDArray[np.float64]
 VALUES = 4096

@@ -9,8 +9,8 @@ import pytest
 
 from diloco.errors import SettingsError
 from diloco.settings.run import RunSettings, TaskSettings
-from diloco_learner import programs
 from diloco_learner.check import PlannedRun, check
+from diloco_learner.jax import programs
 from diloco_learner.mix import mix
 from diloco_learner.mix.mix import Mix
 

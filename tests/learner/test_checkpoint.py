@@ -19,9 +19,9 @@ from structlog.testing import capture_logs
 from tests.made.trainer_script import SETTINGS, Slope
 from tests.pace import DEADLINE_S
 
-from diloco.core.learner import Dump
-from diloco.core.markers import MarkerReply
-from diloco.core.tape import Borrowed, Copied, Restored, TapeEvent
+from diloco.core.learner.learner import Dump
+from diloco.core.learner.markers import MarkerReply
+from diloco.core.run.tape import Borrowed, Copied, Restored, TapeEvent
 from diloco.errors import RunError
 from diloco.member import state
 from diloco.member.member import Member
@@ -32,9 +32,10 @@ from diloco.process.observe import get_logger
 from diloco.settings.run import ContinuedRun
 from diloco.settings.service import LearnerSettings
 from diloco.wire.control import MarkerAnswer, MarkerDeclined, SnapshotMarker
-from diloco_learner import checkpoint, holding
-from diloco_learner.checkpoint import CheckpointKeeper, restore
-from diloco_learner.island import Island
+from diloco_learner.jax import holding
+from diloco_learner.jax.island import Island
+from diloco_learner.run import checkpoint
+from diloco_learner.run.checkpoint import CheckpointKeeper, restore
 
 RUN = b"\x05" * 8
 

@@ -15,17 +15,17 @@ import pytest
 from numpy.typing import NDArray
 from tests.made.learner_delta import Delta
 
-from diloco.core import codec, outer
-from diloco.core.chain import Chain
-from diloco.core.fold import Replica
-from diloco.core.fragments import FragmentMap, build_map
-from diloco.core.merging import accumulate, make_version
-from diloco.core.round import Merge, RoundOffer
-from diloco.core.schedule import Moment, learning_rate
+from diloco.core.learner.schedule import Moment, learning_rate
+from diloco.core.log.chain import Chain
+from diloco.core.log.fold import Replica
+from diloco.core.syncer.merging import accumulate, make_version
+from diloco.core.syncer.round import Merge, RoundOffer
+from diloco.core.tensors import codec, outer
+from diloco.core.tensors.fragments import FragmentMap, build_map
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
 from diloco.wire.body import Body
-from diloco_learner.island import Island
+from diloco_learner.jax.island import Island
 
 LEARNERS, STEPS, TOKENS = 3, 40, 8
 BUDGET = LEARNERS * STEPS * TOKENS

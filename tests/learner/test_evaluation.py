@@ -14,8 +14,8 @@ import pytest
 from diloco.errors import SettingsError
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
-from diloco_learner.evaluation import Evaluation
-from diloco_learner.island import Island
+from diloco_learner.api.evaluation import Evaluation
+from diloco_learner.jax.island import Island
 from diloco_learner.task import Aux, check_members
 from diloco_learner.task_api import evaluate_every_s
 

@@ -17,8 +17,8 @@ from diloco.errors import SettingsError
 from diloco.process.observe import get_logger
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
-from diloco_learner.evaluator import Evaluator, too_early
-from diloco_learner.island import Island
+from diloco_learner.jax.island import Island
+from diloco_learner.run.evaluator import Evaluator, too_early
 
 SETTINGS: RunSettings = run_settings(overrides={"shards": 1, "fragments.count": 1, "task.name": "mine:make"})
 
@@ -132,7 +132,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, sample_s: float) -> None:
         self.now_s = 0.0
-        monkeypatch.setattr("diloco_learner.evaluator.time", SimpleNamespace(monotonic=lambda: self.now_s))
+        monkeypatch.setattr("diloco_learner.run.evaluator.time", SimpleNamespace(monotonic=lambda: self.now_s))
         monkeypatch.setattr(FakeMember, "wait", lambda *_: self.passes(10.0))
         monkeypatch.setattr(Mine, "while_sampling", lambda _: self.passes(sample_s))
 

@@ -10,7 +10,7 @@ import pytest
 
 from diloco.errors import SettingsError
 from diloco.settings.presets import run_settings
-from diloco_learner.examination import TaskExamination
+from diloco_learner.api.examination import TaskExamination
 from diloco_learner.examine import examine
 
 TASK = """

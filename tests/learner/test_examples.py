@@ -9,7 +9,7 @@ import pytest
 
 from diloco.settings.presets import run_settings
 from diloco_learner.check import PlannedRun, check
-from diloco_learner.island import Island
+from diloco_learner.jax.island import Island
 from diloco_learner.task import load_task
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

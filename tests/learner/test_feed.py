@@ -10,11 +10,11 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from diloco.core.leases import BLOCK_BATCHES, data_of
+from diloco.core.run.leases import BLOCK_BATCHES, data_of
 from diloco.errors import DataError, SettingsError
 from diloco.process.observe import get_logger
 from diloco.settings.run import RunSettings, TaskSettings
-from diloco_learner.feed import BatchFeed
+from diloco_learner.data.feed import BatchFeed
 from diloco_learner.task import GptTask, Task
 
 SETTINGS = RunSettings(learners=2, seed=7)

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diloco.core.fragments import FragmentMap, check_same_map, unpack_map
+from diloco.core.tensors.fragments import FragmentMap, check_same_map, unpack_map
 from diloco.errors import AdmissionError, FormatError, SettingsError
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
-from diloco_learner.fixed import check_finite
-from diloco_learner.island import Island
+from diloco_learner.jax.fixed import check_finite
+from diloco_learner.jax.island import Island
 from diloco_learner.task import Aux, check_members
 from diloco_learner.tensors import Tensor
 

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diloco.core.built_in import tensor_shapes
+from diloco.core.tensors.built_in import tensor_shapes
 from diloco.settings.run import TaskSettings
-from diloco_learner import gpt
+from diloco_learner.jax import gpt
 
 SHAPE = gpt.Shape(layers=2, width=16, heads=2, context=12)
 WINDOWS = np.asarray(jax.random.randint(jax.random.key(2), (3, 13), 0, 256))

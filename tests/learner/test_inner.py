@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.core.schedule import Moment, learning_rate
+from diloco.core.learner.schedule import Moment, learning_rate
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
-from diloco_learner.inner import optimizer
+from diloco_learner.jax.inner import optimizer
 
 
 def inner_settings(**inner: float | str) -> RunSettings:

@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from diloco.core.chunks import Chunk
-from diloco.core.fragments import FragmentMap, TensorSpec, build_map
+from diloco.core.tensors.chunks import Chunk
+from diloco.core.tensors.fragments import FragmentMap, TensorSpec, build_map
 from diloco.errors import RunError, SettingsError
 from diloco.member.state import Content
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
-from diloco_learner import holding
-from diloco_learner.beginning import prepare_copies
-from diloco_learner.island import Island
+from diloco_learner.jax import holding
+from diloco_learner.jax.beginning import prepare_copies
+from diloco_learner.jax.island import Island
 
 
 def whole(content: Content) -> dict[str, NDArray[Any]]:

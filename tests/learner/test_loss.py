@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diloco.core.schedule import Moment, learning_rate
+from diloco.core.learner.schedule import Moment, learning_rate
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
-from diloco_learner.inner import optimizer
-from diloco_learner.island import Island
+from diloco_learner.jax.inner import optimizer
+from diloco_learner.jax.island import Island
 from diloco_learner.replay import Redo
 from diloco_learner.task import Aux, GptTask, load_task
 from diloco_learner.tensors import tensor_of

@@ -13,11 +13,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from tests.pace import LONG_TEST_S
 
-from diloco.core import tape
+from diloco.core.run import tape
 from diloco.errors import RunError, SettingsError
 from diloco.settings.presets import run_settings
 from diloco.settings.service import MeshSettings
-from diloco_learner.mesh import default_partition, make_mesh, partition_of
+from diloco_learner.jax.mesh import default_partition, make_mesh, partition_of
 from diloco_learner.replay import Redo
 
 FOUR = {"data": 1, "fsdp": 4, "tensor": 1}

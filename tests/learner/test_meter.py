@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from diloco_learner.meter import Meter, MeteredSpan, Times
+from diloco_learner.run.meter import Meter, MeteredSpan, Times
 
 READY = MeteredSpan(0.0, 0.0)  # the batch was there
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from diloco.errors import DataError
-from diloco_learner.ngram import ngram_losses
+from diloco_learner.data.ngram import ngram_losses
 
 
 def as_bytes(text: bytes) -> NDArray[np.uint8]:

@@ -14,7 +14,7 @@ import pytest
 
 from diloco.errors import DilocoError
 from diloco.service import rundir, volume
-from diloco_learner import programs
+from diloco_learner.jax import programs
 from diloco_learner.mix import mix
 
 

@@ -13,7 +13,7 @@ import pytest
 from diloco.errors import SettingsError
 from diloco.settings.presets import run_settings
 from diloco.settings.run import TaskSettings
-from diloco_learner.options import filled
+from diloco_learner.api.options import filled
 from diloco_learner.task import load_task
 
 

@@ -14,7 +14,7 @@ import pytest
 from diloco.errors import RunError, SettingsError
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
-from diloco_learner.island import Island
+from diloco_learner.jax.island import Island
 
 SETTINGS: RunSettings = run_settings(overrides={"shards": 1, "fragments.count": 1})
 RATES = (0.5, 0.25, 0.125)

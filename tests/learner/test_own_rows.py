@@ -12,9 +12,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from diloco.errors import SettingsError
 from diloco.settings.run import RunSettings
-from diloco_learner.agreement import rows_to_make
-from diloco_learner.feed import Streams
-from diloco_learner.mesh import AXES, ROWS, place, rows_alone
+from diloco_learner.data.feed import Streams
+from diloco_learner.jax.agreement import rows_to_make
+from diloco_learner.jax.mesh import AXES, ROWS, place, rows_alone
 from diloco_learner.task import Task, makes_rows
 
 SETTINGS = RunSettings(learners=2, seed=7)

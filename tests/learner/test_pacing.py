@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diloco_learner.pacing import Pacing
+from diloco_learner.run.pacing import Pacing
 
 
 def test_checkpoints_that_hold_nothing_up_come_at_the_interval() -> None:

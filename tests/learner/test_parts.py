@@ -15,8 +15,8 @@ from blake3 import blake3
 from structlog.testing import capture_logs
 from tests.pace import DEADLINE_S
 
-from diloco.core.chunks import Chunk
-from diloco.core.tape import Restored, TapeEvent
+from diloco.core.run.tape import Restored, TapeEvent
+from diloco.core.tensors.chunks import Chunk
 from diloco.member import state
 from diloco.member.peer import Lendable
 from diloco.member.state import Content, Saved
@@ -27,11 +27,11 @@ from diloco.processes.leader import Leader
 from diloco.processes.meeting import free_port
 from diloco.processes.part import Part, Saving
 from diloco.settings.service import LearnerSettings, ProcessesSettings
-from diloco.wire.island import Pending, Purpose, Save, facts
-from diloco_learner.checkpoint import check
-from diloco_learner.island import Island
-from diloco_learner.parts import PartKeeper, restore
-from diloco_learner.process import LearnerProcess, LoopThread
+from diloco.wire.process_messages import Pending, Purpose, Save, facts
+from diloco_learner.jax.island import Island
+from diloco_learner.run.checkpoint import check
+from diloco_learner.run.parts import PartKeeper, restore
+from diloco_learner.run.process import LearnerProcess, LoopThread
 
 RUN = b"\x05" * 8
 PENDING = [[], [Pending((3, 4), 8, False)]]

@@ -9,8 +9,8 @@ from threading import Barrier, Event
 
 import pytest
 
-from diloco_learner import programs
-from diloco_learner.programs import compiled_once, name_of
+from diloco_learner.jax import programs
+from diloco_learner.jax.programs import compiled_once, name_of
 
 HANG_S = 60.0  # ends a test that hangs
 

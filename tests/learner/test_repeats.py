@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from diloco_learner.repeats import BLOCK_BYTES, CHUNK_BYTES, SPAN_BYTES, repeated, without_repeats
+from diloco_learner.data.repeats import BLOCK_BYTES, CHUNK_BYTES, SPAN_BYTES, repeated, without_repeats
 
 Bytes = NDArray[np.uint8]
 

@@ -13,9 +13,9 @@ import pytest
 from diloco.errors import SettingsError
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
-from diloco_learner.beginning import prepare_copies
 from diloco_learner.check import _check_numbers as check_numbers
-from diloco_learner.island import Island
+from diloco_learner.jax.beginning import prepare_copies
+from diloco_learner.jax.island import Island
 from diloco_learner.task import Aux
 
 SMALL = {"shards": 1, "fragments.count": 2, "inner.optimizer": "adamw", "inner.clip_norm": 1e6}

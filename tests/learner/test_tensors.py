@@ -14,17 +14,17 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import save_file
 
-from diloco.core.arrangement import Arrangement
-from diloco.core.fragments import TensorSpec, build_map
+from diloco.core.tensors.arrangement import Arrangement
+from diloco.core.tensors.fragments import TensorSpec, build_map
 from diloco.errors import SettingsError
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
-from diloco_learner import weights
-from diloco_learner.island import Island
-from diloco_learner.mesh import stored_partition
+from diloco_learner.jax.island import Island
+from diloco_learner.jax.mesh import stored_partition
+from diloco_learner.jax.tree import Described
+from diloco_learner.run import weights
 from diloco_learner.task import check_members
 from diloco_learner.tensors import Tensor, tensor_of
-from diloco_learner.tree import Described
 
 SETTINGS: RunSettings = run_settings(overrides={"fragments.count": 3, "inner.optimizer": "muon"})
 KERNEL = np.arange(12, dtype=np.float32).reshape(3, 4) / 8  # (in, out)

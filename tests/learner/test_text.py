@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from diloco.errors import DataError, SettingsError
-from diloco_learner.repeats import HeldOut
+from diloco_learner.data.repeats import HeldOut
 from diloco_learner.text import Windows, load_corpus, validation_batches
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from diloco.errors import IslandError, SettingsError
 from diloco.processes.group import Group
-from diloco_learner.beginning import room_for_steps
-from diloco_learner.together import own_errors_first
+from diloco_learner.jax.beginning import room_for_steps
+from diloco_learner.jax.together import own_errors_first
 
 GLOO = "Gloo all-reduce failed: [external/gloo/gloo/transport/tcp/pair.cc:538] Read error [127.0.0.1]:7050: Connection reset"
 

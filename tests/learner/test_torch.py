@@ -16,12 +16,12 @@ import pytest
 from tests.made.trainer_script import FINISHED, NOTHING, TRAINER_RULES, train
 from tests.pace import DEADLINE_S
 
-from diloco.core.delta import VersionWrite
+from diloco.core.learner.delta import VersionWrite
 from diloco.errors import RunError, SettingsError
 from diloco.member.arrays import Boundary
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings, TaskSettings
-from diloco_learner.island import Island
+from diloco_learner.jax.island import Island
 from diloco_learner.task import GptTask
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: make torch")

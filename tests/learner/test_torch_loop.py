@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import diloco
-from diloco.core.fragments import build_map, check_same_map
+from diloco.core.tensors.fragments import build_map, check_same_map
 from diloco.errors import AdmissionError, SettingsError
 from diloco_learner.tensors import Tensor
 
@@ -432,7 +432,7 @@ def test_learners_on_another_frozen_base_are_not_admitted() -> None:
 def test_a_frozen_base_is_hashed_in_its_own_type() -> None:
     import ml_dtypes
 
-    from diloco.core.fragments import FixedSpec
+    from diloco.core.tensors.fragments import FixedSpec
 
     module = adapted()
     module[0].to(torch.bfloat16)

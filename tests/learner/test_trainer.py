@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from tests.made.trainer_script import FINISHED, NOTHING, SETTINGS, TRAINER_RULES, Slope, train
 
-from diloco.core.accounts import Accounts
-from diloco.core.delta import VersionWrite
+from diloco.core.learner.accounts import Accounts
+from diloco.core.learner.delta import VersionWrite
 from diloco.member.arrays import Boundary
 from diloco.settings.presets import run_settings
-from diloco_learner import trainer
-from diloco_learner.island import Island
+from diloco_learner.jax.island import Island
+from diloco_learner.run import trainer
 
 
 @pytest.fixture

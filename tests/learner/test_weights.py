@@ -17,8 +17,8 @@ from safetensors.numpy import save_file
 
 from diloco.errors import SettingsError
 from diloco.settings.presets import run_settings
-from diloco_learner import weights
-from diloco_learner.island import Island
+from diloco_learner.jax.island import Island
+from diloco_learner.run import weights
 
 
 class Model:

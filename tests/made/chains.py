@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.made.log_entries import record_of
 
-from diloco.core.chain import Chain
+from diloco.core.log.chain import Chain
 from diloco.wire.body import Body
 from diloco.wire.entries import Genesis, Record
 from diloco.wire.fields import Range

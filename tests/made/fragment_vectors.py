@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco.core.fragments import Fragment
+from diloco.core.tensors.fragments import Fragment
 
 
 def scatter(fragment: Fragment, vector: NDArray[np.float32], tensors: Mapping[str, NDArray[np.float32]]) -> None:

@@ -8,11 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 from tests.made.log_entries import offer_of
 
-from diloco.core import outer, quantise
-from diloco.core.chain import Chain
-from diloco.core.fold import Replica
-from diloco.core.fragments import Fragment, TensorSpec, build_map
-from diloco.core.round import RoundOffer
+from diloco.core.log.chain import Chain
+from diloco.core.log.fold import Replica
+from diloco.core.syncer.round import RoundOffer
+from diloco.core.tensors import outer, quantise
+from diloco.core.tensors.fragments import Fragment, TensorSpec, build_map
 from diloco.wire.fields import Bits
 
 Vector = NDArray[np.float32]

@@ -6,11 +6,11 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from diloco.wire import island
+from diloco.wire import process_messages as island
 from diloco.wire.entries import Cursor, Record, RolledBack
 from diloco.wire.framing import Message
-from diloco.wire.island import ChainHead, Pending, Write
 from diloco.wire.offers import Answer
+from diloco.wire.process_messages import ChainHead, Pending, Write
 
 Strategy = st.SearchStrategy[Any]
 

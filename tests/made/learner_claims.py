@@ -8,9 +8,9 @@ from typing import Any
 from tests.made.log_entries import hash_of
 from tests.made.rounds import offer
 
-from diloco.core import claims
-from diloco.core.chain import Chain
-from diloco.core.claims import StepBounds
+from diloco.core.log.chain import Chain
+from diloco.core.syncer import claims
+from diloco.core.syncer.claims import StepBounds
 from diloco.errors import ClaimError
 from diloco.settings.run import RunSettings
 from diloco.wire.entries import Cursor

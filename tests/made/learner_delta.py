@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco.core import delta, quantise
-from diloco.core.chain import Chain
-from diloco.core.delta import ERROR_BITS, ApplyOutcome, DeltaState, DeltaValues, PendingDelta, VersionWrite
+from diloco.core.learner import delta
+from diloco.core.learner.delta import ERROR_BITS, ApplyOutcome, DeltaState, DeltaValues, PendingDelta, VersionWrite
+from diloco.core.log.chain import Chain
+from diloco.core.tensors import quantise
 from diloco.wire.entries import Record
 from diloco.wire.fields import Bits, Range
 

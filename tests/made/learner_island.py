@@ -7,13 +7,13 @@ from collections import deque
 from hypothesis import strategies as st
 from tests.made.learner_world import FRAGMENTS, LearnerWorld
 
-from diloco.core.accounts import StepDone
-from diloco.core.decisions import BOUNDARIES_APART_MAX, Course, Decisions
-from diloco.core.fragment_state import FragmentVersion
+from diloco.core.learner.accounts import StepDone
+from diloco.core.learner.decisions import BOUNDARIES_APART_MAX, Course, Decisions
+from diloco.core.learner.fragment_state import FragmentVersion
 from diloco.settings.run import RunSettings
 from diloco.wire import framing
 from diloco.wire.framing import Message
-from diloco.wire.island import MESSAGES, Decided, PartSaved, Passed, Pending, Purpose, Stage, Staged, Store
+from diloco.wire.process_messages import MESSAGES, Decided, PartSaved, Passed, Pending, Purpose, Stage, Staged, Store
 
 RUN, GENERATION = bytes(8), 7
 

@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 from tests.made.log_entries import record_of
 from tests.made.run_settings import WORLD
 
-from diloco.core.accounts import StepDone
-from diloco.core.boundary import Applied, Decision, apply, decide
-from diloco.core.chain import Chain
-from diloco.core.delta import PendingDelta
-from diloco.core.fragment_state import DueOffer, FragmentVersion
-from diloco.core.learner import Learner
+from diloco.core.learner.accounts import StepDone
+from diloco.core.learner.boundary import Applied, Decision, apply, decide
+from diloco.core.learner.delta import PendingDelta
+from diloco.core.learner.fragment_state import DueOffer, FragmentVersion
+from diloco.core.learner.learner import Learner
+from diloco.core.log.chain import Chain
 from diloco.settings.run import RunSettings
 from diloco.wire.control import Announcement
 from diloco.wire.entries import Record, RolledBack

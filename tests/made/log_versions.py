@@ -8,10 +8,11 @@ from dataclasses import replace
 import numpy as np
 from tests.made.fragment_vectors import each
 
-from diloco.core import merging, quantise
-from diloco.core.fold import Replica
-from diloco.core.fragments import TensorSpec, build_map
-from diloco.core.round import Merge, RoundOffer
+from diloco.core.log.fold import Replica
+from diloco.core.syncer import merging
+from diloco.core.syncer.round import Merge, RoundOffer
+from diloco.core.tensors import quantise
+from diloco.core.tensors.fragments import TensorSpec, build_map
 from diloco.log.log import Log
 from diloco.nats.transport import NatsTransport
 from diloco.settings.presets import run_settings

@@ -8,7 +8,7 @@ import msgspec
 from hypothesis import strategies as st
 from tests.made import island_messages
 
-from diloco.core.ranges import normal
+from diloco.core.tensors.ranges import normal
 from diloco.wire.body import Body
 from diloco.wire.control import (
     Announcement,

@@ -8,8 +8,8 @@ from tests.made.heartbeats import learner_heartbeat, shard_heartbeat
 from tests.made.log_entries import record_of
 
 from diloco.control.history import Past
-from diloco.core.changes import Changes
-from diloco.core.fragments import TensorSpec, build_map
+from diloco.core.run.changes import Changes
+from diloco.core.tensors.fragments import TensorSpec, build_map
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
 from diloco.wire.entries import Record

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from diloco.core.delta import ApplyOutcome, DeltaState
+from diloco.core.learner.delta import ApplyOutcome, DeltaState
 
 Patch = pytest.MonkeyPatch
 

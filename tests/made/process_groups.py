@@ -13,7 +13,7 @@ from diloco.processes.group import Group
 from diloco.processes.links import Links
 from diloco.processes.meeting import free_port
 from diloco.settings.service import LearnerSettings, MeshSettings, ProcessesSettings
-from diloco.wire.island import facts
+from diloco.wire.process_messages import facts
 
 RUN = bytes(8)
 FACTS = facts({"mesh": "fsdp 2", "software": "1"})

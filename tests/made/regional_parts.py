@@ -17,8 +17,8 @@ from tests.pace import DEADLINE_S
 from diloco.control import creation
 from diloco.control.creation import KnownRun
 from diloco.control.genesis import decision
-from diloco.core.fragments import FragmentMap, TensorSpec, build_map
-from diloco.core.roster import Roster
+from diloco.core.syncer.roster import Roster
+from diloco.core.tensors.fragments import FragmentMap, TensorSpec, build_map
 from diloco.log.log import Log
 from diloco.nats.transport import NatsTransport
 from diloco.process.observe import Counted, get_logger
@@ -28,11 +28,11 @@ from diloco.settings.service import SyncerSettings
 from diloco.wire.entries import Claim, CommitNotice, Genesis
 from diloco_ops.broker.server import Server
 from diloco_syncer.context import Context
-from diloco_syncer.copies import Copies
-from diloco_syncer.owner import FragmentOwner
-from diloco_syncer.refusing import RefusalReporter
+from diloco_syncer.offers.refusing import RefusalReporter
+from diloco_syncer.owning.copies import Copies
+from diloco_syncer.owning.owner import FragmentOwner
+from diloco_syncer.owning.takeover import Takeover
 from diloco_syncer.regions import Regions
-from diloco_syncer.takeover import Takeover
 
 NAMES = ("ap", "eu", "us")
 

@@ -10,9 +10,9 @@ from tests.made.heartbeats import learner_heartbeat
 from tests.made.log_entries import BODY, hash_of, offer_of, record_of
 from tests.made.run_settings import ROUNDS, settings_of
 
-from diloco.core.chain import Chain
-from diloco.core.roster import Roster
-from diloco.core.round import Merge, Round, RoundOffer
+from diloco.core.log.chain import Chain
+from diloco.core.syncer.roster import Roster
+from diloco.core.syncer.round import Merge, Round, RoundOffer
 from diloco.wire.control import Heartbeat
 from diloco.wire.entries import Cursor
 from diloco.wire.offers import Answer, MergeMember, Offer, RegionalOffer

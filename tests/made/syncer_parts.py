@@ -14,12 +14,12 @@ from tests.pace import DEADLINE_S, scaled_s
 
 from diloco.control import creation
 from diloco.control.creation import KnownRun
-from diloco.core import codec, quantise
-from diloco.core.changes import Action, Changes
-from diloco.core.fragments import TensorSpec, build_map
-from diloco.core.ownership import Ownership
-from diloco.core.roster import Roster
-from diloco.core.round import Merge, RoundOffer
+from diloco.core.run.changes import Action, Changes
+from diloco.core.syncer.ownership import Ownership
+from diloco.core.syncer.roster import Roster
+from diloco.core.syncer.round import Merge, RoundOffer
+from diloco.core.tensors import codec, quantise
+from diloco.core.tensors.fragments import TensorSpec, build_map
 from diloco.log.log import Log
 from diloco.nats.transport import NatsTransport
 from diloco.process.observe import Counted, get_logger
@@ -30,10 +30,10 @@ from diloco.wire.body import describe_body
 from diloco.wire.entries import Genesis
 from diloco.wire.offers import Offer
 from diloco_syncer.context import Context
-from diloco_syncer.copies import Copies
-from diloco_syncer.owner import FragmentOwner
-from diloco_syncer.refusing import RefusalReporter
-from diloco_syncer.takeover import Takeover
+from diloco_syncer.offers.refusing import RefusalReporter
+from diloco_syncer.owning.copies import Copies
+from diloco_syncer.owning.owner import FragmentOwner
+from diloco_syncer.owning.takeover import Takeover
 
 SIZE = 64  # parameters of a fragment
 SETTINGS: dict[str, Any] = {

@@ -6,8 +6,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from diloco.core import tape
-from diloco.core.tape import Header, TapeEvent
+from diloco.core.run import tape
+from diloco.core.run.tape import Header, TapeEvent
 
 RUN = b"run-iden"
 HEADER = Header(RUN, "learner-0")

@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 from tests.made.fragment_vectors import scatter
 from tests.services.toy import SAMPLES, Regression
 
-from diloco.core import tape as events
-from diloco.core.delta import VersionWrite
-from diloco.core.fragments import cut_model
-from diloco.core.lives import Life
-from diloco.core.schedule import Moment
+from diloco.core.learner.delta import VersionWrite
+from diloco.core.learner.schedule import Moment
+from diloco.core.run import tape as events
+from diloco.core.run.lives import Life
+from diloco.core.tensors.fragments import cut_model
 from diloco.settings.run import RunSettings
-from diloco_ops import replay
-from diloco_ops.retraining import State
+from diloco_ops.audit import replay
+from diloco_ops.audit.retraining import State
 
 
 class ToyModel:

@@ -12,17 +12,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diloco.core.accounts import StepDone
-from diloco.core.fragments import FragmentMap, build_map
-from diloco.core.schedule import Moment
+from diloco.core.learner.accounts import StepDone
+from diloco.core.learner.schedule import Moment
+from diloco.core.tensors.fragments import FragmentMap, build_map
 from diloco.member.arrays import Boundary
 from diloco.member.member import Member
 from diloco.process.observe import get_logger
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
-from diloco_learner.feed import Batch
-from diloco_learner.island import Island
-from diloco_learner.trainer import Trainer
+from diloco_learner.data.feed import Batch
+from diloco_learner.jax.island import Island
+from diloco_learner.run.trainer import Trainer
 
 TOKENS = 7
 NOTHING = Boundary(applies=[], reads=[], stop=False, wait=False, finished=False)

@@ -8,13 +8,13 @@ from itertools import islice
 
 import jax
 
-from diloco.core.schedule import Moment, learning_rate
+from diloco.core.learner.schedule import Moment, learning_rate
 from diloco.settings.presets import run_settings
 from diloco.settings.service import MeshSettings
-from diloco_learner.beginning import connect_jax
-from diloco_learner.island import Island
-from diloco_learner.mesh import make_mesh
-from diloco_learner.model import digest_of
+from diloco_learner.api.model import digest_of
+from diloco_learner.jax.beginning import connect_jax
+from diloco_learner.jax.island import Island
+from diloco_learner.jax.mesh import make_mesh
 from diloco_learner.replay import machine
 from diloco_learner.task import load_task
 

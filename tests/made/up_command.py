@@ -19,13 +19,13 @@ from tests.pace import DEADLINE_S
 
 from diloco.control import creation
 from diloco.control.changes import append_changes
-from diloco.core.changes import Tokens
+from diloco.core.run.changes import Tokens
 from diloco.errors import BrokerError
 from diloco.nats.transport import NatsTransport
 from diloco.process.observe import get_logger
 from diloco.service import rundir
-from diloco_ops import checkpoint
-from diloco_ops.manifest import RunCheckpoint
+from diloco_ops.checkpoints import checkpoint
+from diloco_ops.checkpoints.manifest import RunCheckpoint
 
 DILOCO = str(Path(sys.executable).parent / "diloco")
 TINY_MODEL: dict[str, Any] = {

@@ -19,7 +19,7 @@ from tests.made.heartbeats import learner_heartbeat, shard_heartbeat
 from tests.made.log_entries import record_of
 from tests.pace import DEADLINE_S
 
-from diloco.core.chain import Chain
+from diloco.core.log.chain import Chain
 from diloco.errors import RunError
 from diloco.process.logs import LogLine
 from diloco.wire.body import Body
@@ -29,7 +29,7 @@ from diloco.wire.offers import MergeMember
 from diloco_ops import failures
 from diloco_ops.chaos import revert
 from diloco_ops.chaos.kinds import KINDS, Present, sources
-from diloco_ops.chaos.refusals import RefusalCount
+from diloco_ops.chaos.refused_messages import RefusalCount
 from diloco_ops.chaos.revert import JOURNAL, FaultJournal
 from diloco_ops.chaos.witness import WatchedRecovery, Witness
 from diloco_ops.failures import Failure

@@ -47,8 +47,10 @@ def test_help_imports_nothing_heavy(arguments: tuple[str, ...], code: int) -> No
 @pytest.mark.tool
 def test_a_command_imports_no_other() -> None:
     imported = set(diloco("keys", "--help").stderr.split())
-    assert "diloco_ops.keys.command" in imported
-    assert imported & {"diloco_ops.up", "diloco_ops.verify", "diloco_lab", "numba", "jax", "textual", "uvicorn"} == set()
+    assert "diloco_ops.keys.keys_command" in imported
+    assert (
+        imported & {"diloco_ops.up.up", "diloco_ops.audit.verify", "diloco_lab", "numba", "jax", "textual", "uvicorn"} == set()
+    )
 
 
 @pytest.mark.tool
@@ -56,7 +58,7 @@ def test_a_misspelt_command_is_answered_with_a_close_one() -> None:
     ended = diloco("statu")
     assert ended.returncode == 2
     assert ended.stderr.startswith("diloco: No such command 'statu'. Did you mean 'status'? (diloco --help)\n")
-    assert "diloco_ops.inspect" not in ended.stderr
+    assert "diloco_ops.reading.inspect" not in ended.stderr
 
 
 @pytest.mark.tool
@@ -117,12 +119,12 @@ def test_help_shows_commands_of_other_distributions_and_none_that_is_not_install
 
 @pytest.mark.tool
 def test_up_prints_a_line_before_its_modules_are_imported(tmp_path: Path) -> None:
-    """The line comes while an import of `diloco_ops.up` waits for its turn."""
+    """The line comes while an import of `diloco_ops.up.up` waits for its turn."""
     (tmp_path / "diloco_ops_held.py").write_text(
         "import sys\n"
         "class Held:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name == 'diloco_ops.up':\n"
+        "        if name == 'diloco_ops.up.up':\n"
         "            sys.stdin.readline()\n"
         "sys.meta_path.insert(0, Held())\n"
     )

@@ -11,9 +11,9 @@ from blake3 import blake3
 
 from diloco.errors import RunError, SettingsError
 from diloco.settings.presets import run_settings
-from diloco_ops import collecting, manifest
-from diloco_ops.checkpoint import checkpoint
-from diloco_ops.manifest import FragmentCut, Manifest, RunCheckpoint, SavedFile, SavedLearner, SavedStream
+from diloco_ops.checkpoints import collecting, manifest
+from diloco_ops.checkpoints.checkpoint import checkpoint
+from diloco_ops.checkpoints.manifest import FragmentCut, Manifest, RunCheckpoint, SavedFile, SavedLearner, SavedStream
 
 STATES = {"ann": [b"state of ann", b"its second part"], "bob": [b"state of bob"]}
 

@@ -13,7 +13,7 @@ import pytest
 from diloco.errors import RunError, SettingsError
 from diloco.service.rundir import RunDirectory
 from diloco.settings.presets import run_settings
-from diloco_ops.compare.command import compare, read_all
+from diloco_ops.compare.compare_command import compare, read_all
 from diloco_report.side_by_side import MAX_RUNS, LossSample
 
 TEXT = "7d2a5b8e" * 8

@@ -7,18 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from diloco.core.bandwidth import Level
-from diloco.core.fragments import TensorSpec, build_map
-from diloco.core.tape import Header
+from diloco.core.run.tape import Header
+from diloco.core.syncer.bandwidth import Level
+from diloco.core.tensors.fragments import TensorSpec, build_map
 from diloco.errors import DilocoError
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
 from diloco.settings.service import LearnerSettings, MeshSettings, ProcessesSettings
 from diloco.wire import framing
 from diloco_ops.broker.server import free_port
-from diloco_ops.doctor import access, island, machine, needs, verdicts
+from diloco_ops.doctor import access, machine, needs, verdicts
+from diloco_ops.doctor import mesh_check as island
 from diloco_ops.doctor.check import Check, Role
-from diloco_ops.doctor.island import IslandFit
+from diloco_ops.doctor.mesh_check import IslandFit
 from diloco_ops.doctor.needs import ModelSizes, ServiceWay
 from diloco_ops.doctor.reach import REFUSED, Reached
 from diloco_ops.doctor.verdicts import Members, ServerInfo, Speed, Storage

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from diloco.errors import SettingsError
-from diloco_ops import environment, pages
-from diloco_ops.environment import (
+from diloco_ops.up import environment, pages
+from diloco_ops.up.environment import (
     check_least,
     dealt,
     learner_environment,

@@ -10,9 +10,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from diloco.errors import DilocoError, RunError, SettingsError
-from diloco_ops import evaluating
-from diloco_ops.evaluating import task_of
-from diloco_ops.export import TASK
+from diloco_ops.weights import evaluating
+from diloco_ops.weights.evaluating import task_of
+from diloco_ops.weights.export import TASK
 
 TENSORS = {"w": np.ones(3, np.float32)}
 

@@ -23,7 +23,7 @@ from diloco.nats.server_list import ServerList
 from diloco.wire.subjects import reader_of
 from diloco_ops.broker.server import find_binary
 from diloco_ops.keys import accounts
-from diloco_ops.keys.command import keys
+from diloco_ops.keys.keys_command import keys
 from diloco_ops.keys.permissions import CONTROL, Who, is_known, permissions
 
 REGIONS = ("us", "eu")

@@ -20,7 +20,7 @@ from diloco.settings.folders import KEYS_VARIABLE, PASSPHRASE_VARIABLE
 from diloco.settings.loading import load_service
 from diloco.settings.service import SyncerSettings
 from diloco_ops.keys import pki
-from diloco_ops.keys.command import keys
+from diloco_ops.keys.keys_command import keys
 
 REQUESTS = {
     "nats-eu": "server nats-eu --serves eu --host nats.eu.example --host 10.0.0.2",

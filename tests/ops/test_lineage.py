@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 from tests.made.chains import marker, member, record, two_versions
 
-from diloco.core.chain import Chain
+from diloco.core.log.chain import Chain
 from diloco.wire.entries import Record
-from diloco_ops.lineage import newest_line
+from diloco_ops.audit.lineage import newest_line
 
 
 @dataclass(frozen=True)

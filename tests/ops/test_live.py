@@ -19,11 +19,11 @@ from tests.made.statuses import fake_status
 from diloco.service import rundir
 from diloco.service.rundir import RunDirectory
 from diloco.settings.presets import run_settings
-from diloco_ops import pages
 from diloco_ops.live.parts import learner_colours
 from diloco_ops.live.rows import WINDOWS, window_text
 from diloco_ops.live.screen import LiveView, failure_lines, plain_line, render, render_whole
 from diloco_ops.live.watched import Watched
+from diloco_ops.up import pages
 
 
 def drawn(status: dict[str, Any], width: int, height: int) -> list[str]:

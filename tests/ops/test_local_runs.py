@@ -19,10 +19,11 @@ from diloco.errors import RunError, SettingsError
 from diloco.service import rundir
 from diloco.service.rundir import RunDirectory
 from diloco.settings.presets import run_settings
-from diloco_ops import evaluating, export, inspect, local_runs, runs
-from diloco_ops.local_runs import local_run, newest_run, stands
-from diloco_ops.page import command as page
-from diloco_ops.top import command as top
+from diloco_ops.page import page_command as page
+from diloco_ops.reading import inspect, local_runs, runs
+from diloco_ops.reading.local_runs import local_run, newest_run, stands
+from diloco_ops.top import top_command as top
+from diloco_ops.weights import evaluating, export
 
 
 @pytest.fixture(autouse=True)

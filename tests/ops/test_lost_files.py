@@ -8,8 +8,8 @@ import pytest
 
 from diloco.service.rundir import RunDirectory
 from diloco.settings.presets import run_settings
-from diloco_ops.launch import lost_files
-from diloco_ops.supervise import ServiceFailed
+from diloco_ops.up.launch import lost_files
+from diloco_ops.up.supervise import ServiceFailed
 
 APART = RunDirectory(Path("runs/mine"), "mine", "", None, run_settings("decoupled", {"regions.names": ["eu", "us"]}))
 ALONE = RunDirectory(Path("runs/mine"), "mine", "", None, run_settings())

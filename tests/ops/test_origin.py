@@ -13,7 +13,7 @@ import pytest
 from diloco.service import rundir
 from diloco.service.rundir import RunDirectory
 from diloco.settings.run import RunSettings
-from diloco_ops import origin
+from diloco_ops.up import origin
 
 
 def test_a_command_line_can_be_pasted_and_has_no_password() -> None:

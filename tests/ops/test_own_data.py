@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from diloco.core.ledger import Ledger
+from diloco.core.run.ledger import Ledger
+from diloco_ops.audit.verify import _data
 from diloco_ops.report import build
-from diloco_ops.verify import _data
 from diloco_report.page import _data as section
 
 SIZES = [3, 1]  # parameters of two fragments

@@ -7,8 +7,8 @@ import threading
 import pytest
 from tests.pace import DEADLINE_S
 
-from diloco_ops import progress_lines
-from diloco_ops.progress_lines import progress_line
+from diloco_ops.up import progress_lines
+from diloco_ops.up.progress_lines import progress_line
 
 
 class Told:

@@ -18,22 +18,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.made.fragment_vectors import each
 
-from diloco.core import merging
-from diloco.core.fold import Replica
-from diloco.core.fragments import TensorSpec, build_map
-from diloco.core.quorum import LogHead
-from diloco.core.round import Merge, RoundOffer
+from diloco.core.log.fold import Replica
+from diloco.core.log.quorum import LogHead
+from diloco.core.syncer import merging
+from diloco.core.syncer.round import Merge, RoundOffer
+from diloco.core.tensors.fragments import TensorSpec, build_map
 from diloco.errors import RunError
 from diloco.log.log import Log
 from diloco.log.stream import Packed, pass_over
 from diloco.settings.presets import run_settings
-from diloco.testing.transport import VirtualTransport
+from diloco.testing.virtual_transport import VirtualTransport
 from diloco.testing.world import VirtualProcess, World
 from diloco.wire import framing
 from diloco.wire.body import ATTEMPT_BYTES, Body
 from diloco.wire.offers import Offer
-from diloco_ops import region_logs
-from diloco_ops.region_logs import Begun
+from diloco_ops.reading import region_logs
+from diloco_ops.reading.region_logs import Begun
 
 REGIONS = ("ap", "eu", "us")
 SIZE = 4

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.made.syncer_parts import begin, merge, offer
 
-from diloco.core.chain import Chain
+from diloco.core.log.chain import Chain
 from diloco.errors import RunError
 from diloco.nats.registry import Registry
 from diloco.nats.streams import MAX_VALUE_BYTES
@@ -18,10 +18,10 @@ from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
 from diloco.wire import framing
 from diloco.wire.entries import Genesis
+from diloco_ops.reading.run_reader import read_chains
 from diloco_ops.repair.keys import LiveBucket
 from diloco_ops.repair.logs import Examined, PassedOver
-from diloco_ops.run_reader import read_chains
-from diloco_syncer.owner import FragmentOwner
+from diloco_syncer.owning.owner import FragmentOwner
 
 SETTINGS = run_settings("decoupled", {"learners": 2})
 REGIONAL = run_settings("decoupled", {"learners": 2, "seed": 5, "regions.names": ["eu", "us"]})

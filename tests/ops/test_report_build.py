@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from diloco.core.chain import Chain
-from diloco.core.changes import Changes, Tokens
-from diloco.core.fragments import TensorSpec, build_map
-from diloco.core.ledger import Ledger
+from diloco.core.log.chain import Chain
+from diloco.core.run.changes import Changes, Tokens
+from diloco.core.run.ledger import Ledger
+from diloco.core.tensors.fragments import TensorSpec, build_map
 from diloco.service.rundir import RunDirectory
 from diloco.settings.presets import run_settings
 from diloco.wire.entries import Cursor

@@ -11,9 +11,9 @@ from blake3 import blake3
 
 from diloco.errors import RunError, SettingsError
 from diloco.settings.presets import run_settings
-from diloco_ops import manifest
-from diloco_ops.manifest import FragmentCut, Manifest, SavedFile, SavedStream
-from diloco_ops.restoration import region_urls, restore_to
+from diloco_ops.checkpoints import manifest
+from diloco_ops.checkpoints.manifest import FragmentCut, Manifest, SavedFile, SavedStream
+from diloco_ops.checkpoints.restoration import region_urls, restore_to
 
 REGIONS = ("ap", "eu", "us")
 

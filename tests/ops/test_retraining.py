@@ -12,11 +12,11 @@ import pytest
 from tests.made.training_process import SETTINGS, moments
 from tests.pace import DEADLINE_S
 
-from diloco.core.lives import Life
-from diloco.core.tape import Machine, Mesh, Start
+from diloco.core.run.lives import Life
+from diloco.core.run.tape import Machine, Mesh, Start
 from diloco.errors import RunError
 from diloco.processes.meeting import free_port
-from diloco_ops.retraining import Retraining
+from diloco_ops.audit.retraining import Retraining
 
 START = Start(0, 1, (0, 0))
 FLAGS = "--xla_backend_optimization_level=0"  # compiling is most of the work

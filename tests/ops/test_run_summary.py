@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests.made.reports import fake_report
 
-from diloco_ops.run_summary import samples, summarise
+from diloco_ops.up.run_summary import samples, summarise
 from diloco_report.samples import trimmed
 
 

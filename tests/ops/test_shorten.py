@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.made.log_entries import record_of
 
-from diloco.core.chain import NO_ENTRY
+from diloco.core.log.chain import NO_ENTRY
 from diloco.errors import RunError
 from diloco.nats.pull import PulledMessage
 from diloco.wire import framing
@@ -18,7 +18,7 @@ from diloco.wire.body import Body
 from diloco.wire.entries import Claim, CommitNotice, Keyframe
 from diloco.wire.offers import MergeMember
 from diloco.wire.subjects import Subjects
-from diloco_ops.shorten import FragmentMessages
+from diloco_ops.checkpoints.shorten import FragmentMessages
 
 RUN, NAMES = bytes(8), Subjects("run")
 BODY = Body(1, bytes(32), 0, bytes(8))

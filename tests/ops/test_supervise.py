@@ -19,8 +19,8 @@ from tests.services.cluster import Events
 from diloco.errors import EjectedError, IslandError
 from diloco.process import files
 from diloco.process.observe import Logger
-from diloco_ops import supervise
-from diloco_ops.supervise import ServiceFailed, Supervisor
+from diloco_ops.up import supervise
+from diloco_ops.up.supervise import ServiceFailed, Supervisor
 
 pytestmark = pytest.mark.services
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from diloco.errors import SettingsError
-from diloco_ops.doctor import command, machine, this_machine
+from diloco_ops.doctor import doctor_command as command
+from diloco_ops.doctor import machine, this_machine
 from diloco_ops.doctor.check import Check
 from diloco_ops.doctor.machine import WritableFolder
 

@@ -18,7 +18,7 @@ from diloco.process.observe import get_logger
 from diloco.service.rundir import RunDirectory
 from diloco.settings.presets import run_settings
 from diloco_ops.track import trackers
-from diloco_ops.track.command import track
+from diloco_ops.track.track_command import track
 from diloco_ops.track.tracking import Tracking
 from diloco_ops.track.values import Statuses, Value, of_report
 

@@ -10,10 +10,10 @@ from tests.made.syncer_parts import SIZE, Begun, begin, merge, offer
 from diloco.errors import MachineError, RunError
 from diloco.nats.transport import NatsTransport
 from diloco.service.rundir import RunDirectory
-from diloco_ops import export
-from diloco_ops.refold import refold
-from diloco_ops.run_reader import RunReader
-from diloco_syncer.owner import FragmentOwner
+from diloco_ops.audit.refold import refold
+from diloco_ops.reading.run_reader import RunReader
+from diloco_ops.weights import export
+from diloco_syncer.owning.owner import FragmentOwner
 
 pytestmark = pytest.mark.services
 

@@ -12,8 +12,8 @@ from diloco.errors import RunError
 from diloco.service import rundir
 from diloco.service.rundir import RunDirectory
 from diloco.settings.presets import run_settings
-from diloco_ops import task_check, up
-from diloco_ops.run_summary import on_missed
+from diloco_ops.up import task_check, up
+from diloco_ops.up.run_summary import on_missed
 
 
 @pytest.mark.parametrize(

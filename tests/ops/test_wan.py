@@ -31,8 +31,8 @@ from diloco.nats.connection import NatsLink, subscribe
 from diloco.process import observe
 from diloco_ops.broker.server import Server
 from diloco_ops.wan import control, relay
-from diloco_ops.wan.command import wan as wan_command
 from diloco_ops.wan.config import checked
+from diloco_ops.wan.wan_command import wan as wan_command
 
 SILENCE_S = 0.05  # long enough for what is wrongly let through to be there, nearly always
 HEADER = {"format": "diloco-failures", "version": 1, "duration_s": 0.0}
@@ -542,7 +542,7 @@ def served(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """``diloco wan serve`` as a process, and where it is commanded."""
     (folder / "wan.toml").write_text(CONFIG.format(control=0, listen=0))
     run = (
-        "from diloco.process import observe; from diloco_ops.wan.command import wan; "
+        "from diloco.process import observe; from diloco_ops.wan.wan_command import wan; "
         "observe.run_main(lambda: wan(standalone_mode=False))"
     )
     process = subprocess.Popen([sys.executable, "-c", run, "serve", "wan.toml"], cwd=folder, stderr=subprocess.PIPE, text=True)

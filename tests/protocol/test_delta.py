@@ -14,9 +14,9 @@ from tests.made.learner_delta import Delta, written
 from tests.made.log_entries import hash_of, record_of
 from tests.protocol import make_delta
 
-from diloco.core.accounts import Accounts
-from diloco.core.chain import Chain
-from diloco.core.delta import VersionWrite
+from diloco.core.learner.accounts import Accounts
+from diloco.core.learner.delta import VersionWrite
+from diloco.core.log.chain import Chain
 from diloco.wire.entries import Cursor, Record, RolledBack
 from diloco.wire.offers import MergeMember
 

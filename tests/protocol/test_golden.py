@@ -17,13 +17,16 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from diloco.control.admission import Admission
-from diloco.core import codec, fold, leases, merging, outer, quantise
-from diloco.core.chain import Chain
-from diloco.core.claims import StepBounds
-from diloco.core.fragments import FixedSpec, unpack_map
-from diloco.core.leases import ClaimedShare, ShareClaim
-from diloco.core.ownership import OwnersTable
-from diloco.core.round import RoundOffer
+from diloco.core.log import fold
+from diloco.core.log.chain import Chain
+from diloco.core.run import leases
+from diloco.core.run.leases import ClaimedShare, ShareClaim
+from diloco.core.syncer import merging
+from diloco.core.syncer.claims import StepBounds
+from diloco.core.syncer.ownership import OwnersTable
+from diloco.core.syncer.round import RoundOffer
+from diloco.core.tensors import codec, outer, quantise
+from diloco.core.tensors.fragments import FixedSpec, unpack_map
 from diloco.errors import ChainError, FormatError, HashError, WrongEntryError
 from diloco.log.stream import open_body
 from diloco.nats import grants
@@ -43,7 +46,7 @@ PROTOCOL = Path(__file__).parents[2] / "docs" / "protocol.md"
 MAKER = runpy.run_path(str(Path(__file__).with_name("make_golden.py")))
 # those between a learner's processes pass no server, and are no part of the protocol
 CLASSES: dict[str, type[Message]] = {
-    cls.kind: cls for cls in Message.__subclasses__() if cls.__module__ != "diloco.wire.island"
+    cls.kind: cls for cls in Message.__subclasses__() if cls.__module__ != "diloco.wire.process_messages"
 }
 
 

@@ -19,7 +19,7 @@ from tests.made.browser import CHROMIUM, chromium, opened
 from tests.made.reports import HOSTILE, fake_report, report_with_regions
 from tests.pace import DEADLINE_S
 
-from diloco_coordinator.page.server import HEADERS
+from diloco_coordinator.page.page_server import HEADERS
 from diloco_report import actions, page
 from diloco_report.actions import WHY, Action, Field
 

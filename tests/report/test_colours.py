@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from tests.made.reports import fake_report
 
-from diloco_report import charts, facts
+from diloco_report import facts
 from diloco_report.colours import assigned, cut_middle, short_names, terminal
+from diloco_report.drawing import charts
 from diloco_report.page import render_html
 
 PALETTE = ("#3b9eff", "#e5873a", "#2fae72", "#c66bd6", "#d9b02b", "#e2557a", "#24b3c2", "#8f8bff")

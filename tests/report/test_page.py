@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.made.reports import HOSTILE, fake_report, report_with_regions
 
-from diloco_report import charts, curves, frame, lines, now, units
+from diloco_report import now, units
+from diloco_report.drawing import charts, curves, frame, lines
 from diloco_report.page import render_html, write_html
 from diloco_report.units import count, decimal, duration, share, size, times
 

@@ -22,7 +22,7 @@ from diloco.settings.run import RunSettings
 from diloco.settings.service import LearnerSettings
 from diloco.wire.entries import Record
 from diloco_ops.broker.server import Server
-from diloco_ops.embedded import Embedded, server_name
+from diloco_ops.up.embedded import Embedded, server_name
 from diloco_ops.wan.line import WanLine
 from diloco_ops.wan.relay import Relay
 

@@ -32,8 +32,8 @@ from diloco.control import creation
 from diloco.control.changes import append_changes
 from diloco.control.creation import KnownRun
 from diloco.control.hearing import check_subject
-from diloco.core.changes import Tokens
-from diloco.core.fragments import Fragment, FragmentMap
+from diloco.core.run.changes import Tokens
+from diloco.core.tensors.fragments import Fragment, FragmentMap
 from diloco.errors import MessageError
 from diloco.log.log import Log
 from diloco.log.stream import LogEntry, RefusedEntry
@@ -51,7 +51,7 @@ from diloco.wire import framing
 from diloco.wire.control import Heartbeat, ShardHeartbeat
 from diloco.wire.entries import Genesis, Record
 from diloco.wire.subjects import Subjects
-from diloco_ops.chaos import refusals
+from diloco_ops.chaos import refused_messages as refusals
 
 Vector = NDArray[np.float32]
 ANSWER_S = 10.0  # then a service is asked again

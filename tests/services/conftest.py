@@ -21,10 +21,13 @@ from tests.services.forking import Nursery
 from diloco.process import observe
 from diloco.process.observe import get_logger
 from diloco.settings.run import RunSettings
-from diloco_ops import cli, inspect, marker, rollback, run_reader, runs
+from diloco_ops import cli
 from diloco_ops.broker.server import Server
-from diloco_ops.embedded import Embedded
-from diloco_ops.repair import command as repairing
+from diloco_ops.checkpoints import marker
+from diloco_ops.operate import rollback
+from diloco_ops.reading import inspect, run_reader, runs
+from diloco_ops.repair import repair_command as repairing
+from diloco_ops.up.embedded import Embedded
 from diloco_ops.wan.config import checked
 from diloco_ops.wan.relay import Relay
 

@@ -12,7 +12,7 @@ from tests.services.forking import Nursery
 from diloco.service import rundir
 from diloco.service.rundir import RunDirectory
 from diloco_ops.broker.server import Server
-from diloco_ops.run_reader import read_chains
+from diloco_ops.reading.run_reader import read_chains
 
 
 @dataclass

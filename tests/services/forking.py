@@ -32,7 +32,7 @@ DURABLE = ("append", "purge", "ensure_stream")
 DURABLE_KEYS = ("create", "update", "put")
 # imported when the first of these is to be forked, since it takes seconds, and few tests want one
 LATER = {
-    "diloco_learner": ("jax", "diloco_learner.service", "diloco_learner.evaluator", "diloco_learner.trainer"),
+    "diloco_learner": ("jax", "diloco_learner.service", "diloco_learner.run.evaluator", "diloco_learner.run.trainer"),
     # torch._dynamo is imported by optimizers
     "diloco_learner.pytorch": ("diloco_learner.pytorch.service", "torch._dynamo", "tests.services.torch_toy"),
 }
@@ -144,7 +144,7 @@ def _parent() -> None:
 
     import diloco_coordinator.service
     import diloco_syncer.service
-    from diloco.core.compiled import kernels
+    from diloco.core.tensors.compiled import kernels
 
     kernels.load()  # a second of processor time, which no import brings with it
     running: set[int] = set()

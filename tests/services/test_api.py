@@ -14,7 +14,7 @@ from diloco.errors import BrokerError, RunError, SettingsError
 from diloco.service.rundir import RunDirectory
 from diloco.settings.presets import run_settings
 from diloco_ops.api import Run
-from diloco_ops.supervise import ServiceFailed
+from diloco_ops.up.supervise import ServiceFailed
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TINY = {"fragments.count": 3, "round.steps": 4, "shards": 1}

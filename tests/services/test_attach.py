@@ -19,10 +19,11 @@ from diloco.errors import RunError
 from diloco.service import rundir
 from diloco_learner.joining import JoinedRun
 from diloco_learner.tensors import Kind, Tensor
-from diloco_ops import inspect, verify
-from diloco_ops.attach import attach
+from diloco_ops.audit import verify
 from diloco_ops.broker.server import Server
-from diloco_ops.export import export
+from diloco_ops.reading import inspect
+from diloco_ops.reading.attach import attach
+from diloco_ops.weights.export import export
 
 KINDS: dict[str, Kind] = {"linear/weight": "matrix", "linear/bias": "vector", "table": "embedding"}  # of the toys' tensors
 

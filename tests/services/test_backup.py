@@ -21,8 +21,9 @@ from diloco.control.whole import WholeCheckpoints, read_whole
 from diloco.errors import RunError
 from diloco.member import state
 from diloco_learner.tensors import Kind, Tensor
-from diloco_ops import checkpoint, collecting, manifest, resume
-from diloco_ops.attach import attached
+from diloco_ops.checkpoints import checkpoint, collecting, manifest
+from diloco_ops.reading.attach import attached
+from diloco_ops.up import resume
 
 pytestmark = pytest.mark.usefixtures("patient_commands")
 KINDS: dict[str, Kind] = {"linear/weight": "matrix", "linear/bias": "vector", "table": "embedding"}  # of the toys' tensors

@@ -33,8 +33,8 @@ from tests.services.forking import Nursery
 from tests.services.guarded import Guarded, at_servers, in_regions
 from tests.services.toy import SAMPLES
 
-from diloco_ops import manifest
 from diloco_ops.broker.server import Server
+from diloco_ops.checkpoints import manifest
 from diloco_ops.keys.folder import Folder
 
 PAGE = ROOT / "docs" / "backup.md"

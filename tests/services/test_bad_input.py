@@ -26,7 +26,7 @@ from tests.services.cluster import (
 )
 from tests.services.toy import Regression
 
-from diloco.core.fragments import TensorSpec
+from diloco.core.tensors.fragments import TensorSpec
 from diloco.errors import AdmissionError
 from diloco.nats.registry import Registry
 from diloco.service import rundir
@@ -35,7 +35,7 @@ from diloco.settings.presets import run_settings
 from diloco.wire import framing
 from diloco.wire.entries import Record
 from diloco_ops.broker.server import find_binary, free_port
-from diloco_ops.supervise import last_words
+from diloco_ops.up.supervise import last_words
 
 STORAGE_BYTES = 8 << 20
 

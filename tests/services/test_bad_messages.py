@@ -23,8 +23,8 @@ from tests.services.toy import SAMPLES, Toy
 
 from diloco.control import admission
 from diloco.control.creation import KnownRun
-from diloco.core import quantise
-from diloco.core.fragments import FragmentMap
+from diloco.core.tensors import quantise
+from diloco.core.tensors.fragments import FragmentMap
 from diloco.log.log import Log
 from diloco.nats.registry import Registry
 from diloco.process.observe import get_logger

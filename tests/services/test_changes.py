@@ -16,14 +16,16 @@ from tests.made.toy_replay import ToyModel
 from tests.services.cluster import Cluster, check_accounts, small, some_versions
 from tests.services.toy import LEARNING_RATE, SAMPLES, Toy, Vector
 
-from diloco.core.fragment_state import Reader
-from diloco.core.schedule import Moment
+from diloco.core.learner.fragment_state import Reader
+from diloco.core.learner.schedule import Moment
 from diloco.errors import BrokerError, ChainError, EjectedError, RunError, SettingsError
 from diloco.service.rundir import RunDirectory
 from diloco.transport import Heard
 from diloco.wire import framing
 from diloco.wire.control import Announcement
-from diloco_ops import operate, replay, run_reader, verify
+from diloco_ops.audit import replay, verify
+from diloco_ops.operate import operate
+from diloco_ops.reading import run_reader
 
 LONG = 10**9  # tokens: the run ends when the test sets another budget
 

@@ -11,8 +11,8 @@ from tests.made.fixtures import Diloco
 
 from diloco.errors import SettingsError
 from diloco.settings.presets import run_settings
-from diloco_ops.checking import choose, found
-from diloco_ops.up import overrides_of
+from diloco_ops.up.checking import choose, found
+from diloco_ops.up.up import overrides_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

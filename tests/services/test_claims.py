@@ -21,7 +21,7 @@ from tests.services.toy import SAMPLES
 
 from diloco.control import admission, creation
 from diloco.control.creation import KnownRun
-from diloco.core import quantise
+from diloco.core.tensors import quantise
 from diloco.nats import identity
 from diloco.nats.registry import Registry
 from diloco.nats.transport import NatsTransport

@@ -20,16 +20,18 @@ from tests.services.toy import SAMPLES, Toy
 
 from diloco.control.creation import POLL_S, KnownRun
 from diloco.control.genesis import await_genesis
-from diloco.core.fragments import FragmentMap
+from diloco.core.tensors.fragments import FragmentMap
 from diloco.errors import RunError, SettingsError
 from diloco.log.log import Log
 from diloco.member import state
 from diloco.process import observe
 from diloco.process.retry import until_available
 from diloco.service.rundir import RunDirectory
-from diloco_ops import continuing, resume, run_reader, verify
-from diloco_ops.manifest import MANIFEST
-from diloco_ops.run_reader import read_chains
+from diloco_ops.audit import verify
+from diloco_ops.checkpoints.manifest import MANIFEST
+from diloco_ops.reading import run_reader
+from diloco_ops.reading.run_reader import read_chains
+from diloco_ops.up import continuing, resume
 
 TOKENS = 3 * 30 * SAMPLES
 NAMES = ["toy-0", "toy-1", "toy-2"]

@@ -28,8 +28,8 @@ from tests.services.finished import Finished
 from tests.services.toy import SAMPLES
 
 from diloco import __version__
-from diloco.core import tape
-from diloco.core.fragments import TensorSpec, build_map
+from diloco.core.run import tape
+from diloco.core.tensors.fragments import TensorSpec, build_map
 from diloco.member import state
 from diloco.nats import streams
 from diloco.nats.transport import NatsTransport
@@ -37,8 +37,9 @@ from diloco.service import rundir
 from diloco.wire import framing
 from diloco.wire.entries import Keyframe
 from diloco_coordinator.monitor import Monitor
-from diloco_ops import resume, verify
-from diloco_ops.manifest import Manifest, load
+from diloco_ops.audit import verify
+from diloco_ops.checkpoints.manifest import Manifest, load
+from diloco_ops.up import resume
 
 # ---- keyframes
 

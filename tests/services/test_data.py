@@ -12,10 +12,10 @@ from tests.pace import scaled_s
 from tests.services.cluster import Cluster, small
 from tests.services.toy import SAMPLES, Toy
 
-from diloco.core.changes import Changes
+from diloco.core.run.changes import Changes
 from diloco.service.rundir import RunDirectory
+from diloco_ops.reading.run_reader import read_chains
 from diloco_ops.report import build
-from diloco_ops.run_reader import read_chains
 
 Batch = tuple[int, int]
 

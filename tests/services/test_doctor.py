@@ -26,9 +26,9 @@ from tests.services.secured import make_keys, put
 from diloco.control import creation
 from diloco.control.changes import append_changes
 from diloco.control.creation import KnownRun
-from diloco.core.changes import Action, Eject, Set
-from diloco.core.fragments import FragmentMap, TensorSpec, build_map
-from diloco.core.tape import Header
+from diloco.core.run.changes import Action, Eject, Set
+from diloco.core.run.tape import Header
+from diloco.core.tensors.fragments import FragmentMap, TensorSpec, build_map
 from diloco.nats.identity import load
 from diloco.nats.transport import NatsTransport
 from diloco.process import observe
@@ -41,7 +41,7 @@ from diloco.wire.subjects import Subjects
 from diloco_ops import cli
 from diloco_ops.broker.server import Server, find_binary, free_port
 from diloco_ops.doctor.check import Check, Role
-from diloco_ops.doctor.command import doctor
+from diloco_ops.doctor.doctor_command import doctor
 from diloco_ops.doctor.examination import DoctorSettings, ServiceExamination
 from diloco_ops.keys.folder import Folder
 from diloco_ops.keys.permissions import Who

@@ -22,16 +22,16 @@ from tests.made.fixtures import Diloco, Launch
 from tests.made.fragment_vectors import scatter
 from tests.services.cluster import Cluster, small
 
-from diloco.core.arrangement import Arrangement
-from diloco.core.fragments import FragmentMap, TensorSpec, build_map
+from diloco.core.tensors.arrangement import Arrangement
+from diloco.core.tensors.fragments import FragmentMap, TensorSpec, build_map
 from diloco.errors import RunError, SettingsError
 from diloco.service.rundir import RunDirectory
 from diloco.weights_files import naming
 from diloco.weights_files.naming import Names, Naming
-from diloco_ops import run_reader
-from diloco_ops.export import in_one_file, write
-from diloco_ops.orbax_weights import orbax
-from diloco_ops.weights_file import Precision, hugging_face, one_file
+from diloco_ops.reading import run_reader
+from diloco_ops.weights.export import in_one_file, write
+from diloco_ops.weights.orbax_weights import orbax
+from diloco_ops.weights.weights_file import Precision, hugging_face, one_file
 
 Tensors = Mapping[str, NDArray[np.float32]]
 

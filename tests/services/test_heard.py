@@ -23,7 +23,7 @@ from tests.services.toy import SAMPLES
 
 from diloco.control import admission, creation
 from diloco.control.creation import KnownRun
-from diloco.core.accounts import MemberTraffic
+from diloco.core.learner.accounts import MemberTraffic
 from diloco.nats import identity
 from diloco.nats.transport import NatsTransport
 from diloco.process.observe import get_logger

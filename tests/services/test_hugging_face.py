@@ -22,9 +22,9 @@ from diloco.process.observe import get_logger
 from diloco.service.rundir import RunDirectory
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
-from diloco_learner import weights
 from diloco_learner.check import PlannedRun, check
-from diloco_learner.island import Island
+from diloco_learner.jax.island import Island
+from diloco_learner.run import weights
 from diloco_learner.task import load_task
 from diloco_ops.broker.server import Server
 

@@ -20,8 +20,8 @@ from tests.services.secured import Guest, guest, make_keys, members, put, servin
 
 from diloco.control import creation
 from diloco.control.shares import key_of
-from diloco.core.fragments import TensorSpec, build_map
-from diloco.core.leases import ClaimedShare, ShareClaim
+from diloco.core.run.leases import ClaimedShare, ShareClaim
+from diloco.core.tensors.fragments import TensorSpec, build_map
 from diloco.errors import AppendUncertainError, BrokerError, RunError
 from diloco.log.offers import append_offer
 from diloco.member.shares import LeaseClient
@@ -36,11 +36,11 @@ from diloco.wire import subjects
 from diloco.wire.body import Body
 from diloco.wire.offers import Answer, Offer, RegionalOffer
 from diloco.wire.subjects import Subjects
-from diloco_ops import runs
 from diloco_ops.broker.server import Server
 from diloco_ops.keys.accounts import CONNECTIONS
 from diloco_ops.keys.folder import Folder
 from diloco_ops.keys.permissions import Who
+from diloco_ops.reading import runs
 
 RUN = "limited"
 NAMES = Subjects(RUN)

@@ -21,13 +21,13 @@ from tests.services.cluster import Cluster, small
 from tests.services.toy import LEARNING_RATE, SAMPLES, STEP_S, Regression
 
 import diloco
-from diloco.core.fragments import build_map
+from diloco.core.tensors.fragments import build_map
 from diloco.errors import AdmissionError, BrokerError, DilocoError, RunError, SettingsError
 from diloco.settings.run import NAME_PATTERN
 from diloco_learner import joining, kernels
+from diloco_learner.api.trees import Tree
 from diloco_learner.joining import JoinedRun
 from diloco_learner.tensors import Tensor
-from diloco_learner.trees import Tree
 
 Samples = tuple[int, int]
 

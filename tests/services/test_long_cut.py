@@ -17,14 +17,14 @@ from tests.services.forking import Nursery
 from tests.services.secured import make_keys, members
 from tests.services.toy import SAMPLES, SLOW, SLOW_STEP_S
 
-from diloco.core.grants import CLOCKS_S
+from diloco.core.run.grant_bounds import CLOCKS_S
 from diloco.process.observe import get_logger
 from diloco.service.rundir import RunDirectory
-from diloco_ops import verify
+from diloco_ops.audit import verify
 from diloco_ops.broker.server import Server
-from diloco_ops.embedded import CONTROL, Embedded, server_name
 from diloco_ops.keys.folder import Folder
-from diloco_ops.run_reader import opened
+from diloco_ops.reading.run_reader import opened
+from diloco_ops.up.embedded import CONTROL, Embedded, server_name
 from diloco_ops.wan.config import checked
 from diloco_ops.wan.relay import Relay
 

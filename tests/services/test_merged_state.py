@@ -23,8 +23,9 @@ from tests.pace import DEADLINE_S
 from diloco.member import state
 from diloco.process import tape
 from diloco.wire.entries import Record
-from diloco_ops import export, run_reader
-from diloco_ops.refold import refold
+from diloco_ops.audit.refold import refold
+from diloco_ops.reading import run_reader
+from diloco_ops.weights import export
 
 MEAN, DEVIATION = np.array([1, -2, 30, 0], np.float32), np.array([2, 0.5, 0.01, 3], np.float32)
 DATA = """

@@ -15,12 +15,12 @@ from tests.made.fixtures import Launch
 from tests.pace import DEADLINE_S
 from tests.services.cluster import Cluster, small
 
-import diloco_coordinator.metrics
-import diloco_learner.metrics
-import diloco_syncer.metrics
+import diloco_coordinator.run_metrics
+import diloco_learner.run.learner_metrics
+import diloco_syncer.syncer_metrics
 from diloco.control.changes import append_changes
 from diloco.control.creation import KnownRun
-from diloco.core.changes import Set
+from diloco.core.run.changes import Set
 from diloco.process.observe import get_logger
 from diloco.process.retry import until_available
 from diloco.service import metrics
@@ -30,10 +30,10 @@ from diloco_ops.broker.server import Server
 COORDINATORS = ("coordinator", "coordinator-1")
 SERVICES = (*COORDINATORS, "syncer-0", "syncer-1", "learner-0", "evaluator")
 STATED: dict[str, tuple[Metric[Any], ...]] = {
-    "coordinator": diloco_coordinator.metrics.METRICS,
-    "syncer": diloco_syncer.metrics.METRICS,
-    "learner": diloco_learner.metrics.METRICS,
-    "evaluator": diloco_learner.metrics.METRICS,
+    "coordinator": diloco_coordinator.run_metrics.METRICS,
+    "syncer": diloco_syncer.syncer_metrics.METRICS,
+    "learner": diloco_learner.run.learner_metrics.METRICS,
+    "evaluator": diloco_learner.run.learner_metrics.METRICS,
 }
 Samples = dict[str, dict[tuple[str, ...], float]]
 
@@ -294,8 +294,8 @@ async def test_a_learner_that_returns_counts_from_nothing_and_knows_what_it_did_
     assert member is not None
     await cluster.until(lambda: again.name in cluster.gate.held, "it is held")
     steps = member.learner.accounts.done.steps
-    metric = {metric.name: metric for metric in diloco_learner.metrics.METRICS}
-    seen = diloco_learner.metrics.MemberMoment(member, member.heartbeat())
+    metric = {metric.name: metric for metric in diloco_learner.run.learner_metrics.METRICS}
+    seen = diloco_learner.run.learner_metrics.MemberMoment(member, member.heartbeat())
     assert metric["diloco_learner_steps_total"].value(seen) == steps == member.step - before
     fates = metric["diloco_learner_run_tokens"].value(seen)
     assert isinstance(fates, Mapping)

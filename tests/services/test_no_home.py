@@ -151,7 +151,7 @@ def test_a_syncer_keeps_its_kernels_below_state_dir(account: Account, nats_serve
 def test_without_any_folder_kernels_are_compiled_in_memory(account: Account) -> None:
     program = """
         import numpy
-        from diloco.core.compiled import kernels
+        from diloco.core.tensors.compiled import kernels
         print(kernels.absmax(numpy.array([1, -3], numpy.float32)))
     """
     computed = account("unset").run(sys.executable, "-c", textwrap.dedent(program))

@@ -17,8 +17,8 @@ from tests.services.toy import SAMPLES
 
 from diloco.control.changes import read_changes
 from diloco.errors import EjectedError, RunError, SettingsError
-from diloco_ops import run_reader
-from diloco_ops.page import command
+from diloco_ops.page import page_command as command
+from diloco_ops.reading import run_reader
 
 RUN = "paged"
 

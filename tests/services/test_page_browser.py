@@ -17,7 +17,7 @@ from tests.services.secured import make_keys, members, serving
 from tests.services.toy import SAMPLES
 
 from diloco.control.changes import read_changes
-from diloco_ops import run_reader
+from diloco_ops.reading import run_reader
 
 RUN = "paged"
 pytestmark = [

@@ -23,7 +23,8 @@ from diloco.nats.transport import NatsTransport
 from diloco.process.observe import get_logger
 from diloco.wire import framing
 from diloco.wire.entries import Genesis
-from diloco_ops import operate, verify
+from diloco_ops.audit import verify
+from diloco_ops.operate import operate
 
 pytestmark = pytest.mark.usefixtures("patient_commands")
 

@@ -20,11 +20,11 @@ from tests.services.apart import REGIONS, Region, apart, demand_one_log
 from tests.services.cluster import NEVER_S, check_accounts, fill, small, some_versions
 from tests.services.toy import SAMPLES
 
-from diloco.core import catch_up
+from diloco.core.log import catch_up
 from diloco.errors import SettingsError
 from diloco.nats.connection import NatsLink
 from diloco.process.observe import get_logger
-from diloco_ops import verify
+from diloco_ops.audit import verify
 from diloco_ops.broker.server import find_binary
 
 pytestmark = pytest.mark.usefixtures("patient_commands")

@@ -20,17 +20,18 @@ from tests.services.secured import guest
 
 from diloco.control.changes import append_changes
 from diloco.control.creation import KnownRun
-from diloco.core import changes
-from diloco.core.changes import Set
-from diloco.core.outer import Nesterov, OuterStep
+from diloco.core.run import changes
+from diloco.core.run.changes import Set
+from diloco.core.tensors.outer import Nesterov, OuterStep
 from diloco.errors import MachineError, RunError
 from diloco.member.own_arrays import OwnArrays
 from diloco.nats.registry import Registry
 from diloco.nats.transport import NatsTransport
 from diloco.process.observe import get_logger
 from diloco.process.retry import until_available
-from diloco_ops import attach, verify
-from diloco_ops.repair import command
+from diloco_ops.audit import verify
+from diloco_ops.reading import attach
+from diloco_ops.repair import repair_command as command
 
 pytestmark = pytest.mark.usefixtures("patient_commands")
 

@@ -26,14 +26,16 @@ from diloco.nats import streams
 from diloco.nats.transport import NatsTransport
 from diloco.settings.run import RunSettings
 from diloco.wire.subjects import Subjects
-from diloco_ops import checkpoint, collecting, manifest, resume, verify
-from diloco_ops.attach import attached
+from diloco_ops.audit import verify
 from diloco_ops.broker import snapshot
 from diloco_ops.broker.snapshot import StreamSnapshot
+from diloco_ops.checkpoints import checkpoint, collecting, manifest
+from diloco_ops.checkpoints.manifest import RunCheckpoint
+from diloco_ops.checkpoints.restoration import restore_to
 from diloco_ops.keys.folder import Folder
 from diloco_ops.keys.permissions import Who
-from diloco_ops.manifest import RunCheckpoint
-from diloco_ops.restoration import restore_to
+from diloco_ops.reading.attach import attached
+from diloco_ops.up import resume
 
 pytestmark = pytest.mark.usefixtures("patient_commands")
 RUN = "run"

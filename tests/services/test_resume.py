@@ -19,15 +19,18 @@ from tests.made.run_checks import has_whole_rounds, save_directory
 from tests.services.cluster import NEVER_S, Cluster, Folded, check_accounts, small, some_versions
 from tests.services.toy import SAMPLES, Regression, Toy
 
-from diloco.core.fragments import TensorSpec
+from diloco.core.tensors.fragments import TensorSpec
 from diloco.errors import DilocoError, RunError
 from diloco.service.rundir import RunDirectory
 from diloco.settings.presets import changed_settings
 from diloco.wire import framing
 from diloco.wire.control import SnapshotMarker
-from diloco_ops import checkpoint, operate, resume, rollback, run_reader
 from diloco_ops.broker.server import Server
-from diloco_ops.manifest import RunCheckpoint, load
+from diloco_ops.checkpoints import checkpoint
+from diloco_ops.checkpoints.manifest import RunCheckpoint, load
+from diloco_ops.operate import operate, rollback
+from diloco_ops.reading import run_reader
+from diloco_ops.up import resume
 
 pytestmark = pytest.mark.usefixtures("patient_commands")
 NAMES = ["toy-0", "toy-1", "toy-2"]

@@ -15,9 +15,12 @@ from tests.services.toy import SAMPLES
 from diloco.errors import RunError
 from diloco.process.observe import get_logger
 from diloco.service.rundir import RunDirectory
-from diloco_ops import checkpoint, region_logs, resume, run_reader, verify
-from diloco_ops.embedded import Embedded, server_name
-from diloco_ops.manifest import RunCheckpoint
+from diloco_ops.audit import verify
+from diloco_ops.checkpoints import checkpoint
+from diloco_ops.checkpoints.manifest import RunCheckpoint
+from diloco_ops.reading import region_logs, run_reader
+from diloco_ops.up import resume
+from diloco_ops.up.embedded import Embedded, server_name
 
 pytestmark = pytest.mark.usefixtures("patient_commands")
 LASTS: dict[str, Any] = {"tokens": 3 * 100_000 * SAMPLES, "round__steps": 18}

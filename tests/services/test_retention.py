@@ -8,7 +8,7 @@ from tests.made.run_checks import waiting_settings
 from tests.services.cluster import NEVER_S, check_accounts, small
 from tests.services.toy import SAMPLES
 
-from diloco.core import quantise
+from diloco.core.tensors import quantise
 from diloco.errors import RunError
 
 

@@ -15,7 +15,7 @@ from tests.services.cluster import NEVER_S, Cluster, Service, check_accounts, sm
 from tests.services.toy import SAMPLES, Regression
 
 from diloco.control import admission, creation
-from diloco.core.fragments import build_map
+from diloco.core.tensors.fragments import build_map
 from diloco.member import state
 from diloco.wire.control import Heartbeat
 

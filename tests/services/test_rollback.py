@@ -20,13 +20,15 @@ from tests.services.cluster import NEVER_S, Cluster, Folded, check_accounts, sma
 from tests.services.toy import SAMPLES, Regression, Toy
 
 from diloco.control.creation import KnownRun
-from diloco.core.chain import Chain
-from diloco.core.changes import Effective
+from diloco.core.log.chain import Chain
+from diloco.core.run.changes import Effective
 from diloco.errors import RunError
 from diloco.service.rundir import RunDirectory
 from diloco.settings.run import RunSettings
 from diloco.wire.entries import RolledBack
-from diloco_ops import rollback, run_reader, verify
+from diloco_ops.audit import verify
+from diloco_ops.operate import rollback
+from diloco_ops.reading import run_reader
 
 pytestmark = pytest.mark.usefixtures("patient_commands")
 

@@ -13,8 +13,8 @@ from tests.pace import DEADLINE_S
 from tests.services.cluster import small, some_versions
 
 from diloco.errors import RunError
-from diloco_ops import runs
 from diloco_ops.broker.server import Server
+from diloco_ops.reading import runs
 
 pytestmark = pytest.mark.usefixtures("patient_commands")
 

@@ -27,7 +27,7 @@ from tests.services.secured import Guest, guest, make_keys, members, put, servin
 
 from diloco.control import admission, creation
 from diloco.control.changes import read_changes
-from diloco.core.fragments import TensorSpec, build_map
+from diloco.core.tensors.fragments import TensorSpec, build_map
 from diloco.errors import BrokerError
 from diloco.nats import identity, streams
 from diloco.nats.nkey import NatsKey
@@ -35,10 +35,13 @@ from diloco.process.observe import Logger
 from diloco.service import rundir
 from diloco.service.rundir import RunDirectory
 from diloco.wire.subjects import Subjects
-from diloco_ops import checkpoint, inspect, operate, rollback, run_reader, runs, verify
+from diloco_ops.audit import verify
 from diloco_ops.broker.server import Server
+from diloco_ops.checkpoints import checkpoint
 from diloco_ops.keys.folder import Folder
 from diloco_ops.keys.permissions import Who
+from diloco_ops.operate import operate, rollback
+from diloco_ops.reading import inspect, run_reader, runs
 from diloco_syncer.sweeper import Sweeper
 
 pytestmark = pytest.mark.usefixtures("patient_commands")

@@ -23,8 +23,8 @@ from diloco.process.observe import Logger
 from diloco.service.metrics import Exporter
 from diloco.settings.service import SyncerSettings
 from diloco_ops.broker.server import Server
-from diloco_ops.keys.command import keys
 from diloco_ops.keys.folder import Folder
+from diloco_ops.keys.keys_command import keys
 from diloco_ops.keys.permissions import CONTROL, Who
 
 RUN = "demo"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.made.fixtures import Diloco
 
-from diloco_ops.starting import PROJECTS, Template
+from diloco_ops.up.starting import PROJECTS, Template
 
 FILES = {"README.md", "settings.py", "task.py", "test_task.py", "train.py"}
 

@@ -17,7 +17,7 @@ from tests.services.toy import SAMPLES
 
 from diloco.control import tables
 from diloco.control.creation import KnownRun
-from diloco.core.ownership import OwnersTable
+from diloco.core.syncer.ownership import OwnersTable
 from diloco.settings.run import RunSettings
 
 

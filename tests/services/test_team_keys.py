@@ -16,7 +16,7 @@ from diloco.nats.server_list import ask_list
 from diloco.nats.transport import NatsTransport
 from diloco.process.observe import get_logger
 from diloco_ops.broker.server import Server
-from diloco_ops.keys.command import keys
+from diloco_ops.keys.keys_command import keys
 
 
 @pytest.fixture

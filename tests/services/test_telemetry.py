@@ -10,7 +10,7 @@ from tests.made.run_checks import WAITS
 from tests.services.apart import apart
 from tests.services.cluster import NEVER_S, small
 
-from diloco.core.tracing import version_ids
+from diloco.core.run.tracing import version_ids
 from diloco.wire.framing import run_id
 
 pytest.importorskip("opentelemetry.proto.collector.trace.v1", reason="needs diloco[otel]")

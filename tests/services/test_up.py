@@ -26,7 +26,7 @@ from tests.services.forking import Nursery
 from diloco.member import state
 from diloco.service import rundir
 from diloco.wire import framing
-from diloco_learner import gpt
+from diloco_learner.jax import gpt
 from diloco_learner.task import GptTask
 from diloco_ops.broker.server import Server
 from diloco_report.units import count

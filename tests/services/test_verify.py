@@ -16,19 +16,19 @@ from tests.made.toy_replay import ToyModel, redo_toys
 from tests.pace import DEADLINE_S
 from tests.services.finished import Finished
 
-from diloco.core import codec
-from diloco.core import tape as events
-from diloco.core.delta import ERROR_BITS, PLAIN_BITS, DeltaValues, EncodedOffer
-from diloco.core.schedule import Moment
+from diloco.core.learner.delta import ERROR_BITS, PLAIN_BITS, DeltaValues, EncodedOffer
+from diloco.core.learner.schedule import Moment
+from diloco.core.run import tape as events
+from diloco.core.tensors import codec
 from diloco.process import tape
 from diloco.service import rundir
 from diloco.service.rundir import RunDirectory
 from diloco.wire import framing
 from diloco.wire.body import describe_body
 from diloco.wire.entries import Record
-from diloco_ops import verify
+from diloco_ops.audit import verify
 from diloco_ops.broker.server import Server
-from diloco_ops.run_reader import opened
+from diloco_ops.reading.run_reader import opened
 
 pytestmark = pytest.mark.usefixtures("patient_commands")
 

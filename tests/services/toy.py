@@ -24,11 +24,11 @@ from blake3 import blake3
 from numpy.typing import NDArray
 from tests.made.fragment_vectors import scatter
 
-from diloco.core.accounts import StepDone
-from diloco.core.fragments import FragmentMap, TensorSpec, cut_model
-from diloco.core.learner import Dump
-from diloco.core.leases import RoundRobin
-from diloco.core.tape import Copied, End, Restored, state_digest
+from diloco.core.learner.accounts import StepDone
+from diloco.core.learner.learner import Dump
+from diloco.core.run.leases import RoundRobin
+from diloco.core.run.tape import Copied, End, Restored, state_digest
+from diloco.core.tensors.fragments import FragmentMap, TensorSpec, cut_model
 from diloco.member import state
 from diloco.member.arrays import Boundary
 from diloco.member.member import Member

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diloco.core.accounts import Accounts, StepDone
+from diloco.core.learner.accounts import Accounts, StepDone
 
 
 def test_a_step_takes_all_the_time_until_the_next_one_whatever_it_waits_for() -> None:

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from tests.made.learner_world import FRAGMENTS, SCHEDULES, LearnerWorld, act
 from tests.made.run_settings import WORLD, settings_of
 
-from diloco.core.boundary import Decision, apply, decide, next_decision
-from diloco.core.fragment_state import Application
-from diloco.core.learner import Learner
+from diloco.core.learner.boundary import Decision, apply, decide, next_decision
+from diloco.core.learner.fragment_state import Application
+from diloco.core.learner.learner import Learner
 from diloco.errors import SettingsError
 from diloco.settings.presets import run_settings
 from diloco.wire.control import Announcement, SnapshotMarker

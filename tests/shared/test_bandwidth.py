@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.core import bandwidth
-from diloco.core.bandwidth import Appends, Bandwidth, Level, LevelChange, Moved, WayState
-from diloco.core.quantise import body_bytes
+from diloco.core.syncer import bandwidth
+from diloco.core.syncer.bandwidth import Appends, Bandwidth, Level, LevelChange, Moved, WayState
+from diloco.core.tensors.quantise import body_bytes
 from diloco.errors import SettingsError
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings

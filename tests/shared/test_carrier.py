@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from diloco.core.delta import DeltaValues
+from diloco.core.learner.delta import DeltaValues
 from diloco.processes.carrier import _Carried
 
 

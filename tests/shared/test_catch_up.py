@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.made.heartbeats import learner_heartbeat
 
-from diloco.core.catch_up import LISTEN_HEARTBEATS, LISTEN_S, MOST_S, QUIET_S, CatchUp, LogStanding
+from diloco.core.log.catch_up import LISTEN_HEARTBEATS, LISTEN_S, MOST_S, QUIET_S, CatchUp, LogStanding
 from diloco.wire.control import Announcement
 
 LISTENED_S = 1.5  # of heartbeats that are 0.5 s apart

@@ -10,11 +10,11 @@ import pytest
 from msgspec.structs import replace
 from tests.made.chains import BODY, GENESIS_CHECK, genesis_chain, marker, member, record, two_versions
 
-from diloco.core.chain import NO_ENTRY, Chain
-from diloco.core.quorum import EPOCH_STEP
+from diloco.core.log.chain import NO_ENTRY, Chain
+from diloco.core.log.quorum import EPOCH_STEP
 from diloco.errors import ChainError
 from diloco.wire.entries import Cursor, Keyframe, Record, Repaired, RolledBack
-from diloco.wire.island import ChainHead
+from diloco.wire.process_messages import ChainHead
 
 
 def test_a_chain_begins_with_genesis() -> None:

@@ -10,8 +10,8 @@ from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.core import changes
-from diloco.core.changes import (
+from diloco.core.run import changes
+from diloco.core.run.changes import (
     MAX_BYTES,
     MAX_REASON,
     SETTABLE,

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.core.chunks import Chunk
+from diloco.core.tensors.chunks import Chunk
 
 SHAPES = st.lists(st.integers(1, 6), max_size=4).map(tuple)
 

@@ -11,11 +11,11 @@ from tests.made.learner_claims import BATCH, BUILT_IN_BOUNDS, ann, chain_with, i
 from tests.made.rounds import offer
 from tests.made.run_settings import CLAIMS, settings_of
 
-from diloco.core import claims
-from diloco.core.built_in import tensor_shapes
-from diloco.core.chain import Chain
-from diloco.core.claims import StepBounds
-from diloco.core.fragments import TensorSpec, build_map
+from diloco.core.log.chain import Chain
+from diloco.core.syncer import claims
+from diloco.core.syncer.claims import StepBounds
+from diloco.core.tensors.built_in import tensor_shapes
+from diloco.core.tensors.fragments import TensorSpec, build_map
 from diloco.errors import ClaimError
 from diloco.wire.body import Body
 from diloco.wire.entries import Cursor, Keyframe

@@ -12,7 +12,7 @@ from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.core import codec
+from diloco.core.tensors import codec
 from diloco.errors import FormatError
 
 

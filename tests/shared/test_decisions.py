@@ -12,10 +12,10 @@ from tests.made.learner_island import GENERATION, ISLAND_ACTS, PROCESSES, RUN, D
 from tests.made.learner_world import FRAGMENTS, TOKENS, act
 from tests.made.run_settings import WORLD, settings_of
 
-from diloco.core.decisions import BOUNDARIES_APART_MAX, Course
+from diloco.core.learner.decisions import BOUNDARIES_APART_MAX, Course
 from diloco.errors import IslandError
 from diloco.wire.control import MarkerAnswer, SnapshotMarker
-from diloco.wire.island import Decided, PartSaved
+from diloco.wire.process_messages import Decided, PartSaved
 
 
 @given(st.lists(ISLAND_ACTS, max_size=80), st.sampled_from(["arrival", "overlap"]))

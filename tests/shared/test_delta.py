@@ -18,9 +18,9 @@ from tests.made.learner_delta import Delta, written
 from tests.made.log_entries import hash_of, record_of
 from tests.made.quantised_reference import any_vectors, quantised_reference
 
-from diloco.core import quantise, ranges
-from diloco.core.chain import Chain
-from diloco.core.delta import ERROR_BITS, PLAIN_BITS, PendingDelta, VersionWrite
+from diloco.core.learner.delta import ERROR_BITS, PLAIN_BITS, PendingDelta, VersionWrite
+from diloco.core.log.chain import Chain
+from diloco.core.tensors import quantise, ranges
 from diloco.errors import NonFiniteError
 from diloco.wire.entries import Cursor, Record, RolledBack
 from diloco.wire.fields import Bits, Range

@@ -1,7 +1,7 @@
 """Rounds stay spread evenly over a cycle, in virtual time: owners, takeovers, cuts, newcomers, other settings.
 
-Owners decide by the product's own :class:`~diloco.core.round.Round` and :class:`~diloco.core.roster.Roster`. Learners are a
-step counter each; a round takes the time of its messages. Steps are counted in those of the fastest learner.
+Owners decide by the product's own :class:`~diloco.core.syncer.round.Round` and :class:`~diloco.core.syncer.roster.Roster`.
+Learners are a step counter each; a round takes the time of its messages. Steps are counted in those of the fastest learner.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from tests.made.heartbeats import learner_heartbeat
 from tests.made.log_entries import hash_of
 from tests.made.run_settings import ROUNDS, settings_of
 
-from diloco.core.chain import Chain
-from diloco.core.roster import Roster
-from diloco.core.round import Round
+from diloco.core.log.chain import Chain
+from diloco.core.syncer.roster import Roster
+from diloco.core.syncer.round import Round
 
 MERGE_S = 0.05
 HEARTBEAT_S = 0.5

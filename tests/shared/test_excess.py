@@ -11,11 +11,11 @@ from tests.made.fragment_vectors import vector
 from tests.made.held_offers import fragment_of, held, replica_of
 from tests.made.run_settings import MERGES, settings_of
 
-from diloco.core import excess
-from diloco.core.fold import Replica
-from diloco.core.merging import accumulate, sound, unreadable
-from diloco.core.outer import AVERAGE, AdamW
-from diloco.core.round import Merge, RoundOffer
+from diloco.core.log.fold import Replica
+from diloco.core.syncer import excess
+from diloco.core.syncer.merging import accumulate, sound, unreadable
+from diloco.core.syncer.round import Merge, RoundOffer
+from diloco.core.tensors.outer import AVERAGE, AdamW
 from diloco.errors import UnmergeableError
 from diloco.settings.run import RunSettings
 

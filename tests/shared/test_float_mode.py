@@ -13,14 +13,15 @@ from tests.made.float_modes import MODES, float_mode
 from tests.made.held_offers import fragment_of, held, replica_of
 from tests.made.learner_delta import Delta
 
-from diloco.core import float_mode as modes
-from diloco.core import merging, outer, quantise
-from diloco.core.delta import Baseline, Offered
-from diloco.core.merge import Accumulator
-from diloco.core.round import Merge
+from diloco.core.learner.delta import Baseline, Offered
+from diloco.core.syncer import merging
+from diloco.core.syncer.round import Merge
+from diloco.core.tensors import float_mode as modes
+from diloco.core.tensors import outer, quantise
+from diloco.core.tensors.merge import Accumulator
 from diloco.errors import MachineError
 from diloco.settings.presets import run_settings
-from diloco_ops import weights_file
+from diloco_ops.weights import weights_file
 
 Vector = NDArray[np.float32]
 N = 1000

@@ -12,10 +12,10 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 from tests.made.log_entries import BODY, record_of
 
-from diloco.core import outer, quantise
-from diloco.core.chain import Chain
-from diloco.core.fold import Replica, keyframe_body, keyframe_bytes, load_keyframe
-from diloco.core.outer import AdamW
+from diloco.core.log.chain import Chain
+from diloco.core.log.fold import Replica, keyframe_body, keyframe_bytes, load_keyframe
+from diloco.core.tensors import outer, quantise
+from diloco.core.tensors.outer import AdamW
 from diloco.errors import ChainError, HashError, NonFiniteError, WrongEntryError
 from diloco.wire.entries import Keyframe, Record, RolledBack
 from diloco.wire.fields import Bits

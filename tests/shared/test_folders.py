@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import pytest
 
 import diloco.core
-from diloco.core import compiled, kernels
+from diloco.core.tensors import compiled, kernels
 from diloco.errors import SettingsError
 from diloco.process import kernel_cache
 from diloco.settings import folders
@@ -157,7 +157,7 @@ def test_a_kernel_that_cannot_be_kept_is_compiled_in_memory(monkeypatch: pytest.
 
 def test_compilation_is_announced_once_and_loading_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "two_kernels.py").write_text(
-        "from diloco.core.kernels import _kernel\n\n\n"
+        "from diloco.core.tensors.kernels import _kernel\n\n\n"
         "@_kernel('float64(float64)')\ndef double(value):\n    return value + value\n\n\n"
         "@_kernel('float64(float64)')\ndef square(value):\n    return value * value\n"
     )

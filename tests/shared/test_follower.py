@@ -13,8 +13,8 @@ import pytest
 from tests.made.log_versions import log_of_versions
 from tests.pace import DEADLINE_S
 
-from diloco.core import merging
-from diloco.core.fold import Replica
+from diloco.core.log.fold import Replica
+from diloco.core.syncer import merging
 from diloco.log.follower import Event, FollowedEntry, LogFollower, Reloaded
 from diloco.log.log import Log
 from diloco.log.stream import RefusedEntry
@@ -24,7 +24,7 @@ from diloco.process.observe import get_logger
 from diloco.settings.presets import run_settings
 from diloco.wire import framing
 from diloco.wire.entries import Genesis
-from diloco_syncer.copies import Copies
+from diloco_syncer.owning.copies import Copies
 
 pytestmark = pytest.mark.services
 

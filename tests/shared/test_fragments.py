@@ -13,8 +13,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from tests.made.fragment_vectors import scatter
 
-from diloco.core.arrangement import Arrangement
-from diloco.core.fragments import (
+from diloco.core.tensors.arrangement import Arrangement
+from diloco.core.tensors.fragments import (
     FixedSpec,
     Fragment,
     FragmentMap,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tests.made.heartbeats import learner_heartbeat
 
-from diloco.core.gate import AGAIN_S, MAX_HELD, MAX_STRANGERS, READS, Gate, HeartbeatVerdict
+from diloco.core.run.gate import AGAIN_S, MAX_HELD, MAX_STRANGERS, READS, Gate, HeartbeatVerdict
 from diloco.errors import FormatError
 from diloco.wire.fields import MAX_MEMBERS
 

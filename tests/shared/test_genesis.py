@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 
 from diloco.control import creation
 from diloco.control.genesis import await_genesis, decision
-from diloco.core.fragments import TensorSpec, build_map
+from diloco.core.tensors.fragments import TensorSpec, build_map
 from diloco.errors import RunError
 from diloco.log.log import Log
 from diloco.process.observe import get_logger
 from diloco.settings.presets import run_settings
-from diloco.testing.transport import CONTROL
+from diloco.testing.virtual_transport import CONTROL
 from diloco.testing.world import VirtualProcess, World
 
 DEAD_S, FRAGMENTS = 5.0, 6

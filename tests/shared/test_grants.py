@@ -11,9 +11,9 @@ from tests.made.run_settings import CLAIMS, settings_of
 
 from diloco.control import admission
 from diloco.control.creation import KnownRun
-from diloco.core.built_in import tensor_shapes
-from diloco.core.claims import StepBounds
-from diloco.core.fragments import FragmentMap, TensorSpec, build_map
+from diloco.core.syncer.claims import StepBounds
+from diloco.core.tensors.built_in import tensor_shapes
+from diloco.core.tensors.fragments import FragmentMap, TensorSpec, build_map
 from diloco.errors import AdmissionError, FenceError, FormatError
 from diloco.member.admission import AdmissionClient
 from diloco.nats import grants

@@ -16,8 +16,8 @@ from blake3 import blake3
 from tests.made.process_groups import FACTS, OPEN_GROUPS, OPEN_LINKS, REGROUP_S, RUN, address, group, group_of, met, until
 from tests.pace import DEADLINE_S, scaled_s
 
-from diloco.core.fragments import Piece
-from diloco.core.rows import FragmentRows, RowLayout
+from diloco.core.tensors.fragments import Piece
+from diloco.core.tensors.rows import FragmentRows, RowLayout
 from diloco.elastic.renewing import Renewing
 from diloco.errors import FormatError, HashError, IslandError, SettingsError
 from diloco.process import renewal
@@ -29,9 +29,9 @@ from diloco.processes.proving import MAX_STRANGERS, prove, secret_of
 from diloco.processes.shipping import Shipping
 from diloco.processes.stream import HELLO_BYTES, LENGTHS, Stream
 from diloco.settings.service import LearnerSettings, ProcessesSettings, host_and_port
-from diloco.wire import island
+from diloco.wire import process_messages as island
 from diloco.wire.framing import Message
-from diloco.wire.island import Arrival, Challenge, Greeting, Leaving, Proof, Staged, facts
+from diloco.wire.process_messages import Arrival, Challenge, Greeting, Leaving, Proof, Staged, facts
 
 pytestmark = pytest.mark.usefixtures("groups_closed")
 

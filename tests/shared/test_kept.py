@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tests.made.learner_world import FRAGMENTS, SCHEDULES, TOKENS, LearnerWorld, act
 from tests.made.run_settings import WORLD, settings_of
 
-from diloco.core.accounts import StepDone
-from diloco.core.learner import ACCOUNTS, Dump
+from diloco.core.learner.accounts import StepDone
+from diloco.core.learner.learner import ACCOUNTS, Dump
 
 STEP = 0.25  # that a step adds to each value
 BARE = st.sets(st.integers(0, FRAGMENTS - 1))

@@ -25,8 +25,8 @@ from numba.core.dispatcher import Dispatcher
 from numpy.typing import NDArray
 from tests.pace import DEADLINE_S
 
-from diloco.core import kernels, outer, quantise
-from diloco.core.merge import Accumulator
+from diloco.core.tensors import kernels, outer, quantise
+from diloco.core.tensors.merge import Accumulator
 
 ROOT = Path(__file__).parents[2]
 Vector = NDArray[np.float32]

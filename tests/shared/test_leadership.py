@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.core.leadership import LATE_S, READ_S, SILENCE_S, Leadership
+from diloco.core.run.leadership import LATE_S, READ_S, SILENCE_S, Leadership
 
 TICK_S = 0.5
 Holder = tuple[str, bytes] | None

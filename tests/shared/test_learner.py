@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from tests.made.learner_world import FRAGMENTS, SCHEDULES, SIZE, TOKENS, LearnerWorld, act
 from tests.made.run_settings import WORLD, settings_of
 
-from diloco.core import ranges
-from diloco.core.accounts import StepDone
-from diloco.core.boundary import Decision, apply, decide, next_decision
-from diloco.core.changes import Effective
-from diloco.core.fragment_state import TRANSITIONS, Application, OfferEvent, Phase
-from diloco.core.learner import Learner
+from diloco.core.learner.accounts import StepDone
+from diloco.core.learner.boundary import Decision, apply, decide, next_decision
+from diloco.core.learner.fragment_state import TRANSITIONS, Application, OfferEvent, Phase
+from diloco.core.learner.learner import Learner
+from diloco.core.run.changes import Effective
+from diloco.core.tensors import ranges
 from diloco.errors import MessageError, NonFiniteError
 from diloco.settings.run import RunSettings
 from diloco.wire.control import Announcement, MarkerAnswer, SnapshotMarker

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from diloco.core import claims, leases
-from diloco.core.leases import BLOCK_BATCHES, ClaimedShare, LeaseWatch, RoundRobin, ShareClaim, Shares
+from diloco.core.run import leases
+from diloco.core.run.leases import BLOCK_BATCHES, ClaimedShare, LeaseWatch, RoundRobin, ShareClaim, Shares
+from diloco.core.syncer import claims
 from diloco.errors import ClaimError, FormatError, MessageError
 from diloco.settings.run import ContinuedRun, RunSettings
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.made.log_entries import record_of
 
-from diloco.core import ranges
-from diloco.core.ledger import BatchRange, Ledger, Process, ShareSummary
+from diloco.core.run.ledger import BatchRange, Ledger, Process, ShareSummary
+from diloco.core.tensors import ranges
 from diloco.wire.entries import Record
 from diloco.wire.fields import Range
 from diloco.wire.offers import MergeMember

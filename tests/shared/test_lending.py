@@ -10,13 +10,13 @@ import pytest
 from tests.made.process_groups import met, until
 from tests.pace import DEADLINE_S
 
-from diloco.core.chunks import Chunk
+from diloco.core.tensors.chunks import Chunk
 from diloco.errors import RunError
 from diloco.member.peer import InMemory
 from diloco.process.tasks import Tasks
 from diloco.processes import lending
 from diloco.processes.lending import LentParts, SharedState, Values
-from diloco.wire.island import PartSaved
+from diloco.wire.process_messages import PartSaved
 
 pytestmark = pytest.mark.usefixtures("groups_closed")
 

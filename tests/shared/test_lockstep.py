@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from diloco.core.lockstep import missing_since_s
+from diloco.core.learner.lockstep import missing_since_s
 
 FRAGMENTS = 3
 PATIENCE_S = 5.0

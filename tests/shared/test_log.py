@@ -17,11 +17,12 @@ from tests.made.fragment_vectors import each
 from tests.made.log_versions import log_of_versions
 from tests.pace import DEADLINE_S
 
-from diloco.core import merging, outer
-from diloco.core.chain import NO_ENTRY, Chain
-from diloco.core.fold import Replica
-from diloco.core.fragments import TensorSpec, build_map
-from diloco.core.round import Merge, RoundOffer
+from diloco.core.log.chain import NO_ENTRY, Chain
+from diloco.core.log.fold import Replica
+from diloco.core.syncer import merging
+from diloco.core.syncer.round import Merge, RoundOffer
+from diloco.core.tensors import outer
+from diloco.core.tensors.fragments import TensorSpec, build_map
 from diloco.errors import MessageError, RunError
 from diloco.log import stream
 from diloco.log.log import Log

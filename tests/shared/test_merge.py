@@ -10,8 +10,8 @@ import pytest
 from numpy.typing import NDArray
 from tests.made.fragment_vectors import vector
 
-from diloco.core import merge, quantise
-from diloco.core.merge import Accumulator
+from diloco.core.tensors import merge, quantise
+from diloco.core.tensors.merge import Accumulator
 
 Vector = NDArray[np.float32]
 Segments = NDArray[np.int64]

@@ -14,12 +14,12 @@ from tests.made.held_offers import Vector, fragment_of, held, replica_of
 from tests.made.log_entries import BODY
 from tests.made.run_settings import MERGES, settings_of
 
-from diloco.core import codec, outer, quantise
-from diloco.core.chain import Chain
-from diloco.core.fold import Replica
-from diloco.core.fragments import Fragment, TensorSpec, build_map
-from diloco.core.merging import accumulate, make_marker, make_rollback, make_version, sound
-from diloco.core.round import Merge, RoundOffer
+from diloco.core.log.chain import Chain
+from diloco.core.log.fold import Replica
+from diloco.core.syncer.merging import accumulate, make_marker, make_rollback, make_version, sound
+from diloco.core.syncer.round import Merge, RoundOffer
+from diloco.core.tensors import codec, outer, quantise
+from diloco.core.tensors.fragments import Fragment, TensorSpec, build_map
 from diloco.errors import NonFiniteError
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings

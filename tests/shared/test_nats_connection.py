@@ -22,7 +22,7 @@ from tests.made.fixtures import MakeServer
 from tests.pace import DEADLINE_S, scaled_s
 from tests.services.secured import make_keys, put, serving
 
-from diloco.core.bandwidth import Moved
+from diloco.core.syncer.bandwidth import Moved
 from diloco.errors import AppendUncertainError, BrokerError, SettingsError
 from diloco.nats import connection, opening
 from diloco.nats.connection import NatsLink, subscribe, wait_connected

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from diloco.core import outer, quantise
-from diloco.core.fragments import TensorSpec, build_map
+from diloco.core.tensors import outer, quantise
+from diloco.core.tensors.fragments import TensorSpec, build_map
 from diloco.settings.presets import run_settings
 
 Vector = NDArray[np.float32]

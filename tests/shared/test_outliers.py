@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.made.rounds import offer
 
-from diloco.core import quantise
-from diloco.core.excess import norm_of
-from diloco.core.outliers import Norms, Outlier
+from diloco.core.syncer.excess import norm_of
+from diloco.core.syncer.outliers import Norms, Outlier
+from diloco.core.tensors import quantise
 from diloco.settings.run import QuarantineSettings
 
 LIVE = ("ann", "bob", "cat", "dan")

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.made.heartbeats import shard_heartbeat
 
-from diloco.core.ownership import FIRST_TABLE_S, UNEVEN, Ownership, OwnersTable, plan
+from diloco.core.syncer.ownership import FIRST_TABLE_S, UNEVEN, Ownership, OwnersTable, plan
 from diloco.wire.control import ShardHeartbeat
 
 TAKEOVER_S = 1.5

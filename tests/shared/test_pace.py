@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.core.pace import MovingAverage, Recent, first_due_steps, grace_s
+from diloco.core.run.pace import MovingAverage, Recent, first_due_steps, grace_s
 from diloco.settings.run import RoundSettings
 
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from tests.made.heartbeats import learner_heartbeat
 from tests.pace import DEADLINE_S, scaled_s
 
-from diloco.core.chunks import Chunk
+from diloco.core.tensors.chunks import Chunk
 from diloco.errors import FormatError, NonFiniteError, RunError
 from diloco.member import peer
 from diloco.member.peer import Borrower, InMemory, Layout, Lendable, Lender, Loan, LoanAge, LoanWatch

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.made.quantised_reference import TINY, Raw, Vector, any_vectors, bfloat16, blocks_of, quantised_reference
 
-from diloco.core import quantise
+from diloco.core.tensors import quantise
 from diloco.errors import FormatError, NonFiniteError
 
 ALL_BITS = [2, 4, 8, 16, 32]

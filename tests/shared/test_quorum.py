@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.core.quorum import MAX_UNCOMMITTED, LogHead, UncommittedEntries, best, majority
+from diloco.core.log.quorum import MAX_UNCOMMITTED, LogHead, UncommittedEntries, best, majority
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.core import ranges
+from diloco.core.tensors import ranges
 from diloco.wire.fields import Range
 
 RANGES = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 12), st.integers(1, 5)), max_size=6)

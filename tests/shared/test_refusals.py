@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from diloco.core.refusals import Refusal, RefusalAccount, reason_of, report
+from diloco.core.learner.refusals import Refusal, RefusalAccount, reason_of, report
 from diloco.errors import (
     ClaimError,
     FormatError,

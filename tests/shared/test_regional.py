@@ -15,11 +15,11 @@ from tests.made.fixtures import MakeServer
 from tests.made.fragment_vectors import each
 from tests.pace import DEADLINE_S
 
-from diloco.core import merging
-from diloco.core.fold import Replica
-from diloco.core.fragments import TensorSpec, build_map
-from diloco.core.quorum import CLAIM_STEP, MAX_COPIED, MAX_UNCOMMITTED, LogHead
-from diloco.core.round import Merge, RoundOffer
+from diloco.core.log.fold import Replica
+from diloco.core.log.quorum import CLAIM_STEP, MAX_COPIED, MAX_UNCOMMITTED, LogHead
+from diloco.core.syncer import merging
+from diloco.core.syncer.round import Merge, RoundOffer
+from diloco.core.tensors.fragments import TensorSpec, build_map
 from diloco.errors import RunError
 from diloco.log import entries
 from diloco.log.follower import FollowedEntry, LogFollower

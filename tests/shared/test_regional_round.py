@@ -17,12 +17,13 @@ from tests.made.log_entries import BODY, hash_of, record_of
 from tests.made.rounds import Learner, commit, members_of, offer
 from tests.made.run_settings import ROUNDS, settings_of
 
-from diloco.core import quantise, regional_round
-from diloco.core.chain import Chain
-from diloco.core.fragments import TensorSpec, build_map
-from diloco.core.regional_round import HeldOffer, RegionalRound
-from diloco.core.roster import Roster
-from diloco.core.round import Merge, Round, RoundOffer
+from diloco.core.log import regional_round
+from diloco.core.log.chain import Chain
+from diloco.core.log.regional_round import HeldOffer, RegionalRound
+from diloco.core.syncer.roster import Roster
+from diloco.core.syncer.round import Merge, Round, RoundOffer
+from diloco.core.tensors import quantise
+from diloco.core.tensors.fragments import TensorSpec, build_map
 from diloco.errors import ClaimError, UnmergeableError
 from diloco.wire.control import Announcement
 from diloco.wire.entries import Cursor, Record, RolledBack

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from diloco.core.saving import set_name
+from diloco.core.learner.saving import set_name
 from diloco.member import state
 from diloco.member.state import Content, StateFilePart
 from diloco.processes import restoring
 from diloco.settings.service import LearnerSettings
-from diloco.wire.island import Save
+from diloco.wire.process_messages import Save
 
 RUN = bytes(32)
 

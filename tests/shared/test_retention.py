@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.core.retention import keyframe_due, keyframes_kept
+from diloco.core.log.retention import keyframe_due, keyframes_kept
 from diloco.settings.run import LogSettings
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.core.roll import ProcessStanding, Roll, goes_to, members
+from diloco.core.learner.roll import ProcessStanding, Roll, goes_to, members
 from diloco.settings.service import MeshSettings, ProcessesSettings
 
 

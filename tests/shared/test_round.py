@@ -10,9 +10,9 @@ from tests.made.log_entries import hash_of
 from tests.made.rounds import STEPS, commit, hold, log_of, names, offer, open_at, round_of
 from tests.made.run_settings import ROUNDS, settings_of
 
-from diloco.core.chain import Chain
-from diloco.core.roster import Roster
-from diloco.core.round import Round
+from diloco.core.log.chain import Chain
+from diloco.core.syncer.roster import Roster
+from diloco.core.syncer.round import Round
 from diloco.wire.control import Heartbeat
 
 COUNTED: dict[str, Any] = {

@@ -9,9 +9,9 @@ from tests.made.heartbeats import learner_heartbeat
 from tests.made.rounds import STEPS, commit, hold, is_used_up, log_of, names, offer, open_at, round_of
 from tests.made.run_settings import ROUNDS, settings_of
 
-from diloco.core import budget
-from diloco.core.roster import Roster
-from diloco.core.round import Round
+from diloco.core.run import budget
+from diloco.core.syncer.roster import Roster
+from diloco.core.syncer.round import Round
 
 
 def test_no_word_of_a_learner_ends_a_run() -> None:

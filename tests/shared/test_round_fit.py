@@ -8,7 +8,7 @@ from tests.made.log_entries import hash_of
 from tests.made.rounds import STEPS, hold, hold_combined, names, offer, open_at, round_of
 from tests.made.run_settings import ROUNDS, settings_of
 
-from diloco.core.round import Round
+from diloco.core.syncer.round import Round
 from diloco.errors import ClaimError
 from diloco.wire.entries import Cursor, RolledBack
 from diloco.wire.offers import Offer

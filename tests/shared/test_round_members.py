@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.made.heartbeats import learner_heartbeat
 from tests.made.rounds import STEPS, Learner, commit, hold, hold_combined, members_of, names, offer, open_at, round_of
 
-from diloco.core.round import Merge
+from diloco.core.syncer.round import Merge
 from diloco.wire.body import PART_BYTES, Body
 from diloco.wire.entries import Record
 from diloco.wire.framing import MAX_FRAME_BYTES, pack

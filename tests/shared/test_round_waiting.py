@@ -12,8 +12,8 @@ from tests.made.heartbeats import learner_heartbeat
 from tests.made.rounds import STEPS, commit, hold, is_used_up, log_of, names, offer, open_at, round_of
 from tests.made.run_settings import ROUNDS, settings_of
 
-from diloco.core.roster import Roster
-from diloco.core.round import Round
+from diloco.core.syncer.roster import Roster
+from diloco.core.syncer.round import Round
 
 COUNTED: dict[str, Any] = {"round.learners_wait": True}  # rounds are due after H steps, and not in slots
 

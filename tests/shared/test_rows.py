@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.core.fragments import Piece
-from diloco.core.rows import FragmentRows, at, carriers
+from diloco.core.tensors.fragments import Piece
+from diloco.core.tensors.rows import FragmentRows, at, carriers
 
 
 def test_fragments_are_dealt_by_bytes_and_alike_everywhere() -> None:

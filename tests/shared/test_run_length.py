@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.core.run_length import rounds_each, steps_each, too_short
+from diloco.core.run.run_length import rounds_each, steps_each, too_short
 from diloco.settings.presets import run_settings
 
 STEP_TOKENS = 16 * 128  # of the built-in task's default

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.core.saving import Saves
+from diloco.core.learner.saving import Saves
 from diloco.errors import IslandError
-from diloco.wire.island import PartSaved
+from diloco.wire.process_messages import PartSaved
 
 WHOLE, FAILED = bytes(32), None
 

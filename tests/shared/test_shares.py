@@ -13,9 +13,9 @@ import pytest
 from diloco.control.admission import Admission
 from diloco.control.creation import KnownRun
 from diloco.control.shares import Claims, key_of
-from diloco.core import leases
-from diloco.core.fragments import TensorSpec, build_map
-from diloco.core.leases import ClaimedShare, RoundRobin, ShareClaim
+from diloco.core.run import leases
+from diloco.core.run.leases import ClaimedShare, RoundRobin, ShareClaim
+from diloco.core.tensors.fragments import TensorSpec, build_map
 from diloco.errors import FenceError
 from diloco.member.shares import HEARTBEAT_RANGES, LeaseClient
 from diloco.process.observe import Counted, Logger

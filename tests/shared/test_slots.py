@@ -10,10 +10,10 @@ from tests.made.heartbeats import learner_heartbeat
 from tests.made.log_entries import hash_of
 from tests.made.run_settings import ROUNDS, settings_of
 
-from diloco.core.chain import Chain
-from diloco.core.roster import Roster
-from diloco.core.round import Round
-from diloco.core.slots import choose, first_slot
+from diloco.core.learner.slots import choose, first_slot
+from diloco.core.log.chain import Chain
+from diloco.core.syncer.roster import Roster
+from diloco.core.syncer.round import Round
 
 FOUR: dict[str, Any] = {"fragments.count": 4, "round.steps": 8}
 

@@ -19,7 +19,7 @@ from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
-from diloco.core.chunks import Chunk
+from diloco.core.tensors.chunks import Chunk
 from diloco.errors import RunError
 from diloco.member import state
 from diloco.member.state import Content, StateFilePart

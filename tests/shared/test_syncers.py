@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tests.made.heartbeats import shard_heartbeat
 
-from diloco.core.syncers import SyncerNews, SyncerPresence, Syncers
+from diloco.core.syncer.syncers import SyncerNews, SyncerPresence, Syncers
 from diloco.wire.fields import MAX_SYNCERS
 
 TAKEOVER_S = 2.0

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from tests.made.tapes import ANY_EVENT, HEADER, RUN, tape_of
 from tests.services.cluster import Events
 
-from diloco.core import tape
-from diloco.core.accounts import StepDone
-from diloco.core.lives import read_lives
-from diloco.core.tape import Apply, Data, Header, Machine, Reload, Sent, Start, Step, TapeEvent, TapeOffer
+from diloco.core.learner.accounts import StepDone
+from diloco.core.run import tape
+from diloco.core.run.lives import read_lives
+from diloco.core.run.tape import Apply, Data, Header, Machine, Reload, Sent, Start, Step, TapeEvent, TapeOffer
 from diloco.errors import FormatError, RunError
 from diloco.member.taping import LearnerTape
 from diloco.process import tape as files

@@ -13,7 +13,7 @@ import pytest
 from blake3 import blake3
 from tests.pace import DEADLINE_S
 
-from diloco.core.tracing import Span, is_sampled, offer_ids, version_ids
+from diloco.core.run.tracing import Span, is_sampled, offer_ids, version_ids
 from diloco.errors import SettingsError
 from diloco.process import telemetry
 from diloco.process.observe import Logger
@@ -82,7 +82,7 @@ def test_what_is_no_endpoint_is_refused(wrong: str) -> None:
 @pytest.mark.tool
 def test_without_an_endpoint_nothing_of_it_is_loaded() -> None:
     assert telemetry.begin(ServiceSettings(name="one"), "syncer", cast(Logger, Noted())) is None
-    loads = "import sys, diloco.member.member, diloco_syncer.service, diloco_coordinator.service, diloco_learner.process"
+    loads = "import sys, diloco.member.member, diloco_syncer.service, diloco_coordinator.service, diloco_learner.run.process"
     found = subprocess.run(
         [sys.executable, "-c", f"{loads}\nprint([name for name in sys.modules if name.startswith('opentelemetry')])"],
         capture_output=True,

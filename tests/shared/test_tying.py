@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from diloco.core.fragments import TensorSpec
+from diloco.core.tensors.fragments import TensorSpec
 from diloco.errors import SettingsError
 from diloco.weights_files import tying
 from diloco.weights_files.naming import Names, Naming

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.core.weights import weight
+from diloco.core.tensors.weights import weight
 
 
 def test_quality_is_tokens_squared_over_steps() -> None:

@@ -11,15 +11,15 @@ import pytest
 from tests.made.syncer_parts import SIZE, Begun, begin, merge, offer
 from tests.pace import DEADLINE_S
 
-from diloco.core import outer
-from diloco.core.chain import Chain, WrongEntries
+from diloco.core.log.chain import Chain, WrongEntries
+from diloco.core.tensors import outer
 from diloco.errors import ChainError, StateError, WrongEntryError
 from diloco.log.follower import FollowedEntry, LogFollower, Reloaded, Wrong
 from diloco.log.stream import RefusedEntry
 from diloco.nats.transport import NatsTransport
 from diloco.process.observe import get_logger
-from diloco_syncer.owner import FragmentOwner
-from diloco_syncer.takeover import Takeover
+from diloco_syncer.owning.owner import FragmentOwner
+from diloco_syncer.owning.takeover import Takeover
 
 pytestmark = pytest.mark.services
 

@@ -18,13 +18,13 @@ from tests.simulation.island import NOTICED_S, SLACK_S, Generation, Island, Isla
 from tests.simulation.learner import SAVE_S
 from tests.simulation.part import Vector, Worker
 
-from diloco.core.rows import LEADER, RowLayout, carriers
+from diloco.core.tensors.rows import LEADER, RowLayout, carriers
 from diloco.elastic.rescue import OTHERS_S
 from diloco.errors import IslandError
 from diloco.processes.leader import Leader
 from diloco.processes.restoring import Fit
 from diloco.settings.service import MeshSettings
-from diloco.wire.island import Kept
+from diloco.wire.process_messages import Kept
 
 if TYPE_CHECKING:
     from tests.simulation.islands import IslandWorld

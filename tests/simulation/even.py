@@ -15,8 +15,8 @@ from tests.simulation.invariants import demand
 from tests.simulation.learner import STEPS, Step
 from tests.simulation.world import SMALL, World
 
-from diloco.core.fragments import FragmentMap, TensorSpec, build_map
-from diloco.core.slots import LIKE
+from diloco.core.learner.slots import LIKE
+from diloco.core.tensors.fragments import FragmentMap, TensorSpec, build_map
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
 from diloco.wire import subjects

@@ -20,10 +20,10 @@ from tests.simulation import merged_state
 from tests.simulation.learner import Step
 
 from diloco.control.shares import PREFIX
-from diloco.core import leases
-from diloco.core.claims import OWN_TASK
-from diloco.core.fragments import FragmentMap
-from diloco.core.ownership import OwnersTable
+from diloco.core.run import leases
+from diloco.core.syncer.claims import OWN_TASK
+from diloco.core.syncer.ownership import OwnersTable
+from diloco.core.tensors.fragments import FragmentMap
 from diloco.settings.run import RunSettings
 from diloco.wire import framing
 from diloco.wire.body import ATTEMPT_BYTES, Body

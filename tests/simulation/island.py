@@ -21,8 +21,8 @@ from tests.simulation.learner import FRAGMENTS, Step
 from tests.simulation.part import Vector, Worker
 from tests.simulation.world import RUN, Listener, Process
 
-from diloco.core.fragments import Fragment, Piece
-from diloco.core.rows import FragmentRows, RowLayout, Where
+from diloco.core.tensors.fragments import Fragment, Piece
+from diloco.core.tensors.rows import FragmentRows, RowLayout, Where
 from diloco.errors import IslandError
 from diloco.member import state
 from diloco.processes.group import WATCH_S
@@ -32,7 +32,7 @@ from diloco.processes.restoring import Fit
 from diloco.settings.service import LearnerSettings, MeshSettings, ProcessesSettings
 from diloco.testing import threads
 from diloco.testing.sockets import Host
-from diloco.wire.island import Candidate, Decided, Kept
+from diloco.wire.process_messages import Candidate, Decided, Kept
 
 if TYPE_CHECKING:
     from tests.simulation.islands import IslandWorld

@@ -23,8 +23,8 @@ import diloco.elastic.renewing
 import diloco.elastic.rescue
 import diloco.processes.meeting
 import diloco.processes.part
-from diloco.core import changes
-from diloco.core.changes import Changes, Set
+from diloco.core.run import changes
+from diloco.core.run.changes import Changes, Set
 from diloco.member import state
 from diloco.member.state import Saved
 from diloco.process import observe
@@ -32,7 +32,7 @@ from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
 from diloco.testing import threads
 from diloco.testing.sockets import Network
-from diloco.testing.transport import VirtualMessage
+from diloco.testing.virtual_transport import VirtualMessage
 
 INSIDE = ("kill", "freeze", "stop", "host", "links")  # faults of an island's processes, besides the usual ones
 LASTS_S = (5.0, 12.0)  # so long do things go wrong

@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diloco.control import creation
-from diloco.core.accounts import StepDone
-from diloco.core.delta import VersionWrite
-from diloco.core.fragments import TensorSpec, build_map
-from diloco.core.learner import Dump
-from diloco.core.leases import RoundRobin
+from diloco.core.learner.accounts import StepDone
+from diloco.core.learner.delta import VersionWrite
+from diloco.core.learner.learner import Dump
+from diloco.core.run.leases import RoundRobin
+from diloco.core.tensors.fragments import TensorSpec, build_map
 from diloco.member.arrays import Boundary
 from diloco.member.member import Member
 from diloco.member.peer import InMemory, Layout

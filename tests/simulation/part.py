@@ -21,11 +21,11 @@ from tests.simulation.learner import FRAGMENTS, IDLE_S, LEAVE_S, SAVE_S
 
 from diloco.control import creation
 from diloco.control.creation import KnownRun
-from diloco.core.accounts import StepDone
-from diloco.core.chunks import Chunk
-from diloco.core.delta import VersionWrite
-from diloco.core.leases import RoundRobin
-from diloco.core.rows import LEADER, carriers
+from diloco.core.learner.accounts import StepDone
+from diloco.core.learner.delta import VersionWrite
+from diloco.core.run.leases import RoundRobin
+from diloco.core.tensors.chunks import Chunk
+from diloco.core.tensors.rows import LEADER, carriers
 from diloco.elastic import coming, rescue
 from diloco.elastic.assembly import ElasticAssembly
 from diloco.elastic.renewing import Renewing
@@ -44,7 +44,7 @@ from diloco.processes.group import WATCH_S, Group
 from diloco.processes.leader import Leader
 from diloco.processes.part import Part, Saving
 from diloco.testing import threads
-from diloco.wire.island import Decided, Kept, Ping, Purpose, facts
+from diloco.wire.process_messages import Decided, Kept, Ping, Purpose, facts
 
 if TYPE_CHECKING:
     from tests.simulation.island import Generation, IslandProcess

@@ -15,10 +15,10 @@ from tests.simulation.blocks import in_blocks
 from tests.simulation.islands import INSIDE
 from tests.simulation.play import happens, play, play_all, survived, world
 
-from diloco.core.chunks import Chunk
-from diloco.core.decisions import Decisions
-from diloco.core.learner import Learner
-from diloco.core.saving import Ended, Saves
+from diloco.core.learner.decisions import Decisions
+from diloco.core.learner.learner import Learner
+from diloco.core.learner.saving import Ended, Saves
+from diloco.core.tensors.chunks import Chunk
 from diloco.elastic import rescue
 from diloco.member import state
 from diloco.member.statefile import OpenFile, StoredChunk
@@ -27,7 +27,7 @@ from diloco.processes.follower import Follower
 from diloco.processes.links import Links
 from diloco.processes.meeting import Meeting
 from diloco.processes.part import Part
-from diloco.wire.island import Decided, PartSaved
+from diloco.wire.process_messages import Decided, PartSaved
 
 Patch = pytest.MonkeyPatch
 SCHEDULES = 100  # in which a defect is to be found

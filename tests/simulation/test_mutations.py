@@ -13,22 +13,24 @@ from tests.made.mutations import Patch, lost_tokens_forgotten
 from tests.simulation.invariants import Violation
 from tests.simulation.play import play
 
-from diloco.core import claims, excess, leases, merging, outer
-from diloco.core.chain import Chain
-from diloco.core.claims import StepBounds
-from diloco.core.delta import ApplyOutcome, DeltaState, DeltaValues, VersionWrite
-from diloco.core.learner import Learner
-from diloco.core.markers import Markers
-from diloco.core.pace import first_due_steps
-from diloco.core.round import Round
+from diloco.core.learner.delta import ApplyOutcome, DeltaState, DeltaValues, VersionWrite
+from diloco.core.learner.learner import Learner
+from diloco.core.learner.markers import Markers
+from diloco.core.log.chain import Chain
+from diloco.core.run import leases
+from diloco.core.run.pace import first_due_steps
+from diloco.core.syncer import claims, excess, merging
+from diloco.core.syncer.claims import StepBounds
+from diloco.core.syncer.round import Round
+from diloco.core.tensors import outer
 from diloco.log.follower import LogCopy
 from diloco.log.writer import Writer
 from diloco.settings.run import RunSettings
-from diloco.testing.transport import VirtualTransport
+from diloco.testing.virtual_transport import VirtualTransport
 from diloco.wire.entries import Cursor, Record
 from diloco.wire.offers import Offer
-from diloco_syncer import keyframes
-from diloco_syncer.owner import FragmentOwner
+from diloco_syncer.owning import keyframes
+from diloco_syncer.owning.owner import FragmentOwner
 
 SCHEDULES = 500
 

@@ -14,10 +14,10 @@ from tests.simulation.invariants import Violation
 from tests.simulation.play import happens, play, play_all, survived
 from tests.simulation.world import FAULTS_APART, THIN, World
 
-from diloco.core import merging
-from diloco.core.chain import Chain
-from diloco.core.regional_round import RegionalRound
-from diloco.core.round import Round, RoundOffer
+from diloco.core.log.chain import Chain
+from diloco.core.log.regional_round import RegionalRound
+from diloco.core.syncer import merging
+from diloco.core.syncer.round import Round, RoundOffer
 from diloco.errors import BrokerError, ChainError, MessageError, RunError
 from diloco.log.entries import Entries
 from diloco.log.stream import LogEntry

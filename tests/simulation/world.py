@@ -28,10 +28,11 @@ import diloco.log.writer
 import diloco.member.offer_maker
 import diloco_syncer.links
 from diloco.control import creation
-from diloco.core import bandwidth, changes, merging
-from diloco.core import grants as core_grants
-from diloco.core.changes import Changes, Rollback
-from diloco.core.fragments import FragmentMap
+from diloco.core.run import changes
+from diloco.core.run import grant_bounds as core_grants
+from diloco.core.run.changes import Changes, Rollback
+from diloco.core.syncer import bandwidth, merging
+from diloco.core.tensors.fragments import FragmentMap
 from diloco.errors import ClaimError, FormatError
 from diloco.member.member import Member
 from diloco.nats import grants
@@ -44,7 +45,7 @@ from diloco.settings.run import RunSettings
 from diloco.settings.service import CoordinatorSettings, LearnerSettings, SyncerSettings
 from diloco.testing import world as virtual
 from diloco.testing.server import VirtualStream
-from diloco.testing.transport import CONTROL, VirtualMessage, VirtualTransport
+from diloco.testing.virtual_transport import CONTROL, VirtualMessage, VirtualTransport
 from diloco.wire import assemble, body, framing, subjects
 from diloco.wire.body import PART_BYTES
 from diloco.wire.control import Heartbeat, SnapshotMarker

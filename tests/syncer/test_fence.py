@@ -19,8 +19,8 @@ from diloco.nats.transport import NatsTransport
 from diloco.wire import framing
 from diloco.wire.entries import Claim
 from diloco_ops.keys.permissions import Who
-from diloco_syncer.fence import TRIES
-from diloco_syncer.owner import FragmentOwner
+from diloco_syncer.owning.fence import TRIES
+from diloco_syncer.owning.owner import FragmentOwner
 
 pytestmark = pytest.mark.services
 

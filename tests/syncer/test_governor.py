@@ -15,14 +15,14 @@ from tests.made.syncer_parts import Begun, begin, merge, offer
 from tests.pace import DEADLINE_S
 
 from diloco.control import tables
-from diloco.core.ownership import Ownership, OwnersTable
+from diloco.core.syncer.ownership import Ownership, OwnersTable
 from diloco.errors import RunError
 from diloco.nats.transport import NatsTransport
 from diloco.process.tape import Unrecorded
 from diloco.process.tasks import end
 from diloco_syncer.context import clock_s
-from diloco_syncer.governor import Governor
-from diloco_syncer.intake import Intake
+from diloco_syncer.offers.intake import Intake
+from diloco_syncer.owning.governor import Governor
 
 pytestmark = pytest.mark.services
 

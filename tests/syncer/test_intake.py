@@ -13,12 +13,12 @@ from tests.made.syncer_parts import Begun, begin, merge, offer, send_offer
 from tests.pace import DEADLINE_S
 
 from diloco.control.admission import join
-from diloco.core import codec, quantise
+from diloco.core.tensors import codec, quantise
 from diloco.nats.transport import NatsTransport
 from diloco.wire import subjects
 from diloco.wire.body import PART_BYTES
-from diloco_syncer.intake import Intake
-from diloco_syncer.owner import FragmentOwner
+from diloco_syncer.offers.intake import Intake
+from diloco_syncer.owning.owner import FragmentOwner
 
 pytestmark = pytest.mark.services
 

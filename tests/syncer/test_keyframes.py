@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from tests.made.syncer_parts import begin, merge, offer
 
-from diloco.core.fold import keyframe_bytes
+from diloco.core.log.fold import keyframe_bytes
 from diloco.errors import FenceError
 from diloco.nats.transport import NatsTransport
-from diloco_syncer.keyframes import Keyframes
+from diloco_syncer.owning.keyframes import Keyframes
 
 pytestmark = pytest.mark.services
 

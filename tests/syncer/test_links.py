@@ -10,16 +10,16 @@ from tests.made.heartbeats import learner_heartbeat
 from tests.made.syncer_parts import change
 
 from diloco.control.creation import KnownRun
-from diloco.core.bandwidth import Appends, Moved
-from diloco.core.changes import Set
-from diloco.core.ownership import Ownership
-from diloco.core.roster import Roster
+from diloco.core.run.changes import Set
+from diloco.core.syncer.bandwidth import Appends, Moved
+from diloco.core.syncer.ownership import Ownership
+from diloco.core.syncer.roster import Roster
 from diloco.process.observe import get_logger
 from diloco.settings.presets import run_settings
-from diloco_syncer.collector import Collector
 from diloco_syncer.context import Context
 from diloco_syncer.links import LinkWatch
-from diloco_syncer.owner import FragmentOwner
+from diloco_syncer.offers.collector import Collector
+from diloco_syncer.owning.owner import FragmentOwner
 from diloco_syncer.regions import Regions
 
 SIZE = 1000

@@ -12,11 +12,11 @@ from tests.made.heartbeats import learner_heartbeat
 from tests.made.syncer_parts import SIZE, Begun, begin, change, merge, offer
 from tests.pace import scaled_s
 
-from diloco.core.changes import Changes, Repair, Rollback
+from diloco.core.run.changes import Changes, Repair, Rollback
 from diloco.errors import FenceError, FormatError, UnmergeableError
 from diloco.nats.transport import NatsTransport
 from diloco_syncer.context import clock_s
-from diloco_syncer.owner import FragmentOwner
+from diloco_syncer.owning.owner import FragmentOwner
 
 pytestmark = pytest.mark.services
 

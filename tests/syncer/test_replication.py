@@ -11,7 +11,7 @@ from tests.made.fixtures import MakeServer
 from tests.made.regional_parts import Apart, begun_apart, entries_between_notices, make_versions
 from tests.pace import DEADLINE_S
 
-from diloco.core.quorum import NOTICE_EVERY
+from diloco.core.log.quorum import NOTICE_EVERY
 from diloco.log.follower import LogFollower
 from diloco.log.stream import RefusedEntry
 from diloco.nats import streams

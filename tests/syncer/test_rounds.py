@@ -16,18 +16,18 @@ from tests.made.syncer_parts import SIZE, Begun, begin, change, offer
 from tests.pace import DEADLINE_S, scaled_s
 
 from diloco.control.changes import ChangesFollower
-from diloco.core.bandwidth import Bandwidth
-from diloco.core.changes import Rollback
+from diloco.core.run.changes import Rollback
+from diloco.core.syncer.bandwidth import Bandwidth
 from diloco.nats.transport import NatsTransport
 from diloco.process.tasks import end
 from diloco.transport import Heard
 from diloco.wire import framing
 from diloco.wire.control import Announcement
 from diloco_syncer.context import clock_s
-from diloco_syncer.governor import Governor
 from diloco_syncer.links import LinkWatch
-from diloco_syncer.owner import FragmentOwner
-from diloco_syncer.quarantine import Suspects
+from diloco_syncer.offers.quarantine import Suspects
+from diloco_syncer.owning.governor import Governor
+from diloco_syncer.owning.owner import FragmentOwner
 from diloco_syncer.rounds import RoundLoop
 
 pytestmark = pytest.mark.services

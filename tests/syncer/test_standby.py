@@ -12,13 +12,13 @@ import pytest
 from tests.made.syncer_parts import Begun, begin, merge, offer
 from tests.pace import DEADLINE_S
 
-from diloco.core.chain import Chain
-from diloco.core.ownership import Ownership
+from diloco.core.log.chain import Chain
+from diloco.core.syncer.ownership import Ownership
 from diloco.nats.transport import NatsTransport
 from diloco.wire.entries import Record
-from diloco_syncer.aggregator import RegionalAggregator
+from diloco_syncer.offers.aggregator import RegionalAggregator
+from diloco_syncer.owning.standby import Standby
 from diloco_syncer.regions import Regions
-from diloco_syncer.standby import Standby
 
 pytestmark = pytest.mark.services
 

@@ -10,14 +10,14 @@ from structlog.testing import capture_logs
 from tests.made.heartbeats import shard_heartbeat
 
 from diloco.control.creation import KnownRun
-from diloco.core.ownership import Ownership, OwnersTable
-from diloco.core.tape import Owners
+from diloco.core.run.tape import Owners
+from diloco.core.syncer.ownership import Ownership, OwnersTable
 from diloco.errors import AppendUncertainError, FenceError
 from diloco.process.observe import get_logger
 from diloco.process.tape import Recorder
 from diloco.settings.presets import run_settings
 from diloco_syncer.context import Context, clock_s
-from diloco_syncer.table import OwnersRegistry
+from diloco_syncer.owning.table import OwnersRegistry
 
 
 class Bucket:

@@ -24,12 +24,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from diloco.core.slots import first_slot
+from diloco.core.learner.slots import first_slot
 from diloco.errors import SettingsError
 from diloco.settings.presets import run_settings
 from diloco.settings.validation import nearest
-from diloco_lab import published
-from diloco_lab.published import UTILISATIONS
+from diloco_lab.published import published
+from diloco_lab.published.published import UTILISATIONS
 
 ScheduleName = Literal["table", "training"]
 

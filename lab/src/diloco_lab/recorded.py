@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 
-from diloco.core.tape import Back, Gone, Start, TapeEvent
+from diloco.core.run.tape import Back, Gone, Start, TapeEvent
 from diloco.errors import DataError
 from diloco.process import tape
 from diloco.service import rundir

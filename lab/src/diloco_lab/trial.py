@@ -18,9 +18,9 @@ import numpy as np
 
 from diloco.control import creation
 from diloco.control.changes import append_changes
-from diloco.core.accounts import StepDone
-from diloco.core.changes import Action, Effective, Set
-from diloco.core.schedule import learning_rate
+from diloco.core.learner.accounts import StepDone
+from diloco.core.learner.schedule import learning_rate
+from diloco.core.run.changes import Action, Effective, Set
 from diloco.errors import RunError
 from diloco.member.member import Member
 from diloco.member.peer import InMemory
@@ -28,17 +28,17 @@ from diloco.process.observe import Logger, get_logger
 from diloco.settings.run import RunSettings
 from diloco.settings.service import LearnerSettings
 from diloco.testing.server import matches
-from diloco.testing.transport import CONTROL
+from diloco.testing.virtual_transport import CONTROL
 from diloco.testing.world import VirtualProcess, World
 from diloco.wire import framing
 from diloco.wire.entries import Record
 from diloco.wire.subjects import Subjects
 from diloco_lab.paces.stalls import lengthened
 from diloco_lab.paces.times import Clock, Paces
-from diloco_learner.feed import BatchFeed
-from diloco_learner.island import Island
+from diloco_learner.data.feed import BatchFeed
+from diloco_learner.jax.island import Island
+from diloco_learner.run.trainer import carry_out
 from diloco_learner.task import Task
-from diloco_learner.trainer import carry_out
 from diloco_syncer.virtual import serve
 
 RUN = "trial"

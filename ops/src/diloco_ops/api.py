@@ -24,19 +24,22 @@ from typing import Any, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco.core.rows import at
+from diloco.core.tensors.rows import at
 from diloco.errors import BrokerError, DilocoError, RunError, SettingsError
 from diloco.process import kernel_cache
 from diloco.service import rundir
 from diloco.settings import folders
 from diloco.settings.loading import assignment
-from diloco_ops import attach, evaluating, export, inspect, notebook, pages, run_reader
-from diloco_ops.checking import found
-from diloco_ops.export import LATEST, parsed_version, resolve_version
-from diloco_ops.local_runs import LocalRun, local_run
+from diloco_ops import notebook
+from diloco_ops.reading import attach, inspect, run_reader
+from diloco_ops.reading.local_runs import LocalRun, local_run
 from diloco_ops.report import build
-from diloco_ops.supervise import ServiceFailed, last_words
 from diloco_ops.track import values
+from diloco_ops.up import pages
+from diloco_ops.up.checking import found
+from diloco_ops.up.supervise import ServiceFailed, last_words
+from diloco_ops.weights import evaluating, export
+from diloco_ops.weights.export import LATEST, parsed_version, resolve_version
 from diloco_report.samples import trimmed
 
 T = TypeVar("T")
@@ -424,7 +427,7 @@ def _begin(command: list[str], environment: Mapping[str, str], *, output: bool) 
 
 
 class _InMemory:
-    """Weights in memory, as :class:`diloco_ops.weights_file.Weights`."""
+    """Weights in memory, as :class:`diloco_ops.weights.weights_file.Weights`."""
 
     def __init__(self, tensors: dict[str, NDArray[np.float32]]) -> None:
         self.tensors = tensors

@@ -74,12 +74,12 @@ def _usage_errors_as_text(named: str) -> int | None:
 def _run(named: str) -> int | None:
     import typer
 
-    from diloco.core.compiled import kernels
+    from diloco.core.tensors.compiled import kernels
     from diloco.errors import DilocoError
     from diloco.process import kernel_cache
     from diloco.settings import folders
     from diloco_ops.help_words import put_words
-    from diloco_ops.progress_lines import progress_line
+    from diloco_ops.up.progress_lines import progress_line
 
     kernel_cache.choose(folders.cache_dir())
     kernels.announce = _announce_compilation

@@ -12,8 +12,8 @@ from typing import Any
 
 from diloco_ops.live.curve import known_points
 from diloco_ops.live.parts import learner_colours, mean
-from diloco_ops.local_runs import LocalRun, stands
-from diloco_report.curves import CurveLine, gaps, pieces
+from diloco_ops.reading.local_runs import LocalRun, stands
+from diloco_report.drawing.curves import CurveLine, gaps, pieces
 from diloco_report.units import count, decimal, duration
 
 WIDTH, HEIGHT, LEFT, BELOW = 560, 180, 44, 18  # of the picture, and its margins, in pixels

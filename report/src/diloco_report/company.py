@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from diloco_report import charts, html
+from diloco_report import html
 from diloco_report.colours import HUES
+from diloco_report.drawing import charts
 from diloco_report.facts import Report, natural, ratio, until_s
 from diloco_report.units import count, duration, size
 

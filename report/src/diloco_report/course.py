@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from diloco_report import html, rates
-from diloco_report.curves import CurveLine, Point, gaps
+from diloco_report.drawing.curves import CurveLine, Point, gaps
+from diloco_report.drawing.lines import Quantity, line_chart
 from diloco_report.facts import Report, absences, colours, natural
-from diloco_report.lines import Quantity, line_chart
 from diloco_report.units import finite
 
 ALL = "all"  # the line of all learners together

@@ -9,8 +9,8 @@ from typing import Any
 
 from diloco_report import html
 from diloco_report.colours import HUES
+from diloco_report.drawing.frame import text_at
 from diloco_report.facts import Report
-from diloco_report.frame import text_at
 from diloco_report.units import MISSING, count, decimal, duration, finite, share, size
 
 MAX_DRAWN = 12  # regions that a map has room for; the tables have all

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from diloco_report import compared, curves, html
+from diloco_report import compared, html
+from diloco_report.drawing import curves
+from diloco_report.drawing.lines import Axis, line_chart
 from diloco_report.facts import Report, absences, colours, natural, units_of
-from diloco_report.lines import Axis, line_chart
 from diloco_report.units import finite
 
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from diloco_report import charts, html
+from diloco_report import html
+from diloco_report.drawing import charts
 from diloco_report.facts import Report, learners_of, natural, ratio
 from diloco_report.units import MISSING, count, decimal, duration, finite, lasting, moment, share, size
 

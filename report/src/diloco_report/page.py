@@ -1,8 +1,8 @@
 """``report.html``: the report dictionary as one file that opens without a network.
 
-Style sheet and script are inlined, pictures are SVG (:mod:`diloco_report.charts`), and a content security policy forbids the
-browser to fetch anything or to run any script but this one, known by its hash. All that comes from a run (names, settings,
-generated text) is escaped. ``docs/report.md`` describes the dictionary; keys that are missing leave their part out.
+Style sheet and script are inlined, pictures are SVG (:mod:`diloco_report.drawing.charts`), and a content security policy
+forbids the browser to fetch anything or to run any script but this one, known by its hash. All that comes from a run (names,
+settings, generated text) is escaped. ``docs/report.md`` describes the dictionary; keys that are missing leave their part out.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from diloco_report import changed, charts, compared, html, now
+from diloco_report import changed, compared, html, now
 from diloco_report.company import company
 from diloco_report.course import course
+from diloco_report.drawing import charts
 from diloco_report.facts import Report, learners_of, natural, units_of, until_s
 from diloco_report.facts import colours as colours_of
 from diloco_report.facts import ratio as ratio_of

@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from diloco_report.curves import Point
+from diloco_report.drawing.curves import Point
 from diloco_report.facts import Report, learners_of, ratio, until_s
 from diloco_report.units import finite
 

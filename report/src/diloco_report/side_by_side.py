@@ -13,8 +13,8 @@ from html import escape
 from typing import Any, NamedTuple
 
 from diloco_report import html
-from diloco_report.curves import CurveLine, Point
-from diloco_report.lines import Axis, line_chart
+from diloco_report.drawing.curves import CurveLine, Point
+from diloco_report.drawing.lines import Axis, line_chart
 from diloco_report.units import MISSING, count, decimal, duration, finite, share, size
 
 MAX_RUNS = 24

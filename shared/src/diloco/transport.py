@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from diloco.core.bandwidth import Moved
+from diloco.core.syncer.bandwidth import Moved
 from diloco.wire.grants import SignedGrant
 
 

@@ -20,7 +20,7 @@ from diloco.settings.validation import nearest
 from diloco_lab.commands.files import write
 from diloco_lab.commands.record import record
 from diloco_lab.experiment import answer, curves, runner, spec, tuning
-from diloco_lab.experiment import page as pages
+from diloco_lab.experiment import experiment_page as pages
 from diloco_lab.experiment import record as record_files
 from diloco_lab.experiment.methods import Measured
 from diloco_lab.experiment.record import ExperimentRecord

@@ -11,9 +11,10 @@ import typer
 
 from diloco.errors import SettingsError
 from diloco.process import files
-from diloco_lab import pictures, tapes
-from diloco_lab.cluster import ClusterLearner
-from diloco_lab.tapes import PlayedTape
+from diloco_lab.published import pictures
+from diloco_lab.simulator.cluster import ClusterLearner
+from diloco_lab.traces import tapes
+from diloco_lab.traces.tapes import PlayedTape
 
 Svg = Annotated[Path | None, typer.Option(metavar="FILE", help="Its picture, as a file of its own.")]
 

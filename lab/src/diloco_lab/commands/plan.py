@@ -13,11 +13,11 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from diloco_lab import plan as planning
-from diloco_lab.candidates import PlanCandidate, SeedMean
 from diloco_lab.commands import show
-from diloco_lab.plan import Plan
-from diloco_lab.sites import Default, Sites, read
+from diloco_lab.planning import plan as planning
+from diloco_lab.planning.candidates import PlanCandidate, SeedMean
+from diloco_lab.planning.plan import Plan
+from diloco_lab.planning.sites import Default, Sites, read
 from diloco_report.units import count, share, size
 
 SHOWN = 8  # candidates

@@ -9,10 +9,11 @@ from typing import Annotated
 import typer
 
 from diloco.settings.counts import COUNT, parse_count
-from diloco_lab import pictures, recovery
 from diloco_lab.bandwidth import ModelJob
 from diloco_lab.commands import show
 from diloco_lab.commands.files import Svg, ready, write_picture
+from diloco_lab.published import pictures
+from diloco_lab.simulator import recovery
 
 _NOTE = (
     "steps a copy: in which the link carries the model's parameters once, 16 bits each.\n"

@@ -9,11 +9,13 @@ from typing import Annotated
 import typer
 
 from diloco.settings.loading import parse_assignments
-from diloco_lab import docs_page, mixed, page, pictures, published, storm
 from diloco_lab.bandwidth import ModelJob
 from diloco_lab.commands.files import read, ready, write
-from diloco_lab.commands.goodput import DAY_S, Jobs, Set, progress
-from diloco_lab.goodput import PUBLISHED, conditions, points, sweep
+from diloco_lab.commands.goodput_command import DAY_S, Jobs, Set, progress
+from diloco_lab.published import docs_page, mixed, pictures, published
+from diloco_lab.published import published_page as page
+from diloco_lab.simulator import storm
+from diloco_lab.simulator.goodput import PUBLISHED, conditions, points, sweep
 
 
 def report(

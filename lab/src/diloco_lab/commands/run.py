@@ -17,14 +17,16 @@ from diloco.settings.counts import COUNT, parse_count
 from diloco.settings.loading import parse_assignments
 from diloco.settings.presets import changed_settings, run_settings
 from diloco.settings.validation import nearest
-from diloco_lab import recorded, simulation, tapes
-from diloco_lab.cluster import ClusterLearner, LearnerLink, RoundTerms
+from diloco_lab import recorded
 from diloco_lab.commands import show
 from diloco_lab.commands.files import open_tape, write
-from diloco_lab.commands.goodput import MAX_DAYS, Set
-from diloco_lab.goodput import STRATEGIES, Strategy, conditions, strategy_of
-from diloco_lab.lifetime import ChipTime, Fault
-from diloco_lab.outcome import Outcome, Scenario
+from diloco_lab.commands.goodput_command import MAX_DAYS, Set
+from diloco_lab.simulator import simulation
+from diloco_lab.simulator.cluster import ClusterLearner, LearnerLink, RoundTerms
+from diloco_lab.simulator.goodput import STRATEGIES, Strategy, conditions, strategy_of
+from diloco_lab.simulator.lifetime import ChipTime, Fault
+from diloco_lab.simulator.outcome import Outcome, Scenario
+from diloco_lab.traces import tapes
 from diloco_ops import failures
 from diloco_report.units import count, share, size
 

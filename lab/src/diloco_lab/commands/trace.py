@@ -13,8 +13,19 @@ from rich.table import Table
 
 from diloco.errors import DataError, SettingsError
 from diloco_lab.commands.files import write
-from diloco_lab.trace import CLOCKS, MAX_LINE_CHARACTERS, Columns, Notation, Trace, cut, from_tape, own_names, read, slices
-from diloco_lab.trace_fit import Fitted, fit
+from diloco_lab.traces.trace import (
+    CLOCKS,
+    MAX_LINE_CHARACTERS,
+    Columns,
+    Notation,
+    Trace,
+    cut,
+    from_tape,
+    own_names,
+    read,
+    slices,
+)
+from diloco_lab.traces.trace_fit import Fitted, fit
 from diloco_ops import failures
 
 _SPANS_S = (("days", 86400.0), ("h", 3600.0), ("min", 60.0))  # units in which times are shown

@@ -10,7 +10,7 @@ import numpy as np
 from diloco_lab.experiment import drawn
 from diloco_lab.experiment.curves import ScalingFit
 from diloco_lab.experiment.spec import Experiment
-from diloco_report.frame import across, nice_ticks, text_at
+from diloco_report.drawing.frame import across, nice_ticks, text_at
 from diloco_report.units import count
 
 COLOURS = ("#0f766e", "#c2410c", "#3b6fd4", "#7c3aed", "#a16207", "#be185d")

@@ -24,7 +24,7 @@ from diloco.settings.run import RunSettings
 from diloco_lab.experiment.runner import Results
 from diloco_lab.experiment.spec import Experiment
 from diloco_lab.experiment.statistics import CONFIDENCE
-from diloco_learner import gpt
+from diloco_learner.jax import gpt
 
 Floats = NDArray[np.float64]
 OWN = 4  # constants of each arm

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from html import escape
 
 from diloco_lab.experiment.spec import Experiment
-from diloco_lab.pictures import standalone
-from diloco_report.frame import text_at
+from diloco_lab.published.pictures import standalone
+from diloco_report.drawing.frame import text_at
 
 LINE, LETTER = 19, 8.4  # pixels of a line of the question, and of a letter at most
 MAX_LINES = 4

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from diloco.core.schedule import Moment, learning_rate
+from diloco.core.learner.schedule import Moment, learning_rate
 from diloco.errors import SettingsError
 from diloco.settings.run import OuterSettings, RunSettings
 from diloco_lab.experiment.spec import Arm
 from diloco_lab.trial import Trial
-from diloco_learner.island import Island
+from diloco_learner.jax.island import Island
 from diloco_learner.task import Task, load_task
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from diloco_ops.project import parsed
+from diloco_ops.up.project import parsed
 
 LIBRARIES = frozenset(Path(sysconfig.get_path(name)) for name in ("purelib", "platlib"))
 

@@ -22,7 +22,7 @@ from diloco.settings.run import RunSettings
 from diloco_lab.experiment.methods import Measured, play, steps_of_each
 from diloco_lab.experiment.spec import Arm, Experiment
 from diloco_lab.experiment.store import TrialStore
-from diloco_ops.environment import ONE_THREAD
+from diloco_ops.up.environment import ONE_THREAD
 
 ENVIRONMENT = ONE_THREAD | {"NUMBA_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
 PROBE_STEPS = 6  # whose median is a step's length
@@ -164,7 +164,7 @@ def _play(arm: Arm, settings: RunSettings, data: str | None) -> Measured:
 def _cost(arm: Arm, settings: RunSettings, data: str | None) -> Cost:
     import numpy as np
 
-    from diloco_learner.island import Island
+    from diloco_learner.jax.island import Island
     from diloco_learner.task import load_task
     from diloco_learner.task_api import first_batch
 

@@ -9,7 +9,7 @@ from diloco_lab.experiment.runner import Results
 from diloco_lab.experiment.spec import Experiment
 from diloco_lab.experiment.statistics import paired
 from diloco_report.colours import cut_middle
-from diloco_report.frame import nice_ticks, text_at, upright
+from diloco_report.drawing.frame import nice_ticks, text_at, upright
 
 WIDE, ROW, LEFT, RIGHT = 720, 30, 210, 28
 NAME = 30  # characters of an arm's name that have room

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from diloco.core.changes import with_setting
+from diloco.core.run.changes import with_setting
 from diloco.errors import SettingsError
 from diloco.settings.loading import read_toml
 from diloco.settings.presets import run_settings

@@ -16,7 +16,7 @@ from diloco.settings.run import RunSettings
 from diloco_lab.experiment.methods import Measured
 from diloco_lab.experiment.own_code import modules_of
 from diloco_lab.experiment.spec import Arm
-from diloco_learner.members import factory
+from diloco_learner.api.members import factory
 
 PACKAGES = ("diloco", "diloco_learner", "diloco_syncer", "diloco_lab")
 LIBRARIES = ("jax", "jaxlib", "optax", "numpy")

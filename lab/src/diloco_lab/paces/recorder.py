@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from diloco.core.lives import Life
+from diloco.core.run.lives import Life
 from diloco.errors import DataError
 from diloco.process.tape import load_all
 from diloco.wire import framing
 from diloco.wire.entries import Record
 from diloco_lab.paces.recording import RecordedLearner, Recording
-from diloco_ops.run_reader import RunReader, opened
+from diloco_ops.reading.run_reader import RunReader, opened
 
 
 async def record(directory: Path, about: str) -> Recording:

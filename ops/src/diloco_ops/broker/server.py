@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from diloco.errors import BrokerError
-from diloco_ops.supervise import OrphanGuard
+from diloco_ops.up.supervise import OrphanGuard
 
 START_TIMEOUT_S = 20.0  # a large store is read at the start
 CONNECT_TIMEOUT_S = 20.0  # to connect to a server that has just been started

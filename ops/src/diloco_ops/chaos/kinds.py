@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import permutations
 
-from diloco_ops.embedded import CONTROL_REGION, server_name
 from diloco_ops.failures import Failure, FailureKind, Spread
+from diloco_ops.up.embedded import CONTROL_REGION, server_name
 
 NATS = "nats"  # the only server, or in a run with regions the control store
 LINK = "link"

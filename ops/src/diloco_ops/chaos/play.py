@@ -14,7 +14,6 @@ from diloco.process import observe
 from diloco.process.observe import Logger
 from diloco.process.tasks import end
 from diloco.service.rundir import RunDirectory
-from diloco_ops import run_reader
 from diloco_ops.broker.admin import SERVER_AWAY
 from diloco_ops.chaos import revert, verdict
 from diloco_ops.chaos.breaking import Breaker
@@ -22,6 +21,7 @@ from diloco_ops.chaos.kinds import Present
 from diloco_ops.chaos.watch import POLL_S, ChaosWatch
 from diloco_ops.chaos.witness import WatchedRecovery, Witness
 from diloco_ops.failures import Failure, FailureTape
+from diloco_ops.reading import run_reader
 
 READY_S = 180.0  # learners compile for minutes on a busy machine
 

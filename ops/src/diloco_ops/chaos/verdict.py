@@ -11,11 +11,12 @@ from diloco.errors import DilocoError
 from diloco.log.log import Log
 from diloco.log.stream import pass_over
 from diloco.process import logs
-from diloco_ops import run_reader, verify
+from diloco_ops.audit import verify
 from diloco_ops.broker.admin import SERVER_AWAY
 from diloco_ops.chaos.breaking import Breaker
-from diloco_ops.chaos.refusals import RefusalCount
+from diloco_ops.chaos.refused_messages import RefusalCount
 from diloco_ops.chaos.witness import Witness
+from diloco_ops.reading import run_reader
 from diloco_report.units import share
 
 T = TypeVar("T")

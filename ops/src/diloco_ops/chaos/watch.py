@@ -16,7 +16,7 @@ from diloco.nats.connection import ask
 from diloco.transport import Heard
 from diloco.wire.control import Heartbeat, ShardHeartbeat
 from diloco_ops.chaos.witness import Witness
-from diloco_ops.run_reader import RunReader
+from diloco_ops.reading.run_reader import RunReader
 
 POLL_S = 0.1  # the resolution of recovery times
 STATUS_TIMEOUT_S = 0.5  # a coordinator on this machine answers in milliseconds

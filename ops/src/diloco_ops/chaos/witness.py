@@ -11,8 +11,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from diloco.core.chain import Chain
-from diloco.core.quorum import majority
+from diloco.core.log.chain import Chain
+from diloco.core.log.quorum import majority
 from diloco.errors import ChainError
 from diloco.wire.control import Heartbeat, ShardHeartbeat
 from diloco.wire.entries import Record

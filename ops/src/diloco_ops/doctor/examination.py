@@ -17,7 +17,7 @@ from diloco import __version__
 from diloco.control import creation
 from diloco.control.changes import read_changes
 from diloco.control.creation import KnownRun
-from diloco.core.fragments import FragmentMap, unpack_map
+from diloco.core.tensors.fragments import FragmentMap, unpack_map
 from diloco.errors import BrokerError, DilocoError, RunError, SettingsError
 from diloco.nats import identity, opening
 from diloco.nats.connection import OLDEST_SERVER, malloc_environment
@@ -33,10 +33,12 @@ from diloco.wire import framing
 from diloco.wire.subjects import Subjects, reader
 from diloco_ops.broker.admin import SERVER_AWAY
 from diloco_ops.broker.probe import NotAllowedError, Probe
-from diloco_ops.doctor import access, island, machine, needs, reach, server, verdicts
+from diloco_ops.doctor import access, machine, needs, reach, verdicts
+from diloco_ops.doctor import mesh_check as island
+from diloco_ops.doctor import server_check as server
 from diloco_ops.doctor.check import Check, Role, skipped
 from diloco_ops.doctor.needs import ModelSizes
-from diloco_ops.doctor.server import ServerPlace
+from diloco_ops.doctor.server_check import ServerPlace
 
 LOGIN_S = 5.0  # several round trips over the slowest link that a run bears
 CHECK_S = 30.0  # no check takes longer

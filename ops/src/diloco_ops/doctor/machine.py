@@ -18,7 +18,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from diloco.core import tape as tapes
+from diloco.core.run import tape as tapes
 from diloco.errors import DilocoError, FormatError
 from diloco.member import state
 from diloco.process import tape

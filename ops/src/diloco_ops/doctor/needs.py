@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from diloco.core.bandwidth import FULL, Level, levels
-from diloco.core.fold import keyframe_bytes
-from diloco.core.fragments import FragmentMap
-from diloco.core.outer import NESTEROV, AdamW
-from diloco.core.quantise import body_bytes
-from diloco.core.retention import keyframes_kept
+from diloco.core.log.fold import keyframe_bytes
+from diloco.core.log.retention import keyframes_kept
+from diloco.core.syncer.bandwidth import FULL, Level, levels
+from diloco.core.tensors.fragments import FragmentMap
+from diloco.core.tensors.outer import NESTEROV, AdamW
+from diloco.core.tensors.quantise import body_bytes
 from diloco.settings.run import Bits, RunSettings
 from diloco_ops.doctor.check import Role
 

@@ -22,8 +22,8 @@ from diloco_ops.broker.server import find_binary
 from diloco_ops.doctor import machine, needs, verdicts
 from diloco_ops.doctor.check import Check, skipped
 from diloco_ops.doctor.machine import WritableFolder
-from diloco_ops.environment import gpus
-from diloco_ops.local_runs import RUNS
+from diloco_ops.reading.local_runs import RUNS
+from diloco_ops.up.environment import gpus
 from diloco_report import units
 
 RUN_BYTES = 500_000_000  # of the directory of a default run with its server's files and logs, and as much again

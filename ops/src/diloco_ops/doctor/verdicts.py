@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
 
-from diloco.core.bandwidth import steps_between
-from diloco.core.fragments import FragmentMap
+from diloco.core.syncer.bandwidth import steps_between
+from diloco.core.tensors.fragments import FragmentMap
 from diloco.nats.server_list import ServerList
 from diloco.settings.run import RunSettings
 from diloco_ops.doctor import needs

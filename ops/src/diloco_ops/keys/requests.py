@@ -33,7 +33,7 @@ from diloco.nats.identity import Role
 from diloco.nats.nkey import NatsKey, verify
 from diloco.settings.run import Name, RegionName
 from diloco.settings.validation import parse
-from diloco.wire.island import MAX_PROCESSES
+from diloco.wire.process_messages import MAX_PROCESSES
 from diloco_ops.keys import pki
 from diloco_ops.keys.roster import HOST
 from diloco_ops.keys.writing import PUBLIC, SECRET, check_secret, identity_text, make_private, toml_text, write

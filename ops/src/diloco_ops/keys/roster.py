@@ -15,7 +15,7 @@ from diloco.nats.identity import Role
 from diloco.settings.loading import read_toml
 from diloco.settings.run import Name, RegionName
 from diloco.settings.validation import nearest, parse
-from diloco.wire.island import MAX_PROCESSES
+from diloco.wire.process_messages import MAX_PROCESSES
 from diloco_ops.keys.permissions import CONTROL, Who, is_known
 
 FORMAT = 1

@@ -11,8 +11,8 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from diloco_ops.live.parts import FRAME, Status, learner_colours, panel
-from diloco_report.curves import gaps
-from diloco_report.frame import nice_ticks
+from diloco_report.drawing.curves import gaps
+from diloco_report.drawing.frame import nice_ticks
 from diloco_report.units import duration
 
 _GLOBAL = "bold default"

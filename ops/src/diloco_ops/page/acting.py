@@ -10,15 +10,16 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from diloco.core.changes import SETTABLE, Effective
+from diloco.core.run.changes import SETTABLE, Effective
 from diloco.errors import DilocoError, SettingsError
 from diloco.process.observe import Logger
 from diloco.settings.loading import parse_assignments
 from diloco.settings.validation import value_of
 from diloco.wire.plain import json_object
-from diloco_ops import checkpoint, operate, rollback
-from diloco_ops.changing import Say
-from diloco_ops.run_reader import LiveRun
+from diloco_ops.checkpoints import checkpoint
+from diloco_ops.operate import operate, rollback
+from diloco_ops.operate.changing import Say
+from diloco_ops.reading.run_reader import LiveRun
 from diloco_report import actions
 from diloco_report.actions import WHY, Action, Field
 

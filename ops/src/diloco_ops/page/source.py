@@ -15,7 +15,7 @@ from diloco.wire.plain import json_object
 from diloco.wire.subjects import Subjects
 from diloco_coordinator import overview
 from diloco_coordinator.page.source import ANSWER_S, StoredHistory, waiting
-from diloco_ops.run_reader import LiveRun
+from diloco_ops.reading.run_reader import LiveRun
 
 Facts = Mapping[str, Any]
 

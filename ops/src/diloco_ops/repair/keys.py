@@ -22,8 +22,8 @@ import msgspec
 
 from diloco import __version__
 from diloco.control import creation
-from diloco.core import changes
-from diloco.core.fragments import unpack_map
+from diloco.core.run import changes
+from diloco.core.tensors.fragments import unpack_map
 from diloco.errors import DilocoError, FormatError, MessageError, RunError
 from diloco.nats.transport import NatsTransport
 from diloco.service.rundir import RunDirectory

@@ -6,12 +6,12 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from diloco.core.chain import Chain, WrongEntries
-from diloco.core.changes import Repair
+from diloco.core.log.chain import Chain, WrongEntries
+from diloco.core.run.changes import Repair
 from diloco.errors import MessageError, RunError
 from diloco.log.reader import LoadedState
 from diloco.log.stream import RefusedEntry, pass_over
-from diloco_ops.run_reader import RunReader
+from diloco_ops.reading.run_reader import RunReader
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from diloco import __version__
-from diloco.core.chain import Chain
-from diloco.core.changes import Changes, in_force, text_of
-from diloco.core.fragments import FragmentMap
-from diloco.core.ledger import Ledger
+from diloco.core.log.chain import Chain
+from diloco.core.run.changes import Changes, in_force, text_of
+from diloco.core.run.ledger import Ledger
+from diloco.core.tensors.fragments import FragmentMap
 from diloco.errors import RunError
 from diloco.process.tape import load_all
 from diloco.service.rundir import RunDirectory

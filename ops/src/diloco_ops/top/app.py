@@ -19,7 +19,6 @@ from textual.widgets import Static
 
 from diloco.errors import DilocoError
 from diloco.process import logs
-from diloco_ops import pages
 from diloco_ops.live import details, rows
 from diloco_ops.live.curve import loss_lines
 from diloco_ops.live.lanes import LEGENDS
@@ -28,6 +27,7 @@ from diloco_ops.live.rows import MIN_HEIGHT, MIN_WIDTH, ScreenTable, Shown
 from diloco_ops.live.screen import LINKED, glance
 from diloco_ops.live.watched import SILENT_S
 from diloco_ops.top.feed import RunFeed
+from diloco_ops.up import pages
 from diloco_report.units import duration
 
 T = TypeVar("T")

@@ -21,7 +21,7 @@ from diloco.control.creation import KnownRun
 from diloco.control.gate import HeartbeatGate
 from diloco.control.hearing import hear
 from diloco.control.history import KEY, unpack
-from diloco.core.fragments import FragmentMap
+from diloco.core.tensors.fragments import FragmentMap
 from diloco.errors import BrokerError, FormatError, RewoundError
 from diloco.log.log import Log
 from diloco.log.stream import pass_over
@@ -35,8 +35,8 @@ from diloco.service.rundir import RunDirectory
 from diloco.transport import Heard
 from diloco.wire.control import Heartbeat, ShardHeartbeat
 from diloco.wire.subjects import Subjects
-from diloco_ops import attach, inspect, run_reader
 from diloco_ops.live.watched import Watched
+from diloco_ops.reading import attach, inspect, run_reader
 
 ASK_S = 0.5  # between two questions: a view moves twice a second
 ANSWER_S = 2.0  # for one answer; across the world it comes within half a second

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from diloco.process import observe
-from diloco_ops.wan.command import serve
+from diloco_ops.wan.wan_command import serve
 
 
 def _main() -> int:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from diloco.core.bandwidth import steps_between
-from diloco.core.slots import LongRounds, choose
+from diloco.core.learner.slots import LongRounds, choose
+from diloco.core.syncer.bandwidth import steps_between
 from diloco.settings.run import RunSettings
 from diloco.wire.control import Heartbeat, ShardHeartbeat
 

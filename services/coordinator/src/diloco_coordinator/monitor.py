@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diloco.control.status import activity, extend, of_learner, of_syncer
-from diloco.core.changes import Effective
-from diloco.core.fragments import FragmentMap
-from diloco.core.ledger import Ledger
-from diloco.core.pace import MovingAverage
+from diloco.core.run.changes import Effective
+from diloco.core.run.ledger import Ledger
+from diloco.core.run.pace import MovingAverage
+from diloco.core.tensors.fragments import FragmentMap
 from diloco.errors import FormatError
 from diloco.settings.run import RunSettings
 from diloco.transport import Room

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from diloco.core.changes import SETTABLE, Changes, text_of
-from diloco.core.fragments import STATE_BITS
+from diloco.core.run.changes import SETTABLE, Changes, text_of
+from diloco.core.tensors.fragments import STATE_BITS
 from diloco.settings.run import RunSettings
 from diloco.settings.validation import value_of
 from diloco.wire.control import ShardHeartbeat

@@ -20,9 +20,9 @@ from diloco.control.creation import KnownRun
 from diloco.control.gate import HeartbeatGate
 from diloco.control.hearing import hear
 from diloco.control.history import Past
-from diloco.core import tape as events
-from diloco.core.leadership import Leadership
-from diloco.core.run_length import rounds_each, too_short
+from diloco.core.run import tape as events
+from diloco.core.run.leadership import Leadership
+from diloco.core.run.run_length import rounds_each, too_short
 from diloco.errors import AppendUncertainError, BrokerError, FenceError, FormatError, RewoundError
 from diloco.log.log import Log
 from diloco.log.stream import RefusedEntry
@@ -42,14 +42,14 @@ from diloco.wire.subjects import Subjects
 from diloco_coordinator import gauges, overview
 from diloco_coordinator.alerts import Alerts
 from diloco_coordinator.history import RunHistory, pack
-from diloco_coordinator.metrics import ObservedCoordinator
 from diloco_coordinator.monitor import Monitor
 from diloco_coordinator.origin import origin
+from diloco_coordinator.run_metrics import ObservedCoordinator
 from diloco_coordinator.series import SeriesFile, as_text
 from diloco_report import page
 
 if TYPE_CHECKING:
-    from diloco_coordinator.page.server import PageServer
+    from diloco_coordinator.page.page_server import PageServer
 
 HISTORY_EVERY_S = 10.0  # at least: a standby's page may be so old, and a successor knows no more of losses
 HISTORY_BYTES_S = 8192  # on average, which a thin link to the control store has room for
@@ -469,7 +469,7 @@ async def page_of(coordinator: Coordinator, settings: CoordinatorSettings, log: 
     # here rather than above: these take a fifth of a second to import
     from diloco_coordinator.page.drawing import Drawing, nonce_of
     from diloco_coordinator.page.guard import check, make_token
-    from diloco_coordinator.page.server import PageServer
+    from diloco_coordinator.page.page_server import PageServer
     from diloco_coordinator.page.source import CoordinatorSource
 
     if settings.page_token_file is not None and make_token(settings.page_token_file):

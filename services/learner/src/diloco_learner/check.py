@@ -16,22 +16,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diloco.core.built_in import BUILT_IN
-from diloco.core.fragments import FragmentMap, check_same_map, unpack_map
+from diloco.core.tensors.built_in import BUILT_IN
+from diloco.core.tensors.fragments import FragmentMap, check_same_map, unpack_map
 from diloco.errors import SettingsError
 from diloco.process import observe
 from diloco.settings import folders
 from diloco.settings.run import MixSettings, RunSettings
 from diloco.settings.service import LearnerSettings, MeshSettings
 from diloco.settings.validation import parse
-from diloco_learner import members, options
-from diloco_learner.data import open_data
+from diloco_learner.api import members, options
+from diloco_learner.data.data import open_data
 from diloco_learner.mix.mix import Mix
 from diloco_learner.task_api import first_batches, units_of
 
 if TYPE_CHECKING:
+    from diloco_learner.api.model import Model
     from diloco_learner.frameworks import LoadedTask
-    from diloco_learner.model import Model
 
 LOOK_BATCHES, LOOK_S = 64, 1.0  # looked at for their end: so many, or for so long, so that the check stays short
 
@@ -105,13 +105,14 @@ def check(plan: PlannedRun) -> TaskFacts:
 
 def checked(plan: PlannedRun) -> Checked:
     """Return the same as :func:`check`, of the built-in task too, with all that was made; raise as it does."""
-    from diloco_learner import frameworks, weights
+    from diloco_learner import frameworks
+    from diloco_learner.run import weights
 
     settings, cache_dir = plan.settings, LearnerSettings(name="check").cache_dir
     with members.users_errors(settings.task):
         loaded = frameworks.load(settings.task, plan.data, cache_dir)
         if not loaded.torch:
-            from diloco_learner import programs
+            from diloco_learner.jax import programs
 
             programs.keep_if_possible(cache_dir)  # learners need the same ones
         model = frameworks.make_model(loaded, settings, plan.mesh)
@@ -157,7 +158,7 @@ def _check_numbers(island: Any) -> None:
     Raises:
         SettingsError: a value is NaN or infinity.
     """
-    from diloco_learner import fixed
+    from diloco_learner.jax import fixed
 
     fixed.check_finite(island.task.init, island.params())
     if merged := island.task_state.merged():
@@ -177,7 +178,7 @@ def _check_step(loaded: LoadedTask, settings: RunSettings, model: Any, batch: An
     loss, paths = model.measured(batch)
     cause = f", and its gradient of {paths[0]!r} is NaN or infinity" if math.isfinite(loss) and paths else ""
     if not loaded.torch:
-        from diloco_learner.traced import out_of_bounds
+        from diloco_learner.jax.traced import out_of_bounds
 
         beyond = out_of_bounds(loaded.task, settings, model, batch)
         cause += f", since {beyond}" if beyond else ""
@@ -191,7 +192,7 @@ def _rehearsed(loaded: LoadedTask, model: Model, batch: Any) -> float:
     """Return the loss of a step that is not taken, or NaN."""
     if loaded.torch:
         return model.rehearse(batch)
-    from diloco_learner.beginning import room_for_steps
+    from diloco_learner.jax.beginning import room_for_steps
 
     with room_for_steps(1, 1):
         return model.rehearse(batch)

@@ -13,15 +13,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from diloco.core.fragments import build_whole
+from diloco.core.tensors.fragments import build_whole
 from diloco.errors import SettingsError
 from diloco.process import observe
 from diloco.settings.run import RunSettings
 from diloco.settings.service import LearnerSettings
 from diloco.settings.validation import parse
-from diloco_learner import frameworks, members, weights
-from diloco_learner.evaluator import bigram_loss, too_early
-from diloco_learner.model import Evaluated
+from diloco_learner import frameworks
+from diloco_learner.api import members
+from diloco_learner.api.model import Evaluated
+from diloco_learner.run import weights
+from diloco_learner.run.evaluator import bigram_loss, too_early
 from diloco_learner.task_api import default_prompt, units_of
 
 
@@ -36,7 +38,7 @@ def evaluate(settings: RunSettings, data: str | None, path: Path, sample: dict[s
     with members.users_errors(settings.task):
         loaded = frameworks.load(settings.task, data, own.cache_dir)
         if not loaded.torch:
-            from diloco_learner import programs
+            from diloco_learner.jax import programs
 
             programs.keep_if_possible(own.cache_dir)
         island = frameworks.make_model(loaded, settings, own.mesh)

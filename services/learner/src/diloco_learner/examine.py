@@ -1,7 +1,7 @@
 """``python -m diloco_learner.examine``: all that ``diloco check`` says of a task, beyond what stands in the way of a run.
 
 Reads ``{"settings": ..., "data": ...}`` from stdin. The last line on stdout is an
-:class:`diloco_learner.examination.TaskExamination` as JSON. What makes a run fail is an error
+:class:`diloco_learner.api.examination.TaskExamination` as JSON. What makes a run fail is an error
 (:mod:`diloco_learner.check`, which ``diloco up`` asks too). What a run gets through, and its user hardly wants, is a
 warning: a step that is another one each time, batches that do not depend on their number alone, data that repeat, tensors that
 nothing trains, constants that are compiled in.
@@ -19,18 +19,18 @@ from typing import Any
 import jax
 import numpy as np
 
-from diloco.core.fragments import FragmentMap
+from diloco.core.tensors.fragments import FragmentMap
 from diloco.process import observe
 from diloco.settings.run import RunSettings
 from diloco.settings.validation import parse
-from diloco_learner import examination, members
+from diloco_learner.api import examination, members
+from diloco_learner.api.examination import StateFacts, TaskExamination
 from diloco_learner.check import PlannedRun, checked
-from diloco_learner.examination import StateFacts, TaskExamination
-from diloco_learner.island import Island
-from diloco_learner.leaves import path_of
+from diloco_learner.jax.island import Island
+from diloco_learner.jax.leaves import path_of
+from diloco_learner.jax.traced import company, out_of_bounds, traced
 from diloco_learner.task import Task
 from diloco_learner.task_api import STATE
-from diloco_learner.traced import company, out_of_bounds, traced
 
 LARGE_BYTES = 1 << 20  # a constant from here on is in the way: it is compiled again with each program, and copied
 

@@ -21,8 +21,8 @@ from diloco.process import observe
 from diloco.settings.run import RunSettings
 from diloco.settings.service import LearnerSettings
 from diloco.settings.validation import parse
-from diloco_learner import agreement
-from diloco_learner.mesh import axis_sizes
+from diloco_learner.jax import agreement
+from diloco_learner.jax.mesh import axis_sizes
 from diloco_learner.task import load_task
 from diloco_learner.task_api import first_batch
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from diloco.core.built_in import BUILT_IN
+from diloco.core.tensors.built_in import BUILT_IN
 from diloco.settings.run import RunSettings, TaskSettings
 from diloco.settings.service import MeshSettings
-from diloco_learner.model import Model
+from diloco_learner.api.model import Model
 from diloco_learner.task_api import is_torch, made
 
 Task: TypeAlias = Any  # of one of them
@@ -50,7 +50,7 @@ def make_model(loaded: LoadedTask, settings: RunSettings, mesh: MeshSettings | N
         from diloco_learner.pytorch.island import TorchIsland
 
         return TorchIsland(loaded.task, settings)
-    from diloco_learner.island import Island
-    from diloco_learner.mesh import make_mesh
+    from diloco_learner.jax.island import Island
+    from diloco_learner.jax.mesh import make_mesh
 
     return Island(loaded.task, settings, None if mesh is None else make_mesh(mesh))

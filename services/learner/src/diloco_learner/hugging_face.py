@@ -14,7 +14,8 @@ from diloco.process import observe
 from diloco.settings.run import RunSettings
 from diloco.settings.service import LearnerSettings
 from diloco.settings.validation import parse
-from diloco_learner import frameworks, members
+from diloco_learner import frameworks
+from diloco_learner.api import members
 from diloco_learner.task_api import said_of_files
 
 

@@ -27,8 +27,8 @@ from typing import Any, Literal, Protocol, Self, TypeAlias, TypeVar, get_args
 
 from blake3 import blake3
 
-from diloco.core.accounts import STUCK_STEPS, StepDone
-from diloco.core.fragments import FixedSpec, TensorSpec, cut_model
+from diloco.core.learner.accounts import STUCK_STEPS, StepDone
+from diloco.core.tensors.fragments import FixedSpec, TensorSpec, cut_model
 from diloco.errors import DilocoError, RunError, SettingsError
 from diloco.member.arrays import Boundary
 from diloco.member.member import Member
@@ -41,11 +41,11 @@ from diloco.settings.service import LearnerSettings
 from diloco.settings.validation import nearest, parse
 from diloco.transport import Transport
 from diloco.wire.control import MarkerDeclined
-from diloco_learner.feed import Batch, BatchFeed
-from diloco_learner.model import SharedParameters
-from diloco_learner.process import LoopThread
+from diloco_learner.api.model import SharedParameters
+from diloco_learner.data.feed import Batch, BatchFeed
+from diloco_learner.run.process import LoopThread
+from diloco_learner.run.trainer import IDLE_S, carry_out
 from diloco_learner.tensors import Tensor
-from diloco_learner.trainer import IDLE_S, carry_out
 
 Make = Callable[[int, int, int, int], Iterator[Any]]  # share, shares, seed, start
 Say = Callable[[str, tuple[int, ...]], Tensor]  # path, shape
@@ -93,7 +93,7 @@ def parameters_of(params: Any) -> Parameters:
         from diloco_learner.pytorch.parameters import TorchParameters
 
         return TorchParameters(params)
-    from diloco_learner.trees import Tree
+    from diloco_learner.api.trees import Tree
 
     return Tree(params)
 

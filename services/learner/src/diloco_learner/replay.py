@@ -14,20 +14,20 @@ import numpy as np
 from jax.sharding import Mesh
 from numpy.typing import NDArray
 
-from diloco.core import tape
-from diloco.core.delta import VersionWrite
-from diloco.core.leases import data_of
-from diloco.core.schedule import Moment, learning_rate
+from diloco.core.learner.delta import VersionWrite
+from diloco.core.learner.schedule import Moment, learning_rate
+from diloco.core.run import tape
+from diloco.core.run.leases import data_of
 from diloco.errors import RunError
 from diloco.processes.meeting import free_port
 from diloco.settings import folders
 from diloco.settings.run import RunSettings
 from diloco.settings.service import MeshSettings
-from diloco_learner import programs
-from diloco_learner.beginning import connect_jax
-from diloco_learner.island import Island
-from diloco_learner.mesh import AXES, make_mesh
-from diloco_learner.model import parameters_digest
+from diloco_learner.api.model import parameters_digest
+from diloco_learner.jax import programs
+from diloco_learner.jax.beginning import connect_jax
+from diloco_learner.jax.island import Island
+from diloco_learner.jax.mesh import AXES, make_mesh
 from diloco_learner.task import load_task
 
 LOOPBACK = "127.0.0.1"
@@ -67,7 +67,7 @@ def add_up_as_processes() -> None:
 
 
 class Redo:
-    """An island, driven by a tape instead of a trainer (:class:`diloco_ops.retraining.TrainableModel`).
+    """An island, driven by a tape instead of a trainer (:class:`diloco_ops.audit.retraining.TrainableModel`).
 
     ``apart``: a step is two programs. ``processes``: the learner was so many, and this process has the devices of all.
 

@@ -13,10 +13,12 @@ from jax.sharding import Mesh
 from diloco.process import observe
 from diloco.service import skeleton as service
 from diloco.settings.service import LearnerSettings
-from diloco_learner import agreement, alone, programs, replay, together
-from diloco_learner.beginning import Beginning, room_for_steps
-from diloco_learner.mesh import make_mesh
-from diloco_learner.process import LearnerProcess, begun, until_asked
+from diloco_learner import replay
+from diloco_learner.jax import agreement, programs, together
+from diloco_learner.jax.beginning import Beginning, room_for_steps
+from diloco_learner.jax.mesh import make_mesh
+from diloco_learner.run import alone
+from diloco_learner.run.process import LearnerProcess, begun, until_asked
 
 
 def _work_alone(process: LearnerProcess, mesh: Mesh | None) -> None:

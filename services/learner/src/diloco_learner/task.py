@@ -13,12 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco.core.built_in import BUILT_IN
+from diloco.core.tensors.built_in import BUILT_IN
 from diloco.errors import SettingsError
 from diloco.settings.run import TaskSettings
-from diloco_learner import gpt, members, options, tensors
-from diloco_learner.data import open_data
-from diloco_learner.leaves import difference, path_of
+from diloco_learner import tensors
+from diloco_learner.api import members, options
+from diloco_learner.data.data import open_data
+from diloco_learner.jax import gpt
+from diloco_learner.jax.leaves import difference, path_of
 from diloco_learner.mix.mix import Mix
 from diloco_learner.task_api import Aux as Aux
 from diloco_learner.task_api import Units as Units

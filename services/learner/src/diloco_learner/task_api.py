@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from diloco.errors import SettingsError
 from diloco.settings.run import RunSettings, TaskSettings
-from diloco_learner import members, options
+from diloco_learner.api import members, options
 
 METRIC_NAME = re.compile(r"[a-z0-9_]{1,48}")  # of all numbers that tasks name
 MAX_METRICS = 32  # of a loss

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from diloco.core.arrangement import Arrangement, arranged
-from diloco.core.fragments import TensorSpec
+from diloco.core.tensors.arrangement import Arrangement, arranged
+from diloco.core.tensors.fragments import TensorSpec
 from diloco.errors import SettingsError
 from diloco.settings.validation import nearest
-from diloco_learner import members
+from diloco_learner.api import members
 
 if TYPE_CHECKING:
     from jax.sharding import PartitionSpec

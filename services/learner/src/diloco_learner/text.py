@@ -19,10 +19,10 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from diloco.core.built_in import BYTES
+from diloco.core.tensors.built_in import BYTES
 from diloco.errors import DataError, SettingsError
 from diloco.settings.run import TaskSettings
-from diloco_learner.repeats import HeldOut, without_repeats
+from diloco_learner.data.repeats import HeldOut, without_repeats
 
 Bytes = NDArray[np.uint8]
 

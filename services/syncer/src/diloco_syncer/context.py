@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diloco.control.creation import KnownRun
-from diloco.core.fragments import FragmentMap
-from diloco.core.refusals import Refusal, reason_of
-from diloco.core.roster import Roster
+from diloco.core.learner.refusals import Refusal, reason_of
+from diloco.core.syncer.roster import Roster
+from diloco.core.tensors.fragments import FragmentMap
 from diloco.errors import MessageError
 from diloco.log.log import Log
 from diloco.process.observe import Counted, Logger
@@ -20,7 +20,7 @@ from diloco.settings.service import SyncerSettings
 from diloco.transport import Transport
 from diloco.wire.offers import Answer, Offer
 from diloco.wire.refusals import RefusalReason
-from diloco_syncer.refusing import RefusalReporter
+from diloco_syncer.offers.refusing import RefusalReporter
 from diloco_syncer.regions import Regions
 
 

@@ -6,13 +6,13 @@ import asyncio
 import math
 from collections.abc import Callable, Mapping
 
-from diloco.core.bandwidth import Bandwidth, LevelChange, WayState
-from diloco.core.ownership import Ownership
+from diloco.core.syncer.bandwidth import Bandwidth, LevelChange, WayState
+from diloco.core.syncer.ownership import Ownership
 from diloco.process.observe import Logger
 from diloco.settings.run import RunSettings
-from diloco_syncer.collector import Collector
 from diloco_syncer.context import Context, clock_s
-from diloco_syncer.owner import FragmentOwner
+from diloco_syncer.offers.collector import Collector
+from diloco_syncer.owning.owner import FragmentOwner
 from diloco_syncer.regions import Regions
 from diloco_syncer.replication import Replication
 

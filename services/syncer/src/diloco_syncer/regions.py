@@ -14,10 +14,10 @@ from functools import partial
 
 from diloco.control.creation import KnownRun
 from diloco.control.genesis import decided_genesis
-from diloco.core.bandwidth import Appends
-from diloco.core.fold import keyframe_bytes
-from diloco.core.fragments import FragmentMap
-from diloco.core.quorum import majority
+from diloco.core.log.fold import keyframe_bytes
+from diloco.core.log.quorum import majority
+from diloco.core.syncer.bandwidth import Appends
+from diloco.core.tensors.fragments import FragmentMap
 from diloco.errors import AppendUncertainError, BrokerError, MessageError, RunError, StorageFullError
 from diloco.log.log import Log
 from diloco.process.observe import Logger

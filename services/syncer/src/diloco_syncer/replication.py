@@ -1,8 +1,8 @@
 """Write one fragment's log to all regions: claim it, bring it up to date, and append until a majority has each entry.
 
-The rules are in :mod:`diloco.core.quorum`. Each region has a writer of its own, so that one which is slow or away keeps no
+The rules are in :mod:`diloco.core.log.quorum`. Each region has a writer of its own, so that one which is slow or away keeps no
 other one waiting: it gets the entries that it misses when it is there again. Readers hold back few entries until a notice
-comes, so a region is told every :data:`~diloco.core.quorum.NOTICE_EVERY` entries which of them are committed.
+comes, so a region is told every :data:`~diloco.core.log.quorum.NOTICE_EVERY` entries which of them are committed.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from diloco.core.chain import Chain
-from diloco.core.quorum import MAX_COPIED, NOTICE_EVERY, LogHead, best, outbids
+from diloco.core.log.chain import Chain
+from diloco.core.log.quorum import MAX_COPIED, NOTICE_EVERY, LogHead, best, outbids
 from diloco.errors import AppendUncertainError, BrokerError, FenceError, MessageError, RewoundError, StorageFullError
 from diloco.log.log import Log
 from diloco.log.stream import Packed
@@ -24,7 +24,7 @@ from diloco.process.tasks import end
 from diloco.wire import framing
 from diloco.wire.body import ATTEMPT_BYTES
 from diloco.wire.entries import Record
-from diloco_syncer.places import Places, RegionProgress
+from diloco_syncer.owning.places import Places, RegionProgress
 from diloco_syncer.regions import Regions
 
 LOOK_S = 0.25  # from one look whether a claim is still wanted to the next

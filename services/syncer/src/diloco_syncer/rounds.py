@@ -1,4 +1,4 @@
-"""Hold the rounds of all owned fragments: open, announce and close them, each by the decisions of :mod:`diloco.core.round`.
+"""Open, announce and close the rounds of all owned fragments, by the decisions of :mod:`diloco.core.syncer.round`.
 
 One loop looks at all rounds whenever an offer or a heartbeat came in or something is due. Merges of different fragments
 overlap, each in a thread.
@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import math
 
-from diloco.core.round import Merge
+from diloco.core.syncer.round import Merge
 from diloco.errors import FenceError, FormatError, NonFiniteError, RewoundError, UnmergeableError
 from diloco_syncer.context import Context, clock_s, wait
-from diloco_syncer.governor import Governor
 from diloco_syncer.links import LinkWatch
-from diloco_syncer.owner import FragmentOwner
-from diloco_syncer.quarantine import Suspects
+from diloco_syncer.offers.quarantine import Suspects
+from diloco_syncer.owning.governor import Governor
+from diloco_syncer.owning.owner import FragmentOwner
 
 ANNOUNCE_EVERY_S = 0.25  # an open round: an announcement may be lost, and a learner may come late
 

@@ -19,10 +19,10 @@ from diloco.process.tasks import end
 from diloco.service import skeleton as service
 from diloco.service.metrics import Exporter
 from diloco.settings.service import SyncerSettings
-from diloco_syncer.metrics import ObservedShard
 from diloco_syncer.regions import Connect
 from diloco_syncer.shard import Shard
 from diloco_syncer.sweeper import Sweeper
+from diloco_syncer.syncer_metrics import ObservedShard
 
 LEAVE_S = 10.0  # to hand fragments over, when the process is asked to end: keyframes of large fragments take a while
 

@@ -1,7 +1,8 @@
 """One syncer: owns some fragments or stands by; opens rounds, merges offers, appends versions to the log.
 
-:class:`Shard` connects the parts, hears what others publish, and sends the heartbeat. :mod:`diloco_syncer.governor` has the
-fragments that are owned, :mod:`diloco_syncer.owner` one of them, :mod:`diloco_syncer.rounds` the loop over their rounds.
+:class:`Shard` connects the parts, hears what others publish, and sends the heartbeat. :mod:`diloco_syncer.owning.governor` has
+the fragments that are owned, :mod:`diloco_syncer.owning.owner` one of them, :mod:`diloco_syncer.rounds` the loop over their
+rounds.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from diloco.control.creation import KnownRun
 from diloco.control.gate import HeartbeatGate
 from diloco.control.genesis import await_genesis
 from diloco.control.hearing import hear
-from diloco.core import claims
-from diloco.core.fragments import FragmentMap
-from diloco.core.ownership import Ownership
-from diloco.core.roster import Roster
+from diloco.core.syncer import claims
+from diloco.core.syncer.ownership import Ownership
+from diloco.core.syncer.roster import Roster
+from diloco.core.tensors.fragments import FragmentMap
 from diloco.errors import FormatError
 from diloco.log.log import Log
 from diloco.log.stream import RefusedEntry
@@ -34,15 +35,15 @@ from diloco.settings.service import SyncerSettings
 from diloco.transport import Heard, Transport
 from diloco.wire import framing
 from diloco.wire.control import Announcement, Heartbeat, ShardHeartbeat, SnapshotMarker
-from diloco_syncer.aggregator import RegionalAggregator
 from diloco_syncer.context import Context, Counts, clock_s
-from diloco_syncer.copies import Copies
-from diloco_syncer.governor import Governor
-from diloco_syncer.intake import Intake
 from diloco_syncer.links import LinkWatch, replications
-from diloco_syncer.owner import FragmentOwner
-from diloco_syncer.quarantine import Suspects
-from diloco_syncer.refusing import RefusalReporter
+from diloco_syncer.offers.aggregator import RegionalAggregator
+from diloco_syncer.offers.intake import Intake
+from diloco_syncer.offers.quarantine import Suspects
+from diloco_syncer.offers.refusing import RefusalReporter
+from diloco_syncer.owning.copies import Copies
+from diloco_syncer.owning.governor import Governor
+from diloco_syncer.owning.owner import FragmentOwner
 from diloco_syncer.regions import Connect, Regions
 from diloco_syncer.rounds import RoundLoop
 

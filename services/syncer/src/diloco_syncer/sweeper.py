@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from diloco.core import codec, quantise
-from diloco.core.fragments import FragmentMap
+from diloco.core.tensors import codec, quantise
+from diloco.core.tensors.fragments import FragmentMap
 from diloco.errors import BrokerError
 from diloco.nats import streams
 from diloco.nats.connection import NatsLink

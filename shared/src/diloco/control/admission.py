@@ -8,7 +8,7 @@ import msgspec
 
 from diloco.control.creation import KnownRun, find_map
 from diloco.control.tables import BucketTable, decoded
-from diloco.core.fragments import FragmentMap, check_same_map
+from diloco.core.tensors.fragments import FragmentMap, check_same_map
 from diloco.errors import AdmissionError, FenceError, FormatError
 from diloco.nats import grants
 from diloco.nats.registry import MAX_WRITTEN_BYTES

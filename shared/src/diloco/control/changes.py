@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from diloco.control.creation import KnownRun
 from diloco.control.tables import BucketTable
-from diloco.core.changes import Action, Change, Changes, Effective, described, in_force, unpack
+from diloco.core.run.changes import Action, Change, Changes, Effective, described, in_force, unpack
 from diloco.errors import BrokerError, MessageError, SettingsError
 from diloco.process.observe import Logger
 from diloco.transport import Heard, Transport

@@ -19,8 +19,8 @@ from typing import Annotated, Any
 import msgspec
 
 from diloco import __version__
-from diloco.core.changes import Change, Effective, in_force
-from diloco.core.fragments import FragmentMap, unpack_map
+from diloco.core.run.changes import Change, Effective, in_force
+from diloco.core.tensors.fragments import FragmentMap, unpack_map
 from diloco.errors import BrokerError, FenceError, FormatError, RunError, SettingsError
 from diloco.process import observe
 from diloco.process.observe import Logger

@@ -1,4 +1,4 @@
-"""The gate to a run: learners' heartbeats, let in by the admissions in the bucket (:mod:`diloco.core.gate`)."""
+"""The gate to a run: learners' heartbeats, let in by the admissions in the bucket (:mod:`diloco.core.run.gate`)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 from diloco.control.admission import admitted
 from diloco.control.creation import KnownRun
 from diloco.control.hearing import decoding, name_in
-from diloco.core.fragments import FragmentMap
-from diloco.core.gate import Gate, HeartbeatVerdict
+from diloco.core.run.gate import Gate, HeartbeatVerdict
+from diloco.core.tensors.fragments import FragmentMap
 from diloco.errors import BrokerError, FormatError, MessageError
 from diloco.process.observe import Counted
 from diloco.process.retry import RETRY_S

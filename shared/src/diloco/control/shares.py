@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 from diloco.control.admission import admitted
 from diloco.control.creation import KnownRun
-from diloco.core import leases
-from diloco.core.claims import step_bounds
-from diloco.core.fragments import FragmentMap
-from diloco.core.leases import MAX_CLAIM_BYTES, ShareClaim
+from diloco.core.run import leases
+from diloco.core.run.leases import MAX_CLAIM_BYTES, ShareClaim
+from diloco.core.syncer.claims import step_bounds
+from diloco.core.tensors.fragments import FragmentMap
 from diloco.errors import FormatError, MessageError
 from diloco.process.observe import Counted
 from diloco.settings.run import RunSettings

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from diloco.control.creation import KnownRun
-from diloco.core.ownership import OwnersTable
+from diloco.core.syncer.ownership import OwnersTable
 from diloco.errors import FenceError
 from diloco.transport import Bucket
 

@@ -1,13 +1,13 @@
-"""The rule by which processes meet that may begin with fewer than all, at one of several (:mod:`diloco.core.roll`)."""
+"""The rule by which processes meet that may begin with fewer than all, at one of several (:mod:`diloco.core.learner.roll`)."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from diloco.core import roll
-from diloco.core.roll import Roll, goes_to
+from diloco.core.learner import roll
+from diloco.core.learner.roll import Roll, goes_to
 from diloco.settings.service import LearnerSettings
-from diloco.wire.island import Standing
+from diloco.wire.process_messages import Standing
 
 
 class ElasticAssembly:
@@ -38,7 +38,7 @@ class ElasticAssembly:
         return f" (at least {self._sizes[-1]} have to: processes.least)"
 
     def where(self, at: int | None, heard: Mapping[int, Standing]) -> int | None:
-        """Return where :func:`~diloco.core.roll.goes_to` has this process go."""
+        """Return where :func:`~diloco.core.learner.roll.goes_to` has this process go."""
         standings = {index: roll.ProcessStanding(said.leader, said.generation) for index, said in heard.items()}
         return goes_to(self.own, may_lead=self._may_lead, at=at, heard=standings)
 

@@ -15,7 +15,7 @@ from diloco.process.tasks import end
 from diloco.processes.group import Group
 from diloco.settings.service import LearnerSettings
 from diloco.transport import Transport
-from diloco.wire.island import Facts
+from diloco.wire.process_messages import Facts
 
 OVER_S = 2.0  # between two looks whether the run is over, while the others do not come
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import NoReturn, Protocol, TypeVar
 
-from diloco.core.rows import LEADER
+from diloco.core.tensors.rows import LEADER
 from diloco.elastic.rescue import OTHERS_S, Changing, Rescue, keeps
 from diloco.errors import IslandError
 from diloco.member.state import Content
@@ -21,7 +21,7 @@ from diloco.processes.follower import ProcessSide
 from diloco.processes.group import Group
 from diloco.processes.links import BYE_LOOK_S
 from diloco.settings.service import LearnerSettings, MeshSettings
-from diloco.wire.island import Again, Kept
+from diloco.wire.process_messages import Again, Kept
 
 KEEP_S = 60.0  # in which they write what they keep
 NOTHING = Kept("", 0)

@@ -3,7 +3,7 @@
 A step of a learner that goes on with fewer processes is two programs. Until the first has ended at the leader, its devices have
 the whole model as of its last boundary, since each process has whole replicas. So the leader writes the model and the accounts
 as of then, and all who are left write the arrays of the fragments that they carry. Those that the lost process carried are gone
-(:meth:`~diloco.core.learner.Learner.restore`).
+(:meth:`~diloco.core.learner.learner.Learner.restore`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from diloco.member.state import Content, StateFilePart
 from diloco.process.observe import Logger
 from diloco.processes.follower import ProcessSide
 from diloco.settings.service import LearnerSettings, MeshSettings
-from diloco.wire.island import Kept
+from diloco.wire.process_messages import Kept
 
 T = TypeVar("T")
 

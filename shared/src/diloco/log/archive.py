@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco.core import codec, quantise
+from diloco.core.tensors import codec, quantise
 from diloco.errors import FenceError, FormatError
 from diloco.log.stream import LogStream, open_body
 from diloco.log.writer import Writer

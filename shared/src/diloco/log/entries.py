@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator, Collection, Iterable
 from typing import TypeVar
 
-from diloco.core.chain import Chain, WrongEntries
-from diloco.core.fold import Replica
-from diloco.core.quorum import MAX_UNCOMMITTED, UncommittedEntries
+from diloco.core.log.chain import Chain, WrongEntries
+from diloco.core.log.fold import Replica
+from diloco.core.log.quorum import MAX_UNCOMMITTED, UncommittedEntries
 from diloco.errors import ChainError, FormatError, MessageError, StateError, WrongEntryError
 from diloco.log.stream import EntryHead, LogEntry, LogStream, Packed, Refuse, RefusedEntry
 from diloco.process import observe
@@ -60,7 +60,7 @@ class Entries:
 
         A message that cannot be an entry is told to ``refuse`` and passed over. With ``stop_sequence`` every entry is held
         back until a notice leads to it, however many stand between two notices. Without it the newest ones are held back
-        (:data:`diloco.core.quorum.MAX_UNCOMMITTED`), since any syncer may store more.
+        (:data:`diloco.core.log.quorum.MAX_UNCOMMITTED`), since any syncer may store more.
 
         Raises (while iterating):
             RewoundError: the stream lost messages that were read, or the message to stop at.
@@ -240,12 +240,12 @@ class Entries:
 
 
 def fold(replica: Replica, entry: LogEntry, *, in_place: bool = True) -> None:
-    """Fold an entry into a replica, as :meth:`diloco.core.fold.Replica.fold` does and raises."""
+    """Fold an entry into a replica, as :meth:`diloco.core.log.fold.Replica.fold` does and raises."""
     replica.fold(entry.record, entry.entry_hash, entry.sequence, entry.body, in_place=in_place)
 
 
 def judged(replica: Replica, entry: LogEntry) -> None:
-    """Fold an entry into a replica, unless it is wrong, as :meth:`diloco.core.fold.Replica.judge` does and raises."""
+    """Fold an entry into a replica, unless it is wrong, as :meth:`diloco.core.log.fold.Replica.judge` does and raises."""
     replica.judge(entry.record, entry.entry_hash, entry.sequence, entry.body)
 
 

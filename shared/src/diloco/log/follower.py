@@ -30,8 +30,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco.core.chain import Chain, WrongEntries
-from diloco.core.fold import Replica
+from diloco.core.log.chain import Chain, WrongEntries
+from diloco.core.log.fold import Replica
 from diloco.errors import ChainError, FormatError, MessageError, RewoundError, StateError
 from diloco.log.entries import fold
 from diloco.log.log import Log

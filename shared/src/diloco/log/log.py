@@ -8,7 +8,7 @@ Modules, from the bottom up: :mod:`~diloco.log.stream` (where the log lies, and 
 
 from __future__ import annotations
 
-from diloco.core.fragments import FragmentMap
+from diloco.core.tensors.fragments import FragmentMap
 from diloco.log.archive import Archive
 from diloco.log.entries import Entries
 from diloco.log.reader import Reader
@@ -22,7 +22,7 @@ from diloco.transport import Transport
 class Log:
     """One run's log, seen through one service's transport.
 
-    In a run with regions it is one of several, each in a region of its own (:mod:`diloco.core.quorum`).
+    In a run with regions it is one of several, each in a region of its own (:mod:`diloco.core.log.quorum`).
     """
 
     def __init__(

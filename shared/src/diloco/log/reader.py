@@ -1,7 +1,7 @@
 """Single things of a log: its genesis, a fragment's keyframes, its state at a version, where it ends.
 
 All that is returned has been checked: frames, hashes, bounds, bodies. Whether an entry *follows* is checked when it is folded
-(:mod:`diloco.core.chain`).
+(:mod:`diloco.core.log.chain`).
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco.core import codec, fold
-from diloco.core.chain import NO_ENTRY, Chain, WrongEntries
-from diloco.core.fold import Replica
+from diloco.core.log import fold
+from diloco.core.log.chain import NO_ENTRY, Chain, WrongEntries
+from diloco.core.log.fold import Replica
+from diloco.core.tensors import codec
 from diloco.errors import BrokerError, FenceError, FormatError, HashError, MessageError, RunError
 from diloco.log.entries import Entries
 from diloco.log.stream import EntryHead, LogStream, Refuse, RefusedEntry, decode_keyframe, open_body, pass_over

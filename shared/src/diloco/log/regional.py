@@ -1,4 +1,4 @@
-"""One of several regions' logs: claims, commit notices, and bringing it to where another one is (:mod:`diloco.core.quorum`)."""
+"""The log of a region: claims, commit notices, and bringing it to where another one is (:mod:`diloco.core.log.quorum`)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from itertools import dropwhile
 
 import msgspec
 
-from diloco.core.chain import NO_ENTRY, Chain
-from diloco.core.quorum import MAX_COPIED, NOTICE_EVERY, LogHead, UncommittedEntries, counts
+from diloco.core.log.chain import NO_ENTRY, Chain
+from diloco.core.log.quorum import MAX_COPIED, NOTICE_EVERY, LogHead, UncommittedEntries, counts
 from diloco.errors import FenceError, MessageError, RewoundError, RunError
 from diloco.log.reader import Reader
 from diloco.log.stream import EntryHead, LogStream, Packed

@@ -15,10 +15,11 @@ from typing import TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco.core import codec, fold, outer, quantise
-from diloco.core.compiled import BLOCK
-from diloco.core.fragments import FragmentMap
-from diloco.core.quorum import EPOCH_STEP
+from diloco.core.log import fold
+from diloco.core.log.quorum import EPOCH_STEP
+from diloco.core.tensors import codec, outer, quantise
+from diloco.core.tensors.compiled import BLOCK
+from diloco.core.tensors.fragments import FragmentMap
 from diloco.errors import AppendUncertainError, FenceError, FormatError, HashError, MessageError, RewoundError
 from diloco.process.prefetch import Prefetcher
 from diloco.settings.run import TWO_BITS, RunSettings

@@ -9,9 +9,10 @@ from collections.abc import AsyncIterable, Awaitable, Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco.core import codec, fold, outer
-from diloco.core.chain import NO_ENTRY, Chain
-from diloco.core.fold import Replica
+from diloco.core.log import fold
+from diloco.core.log.chain import NO_ENTRY, Chain
+from diloco.core.log.fold import Replica
+from diloco.core.tensors import codec, outer
 from diloco.errors import AppendUncertainError, FenceError, MessageError
 from diloco.log.stream import LogStream, decode_keyframe
 from diloco.process import observe

@@ -8,8 +8,8 @@ from functools import partial
 
 from diloco.control import admission
 from diloco.control.creation import KnownRun
-from diloco.core import claims
-from diloco.core.fragments import FragmentMap
+from diloco.core.syncer import claims
+from diloco.core.tensors.fragments import FragmentMap
 from diloco.errors import AdmissionError, RunError
 from diloco.process.observe import Logger
 from diloco.process.retry import until_available

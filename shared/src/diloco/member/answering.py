@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from diloco.core import tape as events
-from diloco.core.delta import EncodedOffer, PendingDelta
-from diloco.core.fragment_state import DueOffer
+from diloco.core.learner.delta import EncodedOffer, PendingDelta
+from diloco.core.learner.fragment_state import DueOffer
+from diloco.core.run import tape as events
 from diloco.member.shared import SharedLearner
 from diloco.member.taping import LearnerTape
 

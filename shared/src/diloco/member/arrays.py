@@ -17,17 +17,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diloco.control.creation import KnownRun
-from diloco.core.accounts import MemberTraffic, StepDone
-from diloco.core.delta import VersionWrite
-from diloco.core.fragment_state import FragmentVersion, Reader
-from diloco.core.fragments import Fragment, FragmentMap
-from diloco.core.schedule import Moment
+from diloco.core.learner.accounts import MemberTraffic, StepDone
+from diloco.core.learner.delta import VersionWrite
+from diloco.core.learner.fragment_state import FragmentVersion, Reader
+from diloco.core.learner.schedule import Moment
+from diloco.core.tensors.fragments import Fragment, FragmentMap
 from diloco.log.log import Log
 from diloco.member.answering import Answering, Encodes
+from diloco.member.member_tracing import MemberTraces
 from diloco.member.shared import SharedLearner
 from diloco.member.shares import Leases
 from diloco.member.taping import LearnerTape
-from diloco.member.tracing import MemberTraces
 from diloco.process.observe import Counted, Logger
 from diloco.settings.service import LearnerSettings
 from diloco.transport import Transport

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 
-from diloco.core.leases import LOOKS_A_LEASE
+from diloco.core.run.leases import LOOKS_A_LEASE
 from diloco.errors import BrokerError
 from diloco.member.admission import AdmissionClient
-from diloco.member.refusals import RefusalWatch
+from diloco.member.refused_offers import RefusalWatch
 from diloco.member.shared import SharedLearner
 from diloco.member.shares import Leases
 from diloco.process.observe import Logger

@@ -1,4 +1,4 @@
-"""A learner that joins waits until its region's log has what the run has (:mod:`diloco.core.catch_up`)."""
+"""A learner that joins waits until its region's log has what the run has (:mod:`diloco.core.log.catch_up`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 from diloco.control.creation import KnownRun
 from diloco.control.gate import HeartbeatGate
 from diloco.control.hearing import hear
-from diloco.core.catch_up import CatchUp, LogStanding
+from diloco.core.log.catch_up import CatchUp, LogStanding
 from diloco.log.log import Log
 from diloco.process.observe import Counted, Logger
 from diloco.process.retry import until_available

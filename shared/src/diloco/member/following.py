@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from diloco.control.creation import KnownRun
-from diloco.core.leases import LOOKS_A_LEASE
+from diloco.core.run.leases import LOOKS_A_LEASE
 from diloco.errors import BrokerError, MachineError
 from diloco.log.follower import FollowedEntry, LogCopy, LogFollower, Wrong
 from diloco.log.log import Log

@@ -1,4 +1,4 @@
-"""A learner's rounds: the state machine of :mod:`diloco.core.learner` with a transport, threads and a tape.
+"""A learner's rounds: the state machine of :mod:`diloco.core.learner.learner` with a transport, threads and a tape.
 
 Its arrays are behind :mod:`diloco.member.arrays`, in this process or in several. Two threads share a member. The *trainer* (any
 framework, or a toy) calls :meth:`Member.boundary` between two inner steps, writes the versions it returns into its model and
@@ -21,14 +21,14 @@ from diloco.control.changes import ChangesFollower
 from diloco.control.creation import KnownRun
 from diloco.control.genesis import await_genesis
 from diloco.control.hearing import hear, name_in
-from diloco.core import tape as events
-from diloco.core.accounts import MemberTraffic, StepDone
-from diloco.core.chunks import Chunk
-from diloco.core.fragment_state import Reader
-from diloco.core.fragments import FragmentMap
-from diloco.core.learner import Dump, Learner
-from diloco.core.markers import MarkerReply
-from diloco.core.schedule import Moment
+from diloco.core.learner.accounts import MemberTraffic, StepDone
+from diloco.core.learner.fragment_state import Reader
+from diloco.core.learner.learner import Dump, Learner
+from diloco.core.learner.markers import MarkerReply
+from diloco.core.learner.schedule import Moment
+from diloco.core.run import tape as events
+from diloco.core.tensors.chunks import Chunk
+from diloco.core.tensors.fragments import FragmentMap
 from diloco.errors import EjectedError
 from diloco.log.log import Log
 from diloco.member.admission import AdmissionClient
@@ -36,15 +36,15 @@ from diloco.member.answering import Answering
 from diloco.member.arrays import Arrays, Boundary, Initial
 from diloco.member.audit import Audit
 from diloco.member.catching_up import Catching, listen
+from diloco.member.member_tracing import MemberTraces
 from diloco.member.outbox import Outbox, sample_of
 from diloco.member.own_arrays import OwnArrays
 from diloco.member.peer import Borrower, Layout, Lendable, Lender, Loan, LoanWatch
-from diloco.member.refusals import RefusalWatch
+from diloco.member.refused_offers import RefusalWatch
 from diloco.member.shared import SharedLearner
 from diloco.member.shares import LeaseClient, Leases, free_shares
 from diloco.member.snapshots import MarkerHearing
 from diloco.member.taping import LearnerTape
-from diloco.member.tracing import MemberTraces
 from diloco.process.observe import Counted, Logger, Progress
 from diloco.process.retry import until_available
 from diloco.process.tape import Recorder, Unrecorded

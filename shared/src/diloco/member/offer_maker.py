@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from diloco.control.creation import KnownRun
-from diloco.core import codec
-from diloco.core.delta import EncodedOffer, PendingDelta
+from diloco.core.learner.delta import EncodedOffer, PendingDelta
+from diloco.core.tensors import codec
 from diloco.errors import BrokerError, NonFiniteError, StorageFullError
 from diloco.log.offers import append_offer
-from diloco.member.tracing import OfferTrace
+from diloco.member.member_tracing import OfferTrace
 from diloco.process.observe import Logger
 from diloco.process.retry import Complaint
 from diloco.transport import Transport

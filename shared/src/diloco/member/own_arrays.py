@@ -7,11 +7,11 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco.core.accounts import MemberTraffic, StepDone
-from diloco.core.boundary import apply, decide
-from diloco.core.delta import PendingDelta
-from diloco.core.fragment_state import DueOffer, FragmentVersion, Reader
-from diloco.core.schedule import Moment
+from diloco.core.learner.accounts import MemberTraffic, StepDone
+from diloco.core.learner.boundary import apply, decide
+from diloco.core.learner.delta import PendingDelta
+from diloco.core.learner.fragment_state import DueOffer, FragmentVersion, Reader
+from diloco.core.learner.schedule import Moment
 from diloco.log.follower import LogCopy
 from diloco.member.arrays import Boundary, Initial, Rounds
 from diloco.member.following import Following
@@ -22,7 +22,7 @@ Vector = NDArray[np.float32]
 
 
 class OwnArrays:
-    """Folds the logs of all fragments and makes their offers; the :class:`~diloco.core.learner.Learner` has the values."""
+    """Folds the logs of all fragments and makes their offers; :class:`~diloco.core.learner.learner.Learner` has the values."""
 
     may_encode = True
 

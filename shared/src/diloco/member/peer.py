@@ -23,7 +23,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from diloco.control.hearing import decoding, name_in
-from diloco.core.chunks import Chunk
+from diloco.core.tensors.chunks import Chunk
 from diloco.errors import DilocoError, FormatError, HashError, MessageError, NonFiniteError
 from diloco.process.observe import Counted, Logger
 from diloco.process.prefetch import Prefetcher

@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 
-from diloco.core.learner import Learner
+from diloco.core.learner.learner import Learner
 from diloco.process.tasks import Tasks
 
 

@@ -17,9 +17,9 @@ import msgspec
 
 from diloco.control.creation import KnownRun
 from diloco.control.shares import Claims
-from diloco.core import leases
-from diloco.core.fragments import FragmentMap
-from diloco.core.leases import LeaseWatch, ShareClaim, Shares
+from diloco.core.run import leases
+from diloco.core.run.leases import LeaseWatch, ShareClaim, Shares
+from diloco.core.tensors.fragments import FragmentMap
 from diloco.errors import BrokerError, FenceError
 from diloco.process.observe import Counted, Logger
 from diloco.settings.service import LearnerSettings

@@ -20,7 +20,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from diloco.core.chunks import Chunk
+from diloco.core.tensors.chunks import Chunk
 from diloco.errors import RunError
 
 FORMAT = "diloco-learner-5"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from diloco.core import tape as events
-from diloco.core.accounts import StepDone
-from diloco.core.boundary import Decision
+from diloco.core.learner.accounts import StepDone
+from diloco.core.learner.boundary import Decision
+from diloco.core.run import tape as events
 from diloco.process.tape import Recorder
 from diloco.wire.fields import Bits
 

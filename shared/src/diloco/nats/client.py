@@ -13,7 +13,7 @@ from nats.aio import client as library
 from nats.aio.transport import TcpTransport
 from nats.protocol.parser import Parser
 
-from diloco.core.bandwidth import Moved
+from diloco.core.syncer.bandwidth import Moved
 from diloco.nats.identity import Identity
 from diloco.nats.received import Delivered, delivered, headers
 from diloco.wire.plain import json_object

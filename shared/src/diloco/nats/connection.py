@@ -13,7 +13,7 @@ import nats.errors
 import nats.js.errors
 from nats.aio.subscription import Subscription
 
-from diloco.core.bandwidth import Moved
+from diloco.core.syncer.bandwidth import Moved
 from diloco.errors import AppendUncertainError, BrokerError
 from diloco.nats.client import Client
 from diloco.nats.consumers import ConsumerNames

@@ -23,7 +23,7 @@ from diloco.nats import grants
 from diloco.nats.nkey import NatsKey, verify_key
 from diloco.settings.validation import shown
 from diloco.wire.grants import SignedGrant
-from diloco.wire.island import MAX_PROCESSES
+from diloco.wire.process_messages import MAX_PROCESSES
 
 FORMAT = 1
 MAX_BYTES = 1 << 16

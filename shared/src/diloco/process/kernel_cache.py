@@ -11,7 +11,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from diloco.core import compiled
+from diloco.core.tensors import compiled
 from diloco.errors import SettingsError
 from diloco.settings import folders
 

@@ -1,4 +1,4 @@
-"""Tapes as files: one for each process, in ``tapes/`` of its state directory (:mod:`diloco.core.tape` is the format).
+"""Tapes as files: one for each process, in ``tapes/`` of its state directory (:mod:`diloco.core.run.tape` is the format).
 
 No decision of a service depends on its tape. Flushed events are with the operating system, so that they survive the process;
 they are not forced to the disk, so that no step waits for that.
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, Self
 
-from diloco.core import tape
-from diloco.core.lives import Life, read_lives
-from diloco.core.tape import Header, Scan, TapeEvent
+from diloco.core.run import tape
+from diloco.core.run.lives import Life, read_lives
+from diloco.core.run.tape import Header, Scan, TapeEvent
 from diloco.errors import FormatError, RunError
 from diloco.process.observe import Logger
 from diloco.settings.service import ServiceSettings
@@ -51,7 +51,7 @@ class TapeFile:
     """A process's tape. It continues the tape of the same run and name; one that cannot be read is put aside, whole.
 
     Events that cannot be written (a full disk, another process of this name) are tried again with the next event. Once
-    ``MAX_WAITING_BYTES`` of them wait they are dropped, and a :class:`~diloco.core.tape.Gap` has their number.
+    ``MAX_WAITING_BYTES`` of them wait they are dropped, and a :class:`~diloco.core.run.tape.Gap` has their number.
     """
 
     def __init__(self, directory: Path, name: str, run: bytes, log: Logger) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from diloco import __version__
-from diloco.core.tracing import Ids, Span, is_sampled
+from diloco.core.run.tracing import Ids, Span, is_sampled
 from diloco.errors import SettingsError
 from diloco.process.observe import Logger
 from diloco.process.retry import Complaint

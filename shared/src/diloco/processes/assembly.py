@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Protocol
 
-from diloco.wire.island import Standing
+from diloco.wire.process_messages import Standing
 
 
 class Assembly(Protocol):

@@ -1,9 +1,9 @@
 """The fragments that one process of a learner carries: it follows and folds their logs, and makes and stores their offers.
 
-The leader's :class:`~diloco.core.learner.Learner` has the counts of all fragments and decides; a carrier has the arrays. It
-tells the leader what it folded, quantised and stored, and does what the leader says: bring a version's rows to all processes
-(*stage*), quantise a snapshot, store an offer. Arrays change in the loop's thread alone, in the order of the leader's messages;
-worker threads read them.
+The leader's :class:`~diloco.core.learner.learner.Learner` has the counts of all fragments and decides; a carrier has the
+arrays. It tells the leader what it folded, quantised and stored, and does what the leader says: bring a version's rows to all
+processes (*stage*), quantise a snapshot, store an offer. Arrays change in the loop's thread alone, in the order of the leader's
+messages; worker threads read them.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diloco.control.creation import KnownRun
-from diloco.core import decisions
-from diloco.core.delta import Baseline, DeltaValues, PendingDelta, Unmerged, VersionWrite, dump_arrays, load_arrays
-from diloco.core.learner import ACCOUNTS
-from diloco.core.rows import LEADER
+from diloco.core.learner import decisions
+from diloco.core.learner.delta import Baseline, DeltaValues, PendingDelta, Unmerged, VersionWrite, dump_arrays, load_arrays
+from diloco.core.learner.learner import ACCOUNTS
+from diloco.core.tensors.rows import LEADER
 from diloco.log.follower import LogCopy
 from diloco.log.log import Log
 from diloco.member.following import Following
+from diloco.member.member_tracing import MemberTraces, OfferTrace
 from diloco.member.offer_maker import OfferMaker, QuantisedOffer
-from diloco.member.tracing import MemberTraces, OfferTrace
 from diloco.process.observe import Counted, Logger
 from diloco.processes.links import Links
 from diloco.processes.shipping import Shipping
 from diloco.transport import Transport
-from diloco.wire import island
+from diloco.wire import process_messages as island
 from diloco.wire.entries import Genesis, Record
 from diloco.wire.fields import Bits
-from diloco.wire.island import Stage, Store, Write
+from diloco.wire.process_messages import Stage, Store, Write
 
 Vector = NDArray[np.float32]
 Restored = dict[int, tuple[list[Unmerged], DeltaValues]]  # by fragment

@@ -6,11 +6,11 @@ from typing import Any, TypeAlias
 
 from diloco.control.changes import ChangesFollower
 from diloco.control.genesis import await_genesis
-from diloco.core import decisions
-from diloco.core.accounts import StepDone
-from diloco.core.fragment_state import Reader
-from diloco.core.fragments import FragmentMap
-from diloco.core.schedule import Moment
+from diloco.core.learner import decisions
+from diloco.core.learner.accounts import StepDone
+from diloco.core.learner.fragment_state import Reader
+from diloco.core.learner.schedule import Moment
+from diloco.core.tensors.fragments import FragmentMap
 from diloco.errors import IslandError
 from diloco.member.arrays import Boundary
 from diloco.member.peer import Loan
@@ -19,7 +19,7 @@ from diloco.process.retry import until_available
 from diloco.process.tape import Unrecorded
 from diloco.processes.leader import Leader
 from diloco.processes.part import Part, Saving
-from diloco.wire import island
+from diloco.wire import process_messages as island
 
 
 class Follower:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
-from diloco.core.rows import LEADER
+from diloco.core.tensors.rows import LEADER
 from diloco.errors import IslandError, SettingsError
 from diloco.process import observe
 from diloco.process.observe import Logger
@@ -18,9 +18,9 @@ from diloco.processes.links import Handle, Links
 from diloco.processes.meeting import Meeting
 from diloco.processes.proving import OPEN, secret_of
 from diloco.settings.service import LearnerSettings, MeshSettings, host_and_port
-from diloco.wire import island
+from diloco.wire import process_messages as island
 from diloco.wire.framing import Message
-from diloco.wire.island import (
+from diloco.wire.process_messages import (
     Address,
     Again,
     Agree,

@@ -15,17 +15,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco.core import decisions
-from diloco.core import tape as events
-from diloco.core.accounts import MemberTraffic, StepDone
-from diloco.core.chain import Chain
-from diloco.core.decisions import Decisions
-from diloco.core.delta import PendingDelta
-from diloco.core.fragment_state import DueOffer, FragmentVersion, Phase, Reader
-from diloco.core.fragments import FragmentMap
-from diloco.core.markers import MarkerReply
-from diloco.core.saving import Ended, set_name
-from diloco.core.schedule import Moment
+from diloco.core.learner import decisions
+from diloco.core.learner.accounts import MemberTraffic, StepDone
+from diloco.core.learner.decisions import Decisions
+from diloco.core.learner.delta import PendingDelta
+from diloco.core.learner.fragment_state import DueOffer, FragmentVersion, Phase, Reader
+from diloco.core.learner.markers import MarkerReply
+from diloco.core.learner.saving import Ended, set_name
+from diloco.core.learner.schedule import Moment
+from diloco.core.log.chain import Chain
+from diloco.core.run import tape as events
+from diloco.core.tensors.fragments import FragmentMap
 from diloco.errors import IslandError
 from diloco.member.arrays import Boundary, Initial
 from diloco.member.member import LEAVE_TIMEOUT_S, Member
@@ -36,11 +36,11 @@ from diloco.process.tape import Recorder
 from diloco.processes.lending import Owners, SharedState
 from diloco.processes.part import Part, Saving
 from diloco.settings.service import LearnerSettings
-from diloco.wire import island
+from diloco.wire import process_messages as island
 from diloco.wire.control import MarkerAnswer, MarkerDeclined
 from diloco.wire.entries import Genesis
 from diloco.wire.framing import Message
-from diloco.wire.island import Kept, LoanPeers, Pending, Purpose
+from diloco.wire.process_messages import Kept, LoanPeers, Pending, Purpose
 
 Vector = NDArray[np.float32]
 

@@ -14,12 +14,12 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from diloco.core.chunks import Chunk
+from diloco.core.tensors.chunks import Chunk
 from diloco.errors import DilocoError, HashError, IslandError, RunError
 from diloco.member.peer import Layout, Lendable
 from diloco.processes.links import Links
 from diloco.wire.framing import Message
-from diloco.wire.island import AskSlice, DropLoan, PartSaved, Slice
+from diloco.wire.process_messages import AskSlice, DropLoan, PartSaved, Slice
 
 ANSWER_TIMEOUT_S = 10.0  # a process whose loop stands still so long is about to be given up
 

@@ -20,7 +20,7 @@ from diloco.process.observe import Logger
 from diloco.process.tasks import Tasks
 from diloco.processes.stream import EMPTY, Stream
 from diloco.wire.framing import Message
-from diloco.wire.island import MESSAGES, Address, Bye, Greeting, Ping, Proof
+from diloco.wire.process_messages import MESSAGES, Address, Bye, Greeting, Ping, Proof
 
 Handle = Callable[[int, Message, memoryview], None]  # of a process: its message, and its content while it is handled
 

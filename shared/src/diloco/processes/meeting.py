@@ -28,7 +28,7 @@ from diloco.processes.proving import Door, prove
 from diloco.processes.stream import Stream
 from diloco.settings.service import ProcessesSettings, host_and_port
 from diloco.wire.framing import Message
-from diloco.wire.island import Address, Arrival, Facts, Ping, Refused, Standing, Welcome, difference
+from diloco.wire.process_messages import Address, Arrival, Facts, Ping, Refused, Standing, Welcome, difference
 
 RETRY_S = 0.2  # until a process listens at an address
 REACH_S = 5.0  # to connect: a host that is gone says nothing

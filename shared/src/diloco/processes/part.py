@@ -19,14 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diloco.control.creation import KnownRun
-from diloco.core.decisions import Course
-from diloco.core.delta import VersionWrite
-from diloco.core.fragment_state import Reader
-from diloco.core.rows import LEADER, RowLayout
+from diloco.core.learner.decisions import Course
+from diloco.core.learner.delta import VersionWrite
+from diloco.core.learner.fragment_state import Reader
+from diloco.core.tensors.rows import LEADER, RowLayout
 from diloco.errors import IslandError
 from diloco.log.log import Log
+from diloco.member.member_tracing import MemberTraces
 from diloco.member.state import Saved
-from diloco.member.tracing import MemberTraces
 from diloco.process.observe import Counted, Logger
 from diloco.process.tasks import Tasks
 from diloco.process.telemetry import Telemetry
@@ -35,9 +35,9 @@ from diloco.processes.group import Group
 from diloco.processes.lending import LentParts
 from diloco.processes.shipping import Shipping
 from diloco.transport import Transport
-from diloco.wire import island
+from diloco.wire import process_messages as island
 from diloco.wire.framing import Message
-from diloco.wire.island import Decided, PartSaved, Save, Write
+from diloco.wire.process_messages import Decided, PartSaved, Save, Write
 
 Vector = NDArray[np.float32]
 

@@ -18,7 +18,7 @@ from blake3 import blake3
 
 from diloco.errors import HashError
 from diloco.processes.stream import Stream
-from diloco.wire.island import Challenge, Proof
+from diloco.wire.process_messages import Challenge, Proof
 
 OPEN = bytes(32)
 PROVING_S = 5.0  # four small messages, on a busy machine

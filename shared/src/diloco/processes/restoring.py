@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from diloco.core.learner import ACCOUNTS
-from diloco.core.saving import same_generation
+from diloco.core.learner.learner import ACCOUNTS
+from diloco.core.learner.saving import same_generation
 from diloco.errors import RunError
 from diloco.member import state
 from diloco.member.state import UNFIT, State
@@ -21,7 +21,7 @@ from diloco.processes import carrier
 from diloco.processes.leader import Leader
 from diloco.processes.part import Part
 from diloco.settings.service import LearnerSettings
-from diloco.wire.island import Candidate, Pending, Save
+from diloco.wire.process_messages import Candidate, Pending, Save
 
 Check = Callable[[State], None]  # raises one of them where this process does not find the values that its devices need
 

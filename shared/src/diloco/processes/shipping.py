@@ -13,12 +13,12 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from diloco.core.delta import Baseline
-from diloco.core.rows import VALUE_BYTES, FragmentRows, RowLayout
+from diloco.core.learner.delta import Baseline
+from diloco.core.tensors.rows import VALUE_BYTES, FragmentRows, RowLayout
 from diloco.errors import FormatError, HashError
 from diloco.processes.links import Links
-from diloco.wire import island
-from diloco.wire.island import PIECE_BYTES, What
+from diloco.wire import process_messages as island
+from diloco.wire.process_messages import PIECE_BYTES, What
 
 Vector = NDArray[np.float32]
 

@@ -15,7 +15,7 @@ from typing import TypeVar, cast
 from diloco.errors import FormatError
 from diloco.wire import framing
 from diloco.wire.framing import Message
-from diloco.wire.island import PIECE_BYTES
+from diloco.wire.process_messages import PIECE_BYTES
 
 M = TypeVar("M", bound=Message)
 Connected = Callable[["Stream"], None]

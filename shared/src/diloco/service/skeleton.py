@@ -12,7 +12,7 @@ from typing import Any, Literal, NoReturn, TypeVar
 
 from diloco.control import creation
 from diloco.control.creation import KnownRun
-from diloco.core.compiled import kernels
+from diloco.core.tensors.compiled import kernels
 from diloco.errors import DilocoError, RunError, SettingsError
 from diloco.nats.identity import Role, identity_file, of_service
 from diloco.nats.transport import NatsTransport

@@ -422,7 +422,7 @@ class RunSettings(_Section):
 
     @property
     def adapts(self) -> bool:
-        """Whether precision and pace follow the links between regions (:mod:`diloco.core.bandwidth`)."""
+        """Whether precision and pace follow the links between regions (:mod:`diloco.core.syncer.bandwidth`)."""
         return self.regions.adaptive and bool(self.regions.names) and not self.round.lockstep
 
     @property

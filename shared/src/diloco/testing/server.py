@@ -1,7 +1,7 @@
 """The server of a world in virtual time: streams with subjects, fences and a duplicate window, and buckets.
 
 It behaves as nats-server 2.15.1 does where services rely on it (``diloco.nats`` documents and tests that). What it does, it
-does at once and in one piece; time and loss are the network's (:mod:`diloco.testing.transport`).
+does at once and in one piece; time and loss are the network's (:mod:`diloco.testing.virtual_transport`).
 """
 
 from __future__ import annotations

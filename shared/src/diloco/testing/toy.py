@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from diloco.control import creation
 from diloco.control.creation import KnownRun
-from diloco.core.accounts import StepDone
-from diloco.core.delta import VersionWrite
-from diloco.core.fragments import FragmentMap, TensorSpec, cut_model
-from diloco.core.leases import RoundRobin
+from diloco.core.learner.accounts import StepDone
+from diloco.core.learner.delta import VersionWrite
+from diloco.core.run.leases import RoundRobin
+from diloco.core.tensors.fragments import FragmentMap, TensorSpec, cut_model
 from diloco.member.arrays import Boundary
 from diloco.member.member import Member
 from diloco.process.observe import get_logger

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diloco.control import creation
-from diloco.core.accounts import Accounts
+from diloco.core.learner.accounts import Accounts
 from diloco.errors import RunError, SettingsError
 from diloco.member.member import Member
 from diloco.process.observe import Logger
@@ -22,7 +22,7 @@ from diloco.settings.service import LearnerSettings
 from diloco.testing import threads
 from diloco.testing.loop import ProcessLoop
 from diloco.testing.toy import ToyLearner
-from diloco.testing.transport import CONTROL, VirtualTransport
+from diloco.testing.virtual_transport import CONTROL, VirtualTransport
 from diloco.testing.world import VirtualProcess, World
 
 T = TypeVar("T")

@@ -15,7 +15,7 @@ from typing import Any
 
 from diloco.testing.loop import ProcessLoop, Scheduler
 from diloco.testing.server import VirtualServer, VirtualStream, matches
-from diloco.testing.transport import CONTROL, Subscription, VirtualMessage, VirtualTransport, Wires, deliver
+from diloco.testing.virtual_transport import CONTROL, Subscription, VirtualMessage, VirtualTransport, Wires, deliver
 from diloco.wire.grants import SignedGrant
 
 DELAY_S = 0.001  # to or from a server

@@ -8,7 +8,7 @@ A *names map* is a JSON object of our paths. A tensor that it does not have keep
 * ``{"stacked": ["NAME", "OTHER"]}``: theirs are the entries along the first axis, which they do not have
 
 Shapes, rows and columns are those of the model. The log may have a tensor's axes in another order
-(:mod:`diloco.core.arrangement`); such a tensor keeps its place as a whole, or, a matrix, is transposed.
+(:mod:`diloco.core.tensors.arrangement`); such a tensor keeps its place as a whole, or, a matrix, is transposed.
 
 Writers and readers go piece by piece, so that no tensor need be in memory as a whole.
 """
@@ -25,8 +25,8 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from diloco.core.arrangement import Arrangement
-from diloco.core.fragments import Fragment, Piece, TensorSpec
+from diloco.core.tensors.arrangement import Arrangement
+from diloco.core.tensors.fragments import Fragment, Piece, TensorSpec
 from diloco.errors import SettingsError
 from diloco.settings.validation import nearest
 

@@ -20,7 +20,7 @@ from diloco.service import skeleton as service
 from diloco.service.metrics import SILENT_S, Exporter, families
 from diloco.settings.service import ServerWatchSettings, host_and_port
 from diloco_coordinator.server_watch.figures import MAX_ANSWER_BYTES, figures, read_answer
-from diloco_coordinator.server_watch.metrics import METRICS, ServerLook, StreamDisk
+from diloco_coordinator.server_watch.server_metrics import METRICS, ServerLook, StreamDisk
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric as Family

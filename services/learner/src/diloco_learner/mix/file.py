@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from diloco.core.built_in import BYTES
+from diloco.core.tensors.built_in import BYTES
 from diloco.errors import DataError, SettingsError
 from diloco.settings.run import MAX_SOURCES, MAX_VOCABULARY, SourceName
 from diloco.settings.validation import parse

@@ -10,7 +10,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from diloco.core.built_in import BYTES
+from diloco.core.tensors.built_in import BYTES
 from diloco.errors import DataError, SettingsError
 from diloco.process import files
 from diloco_learner.mix.documents import Documents

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from diloco.settings.run import RunSettings
-from diloco_learner import examination, members
-from diloco_learner.examination import StateFacts, TaskExamination
-from diloco_learner.model import parameters_digest
+from diloco_learner.api import examination, members
+from diloco_learner.api.examination import StateFacts, TaskExamination
+from diloco_learner.api.model import parameters_digest
 from diloco_learner.pytorch.island import TorchIsland
 from diloco_learner.pytorch.task import TorchTask
 from diloco_learner.task_api import STATE

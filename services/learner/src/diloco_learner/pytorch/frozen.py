@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from diloco.core.fragments import FixedSpec
+from diloco.core.tensors.fragments import FixedSpec
 from diloco.errors import SettingsError
 from diloco_learner.pytorch.names import ModuleTensor
 

@@ -1,4 +1,4 @@
-"""The inner optimizer over masters, as :mod:`diloco_learner.inner` has it: AdamW, or Muon for matrices.
+"""The inner optimizer over masters, as :mod:`diloco_learner.jax.inner` has it: AdamW, or Muon for matrices.
 
 ``torch.optim.Muon`` is another one: it computes in bfloat16, corrects no bias, and takes a fused tensor for one matrix. In a
 run of both frameworks all learners are to have the same.
@@ -16,10 +16,10 @@ from typing import Any, Protocol
 import torch
 from torch.optim.adamw import adamw
 
-from diloco.core.outer import EPSILON
+from diloco.core.tensors.outer import EPSILON
 from diloco.errors import SettingsError
 from diloco.settings.run import RunSettings
-from diloco_learner import members
+from diloco_learner.api import members
 from diloco_learner.tensors import tensor_of
 
 MOMENTUM = 0.95  # as its author has it (Jordan 2024), like the five Newton-Schulz steps of these coefficients

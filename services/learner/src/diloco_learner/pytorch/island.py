@@ -1,7 +1,7 @@
-"""A ``torch.nn.Module`` as the model of a learner: :class:`diloco_learner.model.Model`.
+"""A ``torch.nn.Module`` as the model of a learner: :class:`diloco_learner.api.model.Model`.
 
 Parameters stay where the module has them, and are read and written in place. A module with parameters in bfloat16 has float32
-**masters** beside it, as :class:`diloco_learner.island.Island` has: reads, writes, states and the optimizer concern masters
+**masters** beside it, as :class:`diloco_learner.jax.island.Island` has: reads, writes, states and the optimizer concern masters
 alone, and each step computes with masters rounded.
 """
 
@@ -20,16 +20,16 @@ import torch
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from diloco.core.chunks import Chunk
-from diloco.core.delta import Baseline
-from diloco.core.fragments import FixedSpec, Fragment, FragmentMap, TensorSpec, cut_model
+from diloco.core.learner.delta import Baseline
+from diloco.core.tensors.chunks import Chunk
+from diloco.core.tensors.fragments import FixedSpec, Fragment, FragmentMap, TensorSpec, cut_model
 from diloco.errors import SettingsError
 from diloco.member.peer import Layout
 from diloco.member.state import Content
 from diloco.settings.run import RunSettings
-from diloco_learner import members
-from diloco_learner.evaluation import Evaluation, evaluated, own_values, validation_sets
-from diloco_learner.model import COPY_BYTES, Capture, Vector, compare_states
+from diloco_learner.api import members
+from diloco_learner.api.evaluation import Evaluation, evaluated, own_values, validation_sets
+from diloco_learner.api.model import COPY_BYTES, Capture, Vector, compare_states
 from diloco_learner.pytorch import names
 from diloco_learner.pytorch.device import Queue
 from diloco_learner.pytorch.frozen import fixed_specs
@@ -282,7 +282,7 @@ class TorchIsland:
     snapshot = read  # an offer is made of the values
 
     def write(self, fragment: Fragment, theta: Vector, reference: Baseline | Vector | None = None, alpha: float = 0.0) -> None:
-        """Queue the writing of a fragment (:class:`diloco_learner.model.SharedParameters`); vectors are float32 [its size]."""
+        """Queue a fragment for writing (:class:`~diloco_learner.api.model.SharedParameters`); vectors: float32 [its size]."""
         self._queue.add(self._rows_of(fragment).write, fragment, theta, reference, alpha)
 
     def _rows_of(self, fragment: Fragment) -> TensorRows:

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from diloco.core.delta import Baseline
-from diloco.core.fragments import FixedSpec, Fragment, TensorSpec
+from diloco.core.learner.delta import Baseline
+from diloco.core.tensors.fragments import FixedSpec, Fragment, TensorSpec
 from diloco.errors import SettingsError
-from diloco_learner.model import Vector
-from diloco_learner.overlap import MemorySpan, check_apart
+from diloco_learner.api.model import Vector
+from diloco_learner.api.overlap import MemorySpan, check_apart
 from diloco_learner.pytorch.frozen import check_dense, fixed_specs
 from diloco_learner.pytorch.names import (
     ModuleTensor,
@@ -111,7 +111,7 @@ class TorchParameters:
         return TorchFragmentCopy(self._rows_of(fragment).read(fragment))
 
     def write(self, fragment: Fragment, theta: Vector, reference: Baseline | Vector | None = None, alpha: float = 0.0) -> None:
-        """Write a fragment, as :class:`diloco_learner.model.SharedParameters` says; vectors are float32 [its size]."""
+        """Write a fragment, as :class:`diloco_learner.api.model.SharedParameters` says; vectors are float32 [its size]."""
         self._rows_of(fragment).write(fragment, theta, reference, alpha)
 
     def _rows_of(self, fragment: Fragment) -> TensorRows:

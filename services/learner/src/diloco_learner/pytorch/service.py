@@ -8,17 +8,17 @@ from collections.abc import Callable
 
 import torch
 
-from diloco.core import tape
+from diloco.core.run import tape
 from diloco.errors import SettingsError
 from diloco.process import observe
 from diloco.service import skeleton as service
 from diloco.settings.run import TaskSettings
 from diloco.settings.service import MeshSettings, TorchLearnerSettings
-from diloco_learner import alone
-from diloco_learner.members import users_errors
-from diloco_learner.process import begin_with_file, begun, until_asked
+from diloco_learner.api.members import users_errors
 from diloco_learner.pytorch.island import TorchIsland
 from diloco_learner.pytorch.task import load_task
+from diloco_learner.run import alone
+from diloco_learner.run.process import begin_with_file, begun, until_asked
 from diloco_learner.task_api import first_batch
 
 PROGRAM = "diloco-torch-learner"

@@ -7,10 +7,11 @@ from typing import Any, Protocol
 
 import torch
 
-from diloco.core.built_in import BUILT_IN
+from diloco.core.tensors.built_in import BUILT_IN
 from diloco.errors import SettingsError
 from diloco.settings.run import TaskSettings
-from diloco_learner import members, tensors
+from diloco_learner import tensors
+from diloco_learner.api import members
 from diloco_learner.task_api import Aux, check_called, check_metric_names, made
 
 REQUIRED = ("tokens_per_batch", "module", "loss", "batches")

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from diloco.core.arrangement import Arrangement
-from diloco.core.delta import Baseline
-from diloco.core.fragments import Fragment, Piece, TensorSpec
-from diloco.core.rows import at
+from diloco.core.learner.delta import Baseline
+from diloco.core.tensors.arrangement import Arrangement
+from diloco.core.tensors.fragments import Fragment, Piece, TensorSpec
+from diloco.core.tensors.rows import at
 from diloco.errors import SettingsError
-from diloco_learner import members
-from diloco_learner.model import Vector
+from diloco_learner.api import members
+from diloco_learner.api.model import Vector
 from diloco_learner.pytorch import names
 from diloco_learner.task_api import STATE, is_merged
 from diloco_learner.tensors import Tensor, trained
@@ -164,7 +164,7 @@ class TensorRows:
         return torch.cat([self._rows(piece).reshape(-1) for piece in fragment.pieces])
 
     def write(self, fragment: Fragment, theta: Vector, reference: Baseline | Vector | None, alpha: float) -> None:
-        """Write a fragment, as :class:`diloco_learner.model.SharedParameters` says; vectors are float32 [its size]."""
+        """Write a fragment, as :class:`diloco_learner.api.model.SharedParameters` says; vectors are float32 [its size]."""
         with torch.no_grad():
             for piece in fragment.pieces:
                 rows = self._rows(piece)

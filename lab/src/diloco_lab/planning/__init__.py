@@ -1,0 +1,1 @@
+"""Plans for one's own sites: learners, meshes, settings and links."""

@@ -1,0 +1,1 @@
+"""The published tables beside what the simulator gives for them."""

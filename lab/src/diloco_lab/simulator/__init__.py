@@ -1,0 +1,1 @@
+"""A run in simulated time: lifetimes of learners, interruptions, rounds."""

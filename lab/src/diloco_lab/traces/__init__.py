@@ -1,0 +1,1 @@
+"""Traces of failures, read, fitted, and played in the simulator."""

@@ -1,0 +1,1 @@
+"""Checks of a run by what it left: ``diloco verify`` and ``diloco replay``."""

@@ -1,0 +1,1 @@
+"""Checkpoints of a whole run: taken, collected from several machines, and restored."""

@@ -1,0 +1,1 @@
+"""Changes of a run that goes on."""

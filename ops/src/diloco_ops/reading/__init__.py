@@ -1,0 +1,1 @@
+"""Reading a run from its directory or its servers."""

@@ -1,0 +1,1 @@
+"""``diloco up`` and what begins or goes on with a run on this machine."""

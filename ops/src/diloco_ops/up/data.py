@@ -1,0 +1,84 @@
+"""``diloco data``: what a ``mix.toml`` holds, as a run would train on it."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import tomli_w
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from diloco.errors import DataError, DilocoError
+from diloco.settings.counts import COUNT, parse_count
+from diloco.settings.loading import parse_assignments
+from diloco.settings.presets import run_settings
+from diloco.settings.run import RunSettings
+from diloco_ops.reading.asking import LEARNER, ask
+from diloco_ops.up.environment import learner_environment
+from diloco_ops.up.run_summary import printable
+from diloco_report.units import count, decimal, share
+
+
+def data(
+    mix: Annotated[Path, typer.Argument(metavar="MIX.TOML", help="The file, as diloco up --data takes it.")],
+    tokens: Annotated[
+        int | None, typer.Option(parser=parse_count, metavar=COUNT, help="Token budget of a run, for the epochs.")
+    ] = None,
+    learners: Annotated[int | None, typer.Option(min=1, help="Shares of a run's data.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE, any setting of the run; repeatable.")] = None,
+    json_: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    toml: Annotated[bool, typer.Option("--toml", help="The lines that a coordinator's file needs, and nothing else.")] = False,
+) -> None:
+    """Make a mix of data ready, and show its sources, epochs, speed and first window."""
+    given = {"tokens": tokens, "learners": learners}
+    overrides = parse_assignments(set_ or []) | {key: value for key, value in given.items() if value is not None}
+    settings = run_settings(overrides=overrides, source="diloco data")
+    found = described(mix, settings)
+    if toml:
+        print(tomli_w.dumps({"settings": {"task": {"mix": found["mix"]}}}), end="")
+    elif json_:
+        print(json.dumps(found))
+    else:
+        _show(found, settings)
+
+
+def described(mix: Path, settings: RunSettings) -> dict[str, Any]:
+    """Return what ``python -m diloco_learner.mix.describe`` says.
+
+    Raises:
+        DataError: there is no such file.
+        ServiceFailed: the mix cannot be trained on.
+    """
+    if find_spec(LEARNER) is None:
+        raise DilocoError("not installed: diloco-learner, which reads the data; pip install 'diloco[data]'")
+    if not mix.is_file():
+        raise DataError(f"{mix}: there is no such file")
+    request = {"settings": settings.model_dump(), "data": str(mix.resolve())}
+    return ask("mix.describe", request, learner_environment(0, 1, None))
+
+
+def _show(found: dict[str, Any], settings: RunSettings) -> None:
+    table = Table(box=None, pad_edge=False)
+    for head in ("source", "kind", "documents", "tokens", "held out", "characters a token", "of a batch", "epochs"):
+        table.add_column(head, justify="left" if head in ("source", "kind") else "right")
+    for name, source in found["sources"].items():
+        rate = source["characters_per_token"]
+        table.add_row(
+            name,
+            source["kind"],
+            count(source["documents"]) if source["documents"] else "",
+            count(source["tokens"]),
+            count(source["held_out"]),
+            "" if rate is None else decimal(rate, 2),
+            share(source["share"], 1),
+            decimal(source["epochs"], 2),
+        )
+    Console(highlight=False).print(table)
+    file = f", {found['tokenizer']}" if found["tokenizer"] else ""
+    print(f"epochs: of {count(settings.tokens)} tokens; vocabulary {found['vocabulary']}{file}")
+    print(f"{count(found['tokens_per_s'])} tokens/s from one thread, in batches of {count(found['batch_tokens'])}")
+    print(f"\nthe first window:\n{printable(found['sample'])}")

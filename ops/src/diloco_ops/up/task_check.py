@@ -1,0 +1,81 @@
+"""A run's tasks, looked at before its services start: whether they can be trained, and which of them are of PyTorch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from diloco.core.run.run_length import too_short
+from diloco.core.tensors.fragments import FragmentMap, check_same_map, unpack_map
+from diloco.errors import AdmissionError, SettingsError
+from diloco.service.rundir import RunDirectory
+from diloco.settings.run import MixSettings, RunSettings
+from diloco.settings.validation import parse
+from diloco_ops.reading.asking import ask
+from diloco_ops.up.environment import learner_environment, mesh_of
+
+
+def check_task(directory: RunDirectory, fragment_map: FragmentMap | None = None) -> RunDirectory:
+    """Find out that a run's tasks and data are fit to train, as its learners would find out too late; print if it is short.
+
+    ``fragment_map``: of the run that this one continues, whose model it must be. Return the directory, which has the units of
+    the loss then, where the task says them, the learners that compute with PyTorch, and its mix of data, if that is one.
+
+    Raises:
+        ServiceFailed: they are not; the message and the exit code are a learner's.
+        SettingsError: a torch learner's task is none of PyTorch, or is to have several devices.
+        AdmissionError: its model is not the run's; the first differing tensor is named.
+    """
+    others = sorted({*(directory.torch or {}).values()} - {directory.settings.task.name})
+    found = _found(directory, directory.settings, fragment_map, whole=bool(others))
+    torch = dict(directory.torch or {})
+    if found["torch"]:
+        torch = dict.fromkeys([*directory.learner_names, "evaluator"], directory.settings.task.name) | torch
+    for task in others:
+        own = directory.settings.model_copy(update={"task": directory.settings.task.model_copy(update={"name": task})})
+        its = _found(directory, own, fragment_map, whole=True)
+        if not its["torch"]:
+            raise SettingsError(f"--torch: {task} makes a task of JAX (it has init()), expected one of PyTorch, with module()")
+        try:
+            check_same_map(unpack_map(bytes.fromhex(its["map"])), unpack_map(bytes.fromhex(found["map"])), directory.name)
+        except AdmissionError as error:
+            raise AdmissionError(f"--torch: {task}: {error}") from None
+    if torch and (directory.devices_per_learner or directory.processes_per_learner):
+        raise SettingsError(
+            "--devices-per-learner, --processes-per-learner: a torch learner is one process, and the device is its module's"
+        )
+    short = too_short(directory.settings, found["step_tokens"])
+    if short is not None:
+        print(f"note: {short}", file=sys.stderr)
+    mix = None if found["mix"] is None else parse(MixSettings, found["mix"], "task.mix")
+    return replace(directory, units=found["units"], torch=torch or None, settings=directory.settings.with_mix(mix))
+
+
+def _found(directory: RunDirectory, settings: RunSettings, fragment_map: FragmentMap | None, *, whole: bool) -> dict[str, Any]:
+    """Return the facts that ``diloco_learner.check`` finds of the task of these settings; ``whole``: with its fragment map."""
+    devices = directory.devices_per_learner
+    environment = learner_environment(0, len(directory.learner_names), devices)
+    mesh = mesh_of(devices, 1 if devices is None else directory.replicas)
+    request = {
+        "settings": settings.model_dump(), "data": directory.data, "mesh": mesh, "init": directory.init,
+        "names": directory.init_names, "map": None if fragment_map is None else fragment_map.pack().hex(),
+        "whole": whole,
+    }  # fmt: skip
+    return ask("check", request, environment)
+
+
+def torch_tasks(items: Sequence[str], directory: RunDirectory) -> dict[str, str]:
+    """Return the torch tasks of learners that compute with PyTorch in a run of a JAX task."""
+    tasks = {}
+    for item in items:
+        name, _, task = item.partition("=")
+        if name not in directory.learner_names or ":" not in task:
+            names = directory.learner_names
+            raise SettingsError(
+                f"--torch {item}: expected LEARNER=MODULE:MAKE with a learner of {names[0]} to {names[-1]}, for example "
+                "learner-1=torch_gpt:make"
+            )
+        tasks[name] = task
+    return tasks

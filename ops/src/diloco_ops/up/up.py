@@ -1,0 +1,488 @@
+"""``diloco up``: a whole run on one machine, every service a process of its own, over real NATS."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import shutil
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from diloco.control import creation
+from diloco.errors import DataError, DilocoError, RunError, SettingsError
+from diloco.nats import streams
+from diloco.nats.opening import checked, shown
+from diloco.nats.transport import NatsTransport
+from diloco.process import observe
+from diloco.service import rundir
+from diloco.service.rundir import RunDirectory
+from diloco.settings.counts import COUNT, parse_count
+from diloco.settings.loading import parse_assignments
+from diloco.settings.presets import PRESETS, run_settings
+from diloco.settings.run import RunSettings
+from diloco.settings.time_limits import check_time_limits
+from diloco.wire.subjects import Subjects
+from diloco_ops.broker.server import CONNECT_TIMEOUT_S
+from diloco_ops.checkpoints.manifest import RunCheckpoint
+from diloco_ops.reading import local_runs
+from diloco_ops.track import trackers
+from diloco_ops.track.trackers import TRACKERS
+from diloco_ops.up import compiling, continuing, origin, pages, resume, task_check
+from diloco_ops.up.environment import check_least, metrics_addresses, per_process
+from diloco_ops.up.launch import Launcher, LaunchRequest, service_count
+from diloco_ops.up.progress_lines import progress_line
+from diloco_ops.up.run_summary import summarise
+from diloco_ops.up.supervise import ServiceFailed
+
+MAX_LEARNERS = 4096
+DEFAULT_PRESET = "decoupled"
+SERVICES = {
+    "diloco_learner": "diloco-learner", "diloco_syncer": "diloco-syncer", "diloco_coordinator": "diloco-coordinator",
+}  # fmt: skip
+
+TokenBudget = Annotated[
+    int | None,
+    typer.Option(parser=parse_count, metavar=COUNT, help="Token budget, such as 7.5M; with --continue: so many more."),
+]
+Data = Annotated[
+    str | None, typer.Option(help="File or folder of text, or as your task reads it; default: Python's standard library.")
+]
+Preset = Annotated[str, typer.Option(help=f"{', '.join(PRESETS)}.")]
+Set = Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE, any setting; repeatable.")]
+TaskOptions = Annotated[list[str] | None, typer.Option("--task", help="KEY=VALUE, an option of your own task; repeatable.")]
+Init = Annotated[
+    Path | None, typer.Option(help="Weights to begin with: a safetensors file, or a folder as Hugging Face has them.")
+]
+Names = Annotated[Path | None, typer.Option(help="JSON file of the names that the model's tensors have there.")]
+
+
+def up(
+    learners: Annotated[int | None, typer.Option(help="Learners (M).")] = None,
+    shards: Annotated[int | None, typer.Option(help="Syncers.")] = None,
+    tokens: TokenBudget = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Directory of the run; an unfinished one is resumed.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the initial model and of the data's order.")] = None,
+    data: Data = None,
+    init: Init = None,
+    names: Names = None,
+    preset: Preset = DEFAULT_PRESET,
+    set_: Set = None,
+    task: TaskOptions = None,
+    resume_from: Annotated[
+        Path | None,
+        typer.Option("--resume", help="Go on from a checkpoint, or from a run's directory, in a new directory (--run-dir)."),
+    ] = None,
+    resume_at: Annotated[
+        int | None, typer.Option(min=0, help="With --resume: begin again where every fragment's log stood at this version.")
+    ] = None,
+    continue_from: Annotated[Path | None, typer.Option("--continue", help="Run that is over; a new one goes on.")] = None,
+    archive: Annotated[bool, typer.Option("--archive", help="Keep every merged offer, so that merges can be audited.")] = False,
+    standbys: Annotated[int, typer.Option(min=0, help="Syncers beyond the shards, which stand by.")] = 0,
+    coordinators: Annotated[int, typer.Option(min=1, help="Coordinators; all but one stand by.")] = 1,
+    devices_per_learner: Annotated[
+        int | None, typer.Option(min=1, help="Devices of each learner, which make one mesh. Default: all that JAX finds.")
+    ] = None,
+    processes_per_learner: Annotated[
+        int | None, typer.Option(min=1, max=64, help="Processes that each learner is, which share its devices. Default: one.")
+    ] = None,
+    least_processes: Annotated[
+        int | None, typer.Option(min=1, help="So many of them go on where others are lost. Default: all begin again.")
+    ] = None,
+    torch: Annotated[list[str] | None, typer.Option(help="LEARNER=MODULE:MAKE: it computes with PyTorch, by it.")] = None,
+    slow: Annotated[list[str] | None, typer.Option(help="LEARNER=FACTOR: its steps take so many times as long.")] = None,
+    nats_url: Annotated[str | None, typer.Option("--nats", help="Use this NATS server instead of an embedded one.")] = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Plain lines instead of the live view.")] = False,
+    track: Annotated[list[str] | None, typer.Option(help=f"Have it shown by {' or '.join(TRACKERS)}; repeatable.")] = None,
+    page: Annotated[str | None, typer.Option(help=pages.HELP)] = None,
+    open_: Annotated[bool, typer.Option("--open", help="Open the run's page in a browser.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="Print the report as JSON at the end, and nothing else.")] = False,
+) -> int:
+    """Train one model with several learners, syncers and a coordinator on this machine."""
+    given = {"learners": learners, "shards": shards, "tokens": tokens, "seed": seed, "log.archive": archive or None}
+    overrides = overrides_of(set_, task) | {key: value for key, value in given.items() if value is not None}
+    path = run_dir or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+    _check_installed(track or [])
+    source, directory = _source(_CameFrom(resume_from, resume_at, continue_from), path, preset, overrides, data, nats_url)
+    directory = _beginning_with(directory, init, names, source)
+    _check_server(nats_url, directory.settings)
+    slowed = _slow_factors(slow or [], directory.learner_names)
+    directory = _shaped(directory, devices_per_learner, processes_per_learner, least_processes, torch or [])
+    metrics = metrics_addresses(service_count(directory, standbys, coordinators))
+    with _locked(directory, source, resume_at, nats_url, quiet=json_) as (directory, resumed):
+        served = pages.addresses(page or (pages.NOWHERE if json_ else pages.ANYWHERE), coordinators)
+        asked = LaunchRequest(standbys, coordinators, nats_url is None, json_, plain, track or [], served, open_, metrics)
+        report = asyncio.run((launcher := Launcher(directory, slowed, asked)).run(resumed))
+    return _tell(report, directory, json_, launcher.services.failures.values())
+
+
+def overrides_of(set_: list[str] | None, options: list[str] | None) -> dict[str, Any]:
+    """Return the settings that ``--set`` and ``--task`` give, the options of a task as settings of the run.
+
+    Raises:
+        SettingsError: one is no assignment.
+    """
+    given = {f"task.options.{key}": value for key, value in parse_assignments(options or [], "--task", "width=64").items()}
+    return parse_assignments(set_ or []) | given
+
+
+@dataclass(frozen=True)
+class _CameFrom:
+    """The options that say what a run goes on from."""
+
+    resume: Path | None
+    resume_at: int | None
+    continued: Path | None
+
+
+def _source(
+    came_from: _CameFrom,
+    path: Path,
+    preset: str,
+    overrides: dict[str, Any],
+    data: str | None,
+    nats_url: str | None,
+) -> tuple[RunCheckpoint | continuing.ContinuationSource | None, RunDirectory]:
+    """Return the checkpoint or the run to go on from, if there is one, and the run's directory."""
+    if nats_url is not None:
+        checked(nats_url)
+    if came_from.resume is None and came_from.resume_at is not None:
+        raise SettingsError(f"--resume-at {came_from.resume_at}: needs --resume PATH, the checkpoint or the run to go on from")
+    if came_from.resume is not None and came_from.continued is not None:
+        raise SettingsError(f"--continue {came_from.continued}, --resume {came_from.resume}: leave one of them out")
+    if any(key.partition(".")[0] == "continues" for key in overrides):
+        raise SettingsError("--set continues: says what a run continues, and is set by --continue RUN alone")
+    if came_from.resume is not None:
+        return _resumed(came_from.resume, came_from.resume_at, path, preset, overrides, data, nats_url)
+    if came_from.continued is not None:
+        return _continued(came_from.continued, path, preset, overrides, data, nats_url)
+    settings = run_settings(preset, overrides, "diloco up")
+    return None, _directory(path, settings, bool(overrides) or preset != DEFAULT_PRESET, data, nats_url)
+
+
+@contextmanager
+def _locked(
+    directory: RunDirectory,
+    source: RunCheckpoint | continuing.ContinuationSource | None,
+    at: int | None,
+    nats_url: str | None,
+    *,
+    quiet: bool,
+) -> Iterator[tuple[RunDirectory, bool]]:
+    """Lock a run's directory, after a run that begins there was checked and before it is written.
+
+    Yield the directory, and whether there is a run to go on with. ``quiet``: print no lines about what takes long.
+    """
+    existed, resumed = directory.path.exists(), (directory.path / "run.json").exists()
+    with compiling.kernels_compiled(quiet=quiet):
+        if not resumed:
+            with progress_line("checking the task and its data", quiet=quiet):
+                directory = _checked(directory, source, nats_url)
+    directory = origin.noted(directory)
+    with rundir.locked(directory.path):
+        if not resumed:
+            directory = _begun(directory, source, at, existed=existed, quiet=quiet)
+        yield directory, resumed or source is not None
+
+
+def _checked(
+    directory: RunDirectory, source: RunCheckpoint | continuing.ContinuationSource | None, nats_url: str | None
+) -> RunDirectory:
+    """Check a run that is to begin in this directory; nothing is written.
+
+    Return the directory, with the units of its loss and its mix of data.
+    """
+    check_time_limits(directory.settings, "diloco up")
+    if not isinstance(source, continuing.ContinuationSource):  # a run that goes on is checked with its weights
+        directory = task_check.check_task(directory)
+    if source is None and nats_url is not None:
+        asyncio.run(_check_name(directory.name, nats_url))
+    return directory
+
+
+def _begun(
+    directory: RunDirectory,
+    source: RunCheckpoint | continuing.ContinuationSource | None,
+    at: int | None,
+    *,
+    existed: bool,
+    quiet: bool,
+) -> RunDirectory:
+    """Write a new run's directory, which this process has locked, and what it goes on from.
+
+    ``existed``: the directory, before it was locked.
+
+    Raises:
+        RunError: another process has begun a run there while this one checked its own.
+    """
+    if (directory.path / "run.json").exists():
+        raise RunError(
+            f"{directory.path}: another `diloco up` began a run here at the same time: go on with that one (diloco up "
+            f"--run-dir {directory.path}), or choose another --run-dir"
+        )
+    if source is not None:
+        with progress_line(f"copying the state of {source.path}", quiet=quiet):
+            return _prepare(source, directory, at, existed=existed)
+    directory.save()
+    return directory
+
+
+def _beginning_with(
+    directory: RunDirectory, init: Path | None, names: Path | None, source: RunCheckpoint | continuing.ContinuationSource | None
+) -> RunDirectory:
+    """Return a run's directory that begins with the weights in a file or folder, if one is given.
+
+    Raises:
+        SettingsError: it goes on from a checkpoint, which has them; or there are names of no weights.
+        RunError: it has begun with others.
+    """
+    if init is None:
+        if names is not None:
+            raise SettingsError(f"--names {names}: needs --init PATH, the weights whose tensors have these names")
+        return directory
+    if source is not None:
+        option = "--resume" if isinstance(source, RunCheckpoint) else "--continue"
+        raise SettingsError(f"--init {init}: a run that goes on from {option} has its weights; leave one of them out")
+    file, named = str(init.resolve()), None if names is None else str(names.resolve())
+    if (directory.path / "run.json").exists() and (directory.init, directory.init_names) != (file, named):
+        began = f"the weights in {directory.init}" if directory.init else "those that its task makes"
+        raise RunError(f"{directory.path}: this run was begun with {began}; go on with it without --init")
+    return replace(directory, init=file, init_names=named)
+
+
+def _shaped(
+    directory: RunDirectory, devices: int | None, processes: int | None, least: int | None, torch: Sequence[str]
+) -> RunDirectory:
+    """Return a run's directory whose learners have so many devices and processes, and torch tasks, where these are given.
+
+    Raises:
+        SettingsError: the processes do not divide the devices; or ``least`` of them cannot go on alone.
+    """
+    devices, processes = devices or directory.devices_per_learner, processes or directory.processes_per_learner
+    least = least or directory.least_processes
+    per_process(devices, processes or 1)
+    if least is not None:
+        check_least(least, processes or 1, devices)
+    tasks = task_check.torch_tasks(torch, directory) or directory.torch
+    return replace(directory, devices_per_learner=devices, processes_per_learner=processes, least_processes=least, torch=tasks)
+
+
+def _tell(report: dict[str, Any] | None, directory: RunDirectory, json_: bool, failures: Iterable[ServiceFailed]) -> int:
+    """Print how the run ended. Return the exit code.
+
+    Raises:
+        ServiceFailed: a service without which it went on had failed.
+        DilocoError: no learner's newest steps changed anything.
+    """
+    if report is None:
+        if not json_:
+            print(local_runs.stopped_text(directory))
+        return observe.EXIT_INTERRUPTED
+    if json_:
+        print(json.dumps(report))
+    else:
+        summarise(report, directory.path)
+    for failure in failures:
+        raise failure
+    failed = {name: report["failures"][name] for name in report["learners"] if name in report["failures"]}
+    if failed and len(failed) == len(report["learners"]):
+        name, failure = next(iter(failed.items()))
+        raise DilocoError(f"run {report['run']} has ended, and no learner learned to its end: {name}: {failure}")
+    return 0
+
+
+def _check_installed(track: list[str]) -> None:
+    """Find out that the services are installed, and what is to track the run.
+
+    Raises:
+        DilocoError: some are not; they are named.
+    """
+    trackers.check(track, "--track")
+    missing = [name for module, name in SERVICES.items() if find_spec(module) is None]
+    if missing:
+        raise DilocoError(f"diloco up: not installed: {', '.join(missing)}; install all of it with: pip install 'diloco[all]'")
+
+
+def _check_server(nats_url: str | None, settings: RunSettings) -> None:
+    """Find out that a server that was given is enough for the run.
+
+    Raises:
+        SettingsError: it is no address; or the run has regions, each of which needs a server.
+    """
+    names, address = settings.regions.names, None if nats_url is None else checked(nats_url)
+    if address is not None and names:
+        raise SettingsError(
+            f"--nats {shown(address)}: is one server, and the run has the regions {', '.join(names)}; without --nats "
+            "a server is started for each, or go on without regions: --set 'regions.names=[]'"
+        )
+
+
+def _slow_factors(items: list[str], names: list[str]) -> dict[str, float]:
+    factors = {}
+    for item in items:
+        name, _, text = item.partition("=")
+        try:
+            factor = float(text)
+        except ValueError:
+            factor = 0.0
+        if not 1 <= factor < math.inf:
+            raise SettingsError(f"--slow {item}: expected LEARNER=FACTOR with a factor of at least 1, for example learner-3=5")
+        if name not in names:
+            raise SettingsError(f"--slow {item}: no learner {name!r}; there are {names[0]} to {names[-1]}")
+        factors[name] = factor
+    return factors
+
+
+def data_source(data: str | None, settings: RunSettings) -> str | None:
+    """Return ``--data`` as services are told it: an absolute path, or a string that only the run's own task understands.
+
+    Raises:
+        DataError: the built-in task would not find it.
+    """
+    if data is None:
+        return None
+    if Path(data).exists():
+        return str(Path(data).resolve())
+    if settings.task.name == "gpt":
+        raise DataError(f"--data {data}: there is no such file or folder")
+    return data
+
+
+def _directory(path: Path, settings: RunSettings, given: bool, data: str | None, nats_url: str | None) -> RunDirectory:
+    """Return the run's directory; a new one is not written yet."""
+    if not (path / "run.json").exists():
+        data = data_source(data, settings)
+        rundir.check_free(path)
+        if not _is_new(path):
+            raise RunError(f"{path}: exists, is not empty, and is no run's directory; choose another one")
+        return RunDirectory(path.resolve(), _name_of(path), nats_url or "", data, settings)
+    directory = rundir.load(path.resolve())
+    if directory.finished:
+        raise RunError(
+            f"{path}: this run is finished (its report is {directory.report}); choose another --run-dir, or for more tokens go "
+            f"on from it in another one: diloco up --continue {path} --tokens N"
+        )
+    rundir.check_free(path)
+    settings = settings.with_mix(directory.settings.task.mix)
+    if given and directory.settings != settings:
+        difference = creation.first_difference(directory.settings.model_dump(), settings.model_dump())
+        raise RunError(f"{path}: this run was begun with other settings ({difference}); resume it without settings")
+    if data is not None and data_source(data, directory.settings) != directory.data:
+        raise RunError(f"{path}: this run was begun with data {directory.data}; resume it without --data")
+    return directory
+
+
+def _name_of(path: Path) -> str:
+    """Return the name of the run whose directory this is to be."""
+    return "".join(c if c.isalnum() or c in "-_" else "-" for c in path.name.lower()).strip("-_")[:40] or "run"
+
+
+async def _check_name(name: str, url: str) -> None:
+    """Find out that a server has no run of this name: the new services would take the places of that one's.
+
+    Raises:
+        RunError: it has.
+        BrokerError: it does not answer, or cannot be used.
+    """
+    link = await NatsTransport.open(url, url, "up", observe.get_logger(), CONNECT_TIMEOUT_S)
+    try:
+        if await streams.exists(link, f"KV_{Subjects(name).bucket}"):
+            raise RunError(
+                f"run {name!r} exists at {shown(checked(url))}: go on with it by the --run-dir that it was begun with, or "
+                "choose another --run-dir, after whose last part a run is named"
+            )
+    finally:
+        await link.close()
+
+
+def _resumed(
+    source: Path, at: int | None, path: Path, preset: str, overrides: dict[str, Any], data: str | None, nats_url: str | None
+) -> tuple[RunCheckpoint, RunDirectory]:
+    """Return the checkpoint to go on from, and the new run's directory, which is not written yet."""
+    _check_new(path, "a checkpoint")
+    found = resume.find(source, at)
+    for note in found.notes:
+        print(f"note: {note}", file=sys.stderr)
+    manifest = found.checkpoint.manifest
+    settings = found.checkpoint.settings
+    _check_preset(source, manifest.run, settings, preset)
+    learners = _learners(overrides)
+    settings = resume.changed(found.checkpoint, overrides)
+    data = manifest.data if data is None else data_source(data, settings)
+    directory = RunDirectory(path.resolve(), manifest.run, nats_url or "", data, settings, learners)
+    if (source / "run.json").exists():  # its learners' states are those of such learners
+        directory = directory.with_learners_of(rundir.load(source))
+    return found.checkpoint, directory
+
+
+def _continued(
+    path: Path, new: Path, preset: str, overrides: dict[str, Any], data: str | None, nats_url: str | None
+) -> tuple[continuing.ContinuationSource, RunDirectory]:
+    """Return the run to go on from, and the new run's directory, which is not written yet."""
+    if "tokens" not in overrides:
+        raise SettingsError(f"--continue {path}: needs --tokens N, the tokens that the run is to go on with")
+    _check_new(new, "a run that is over")
+    learners = _learners(overrides)
+    source = continuing.find(path, overrides)
+    old = source.directory
+    _check_preset(path, old.name, old.settings, preset)
+    settings = source.changed(old.settings)
+    if data is None and not (path / "services").is_dir():
+        raise RunError(
+            f"{path}: was not made by diloco up, and does not say which data the run's learners had; give them with --data"
+        )
+    given = old.data if data is None else data_source(data, settings)
+    learners = old.learners if learners is None else learners
+    directory = RunDirectory(new.resolve(), _name_of(new), nats_url or "", given, settings, learners)
+    return source, directory.with_learners_of(old)
+
+
+def _check_new(path: Path, what: str) -> None:
+    rundir.check_free(path)
+    if not _is_new(path):
+        raise RunError(f"{path}: exists and is not empty; {what} goes on in a new directory: choose another --run-dir")
+
+
+def _is_new(path: Path) -> bool:
+    """Return whether a directory is not there or is empty, except for the lock that a command which failed left there."""
+    return not path.exists() or all(entry.name == rundir.LOCK for entry in path.iterdir())
+
+
+def _check_preset(source: Path, run: str, settings: RunSettings, preset: str) -> None:
+    if preset not in (DEFAULT_PRESET, settings.preset):
+        raise RunError(f"{source}: run {run!r} has preset {settings.preset}; it cannot go on with --preset {preset}")
+
+
+def _learners(overrides: dict[str, Any]) -> int | None:
+    """Take the number of learners out of overrides: who trains is not a setting of the run, shares of the data are leased."""
+    learners = overrides.pop("learners", None)
+    if learners is not None and (not isinstance(learners, int) or not 1 <= learners <= MAX_LEARNERS):
+        raise SettingsError(f"--learners {learners}: expected a number from 1 to {MAX_LEARNERS}")
+    return learners
+
+
+def _prepare(
+    source: RunCheckpoint | continuing.ContinuationSource, directory: RunDirectory, at: int | None, *, existed: bool
+) -> RunDirectory:
+    try:
+        if isinstance(source, RunCheckpoint):
+            asyncio.run(resume.prepare(source, directory, at=at))
+        else:
+            directory = asyncio.run(continuing.prepare(source, directory, task_check.check_task))
+            for note in source.notes:
+                print(f"note: {note}", file=sys.stderr)
+        return directory
+    except BaseException as error:
+        if not existed:
+            shutil.rmtree(directory.path, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise RunError(f"{directory.path}: could not be made from {source.path}: {error}") from None
+        raise

@@ -1,0 +1,1 @@
+"""A run's weights in files: ``diloco export``, ``eval`` and ``sample``."""

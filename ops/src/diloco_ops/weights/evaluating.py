@@ -1,0 +1,175 @@
+"""``diloco eval`` and ``diloco sample``: a run's weights, or those in a file, as its evaluator sees them.
+
+The weights of a run, going on, stopped or over, are written to a temporary file, as ``diloco export`` does. A process of the
+distribution diloco-learner evaluates the file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from safetensors import SafetensorError, safe_open
+
+from diloco.errors import RunError, SettingsError
+from diloco.settings import folders
+from diloco.settings.loading import parse_assignments
+from diloco.settings.presets import changed_settings
+from diloco.settings.run import RunSettings
+from diloco_ops.reading import run_reader
+from diloco_ops.reading.asking import ask
+from diloco_ops.reading.local_runs import newest_run
+from diloco_ops.up.environment import learner_environment
+from diloco_ops.up.run_summary import printable
+from diloco_ops.up.up import data_source
+from diloco_ops.weights import export, scratch
+from diloco_ops.weights.export import LATEST, TASK, WantedVersion, resolve_version
+from diloco_report.samples import trimmed
+from diloco_report.units import decimal
+
+Weights = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="[DIR|FILE]",
+        help="A run's directory, or a file that diloco export wrote. Default: the newest directory in runs/.",
+        show_default=False,
+    ),
+]
+Version = Annotated[
+    str, typer.Option(help="Of a run: a version that all fragments have; 50%: after that part of it; or latest.")
+]
+Average = Annotated[int, typer.Option(min=1, help="Of a run: the mean of so many versions, which end with this one.")]
+Data = Annotated[str | None, typer.Option(help="Other data than the run's, as diloco up --data takes it.")]
+Set = Annotated[
+    list[str] | None, typer.Option("--set", help="Of a file: task.KEY=VALUE, where it does not say so; repeatable.")
+]
+Json = Annotated[bool, typer.Option("--json", help="As JSON.")]
+
+
+def evaluate(
+    weights: Weights = None,
+    version: Version = LATEST,
+    average: Average = 1,
+    data: Data = None,
+    set_: Set = None,
+    json_: Json = False,
+) -> None:
+    """Evaluate a run's model, or one in a file, on the task's held-out data."""
+    found = result(EvaluationRequest(weights or newest_run("diloco eval"), version, average, data, set_ or []), None)
+    if json_:
+        print(json.dumps(found))
+        return
+    units = f" {found['units']}" if found["units"] else ""
+    print(f"loss {decimal(found['loss'], 4)}{units}")
+    for name, value in found["values"].items():
+        print(f"  {name} {decimal(value, 4)}")
+
+
+def sample(
+    weights: Weights = None,
+    prompt: Annotated[
+        str | None, typer.Option(help="Text to go on from, which is printed too; default: the task's own.")
+    ] = None,
+    count: Annotated[int, typer.Option(min=1, max=1_000_000, help="Characters to draw.")] = 400,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of what is drawn.")] = 0,
+    version: Version = LATEST,
+    average: Average = 1,
+    data: Data = None,
+    set_: Set = None,
+    json_: Json = False,
+) -> None:
+    """Draw text from a run's model, or from one in a file."""
+    wanted = {"seed": seed, "count": count, "prompt": prompt}
+    found = result(EvaluationRequest(weights or newest_run("diloco sample"), version, average, data, set_ or []), wanted)
+    if found["early"] is not None:
+        print(f"diloco: note: {found['early']}", file=sys.stderr)
+    print(json.dumps(found) if json_ else printable(trimmed(found["prompt"] + found["sample"])))
+
+
+@dataclass(frozen=True)
+class EvaluationRequest:
+    """Which weights are asked for, and with which task and data."""
+
+    path: Path
+    version: str
+    average: int
+    data: str | None
+    assignments: list[str]
+
+
+def result(asked: EvaluationRequest, drawn: dict[str, Any] | None) -> dict[str, Any]:
+    """Return what ``python -m diloco_learner.evaluate`` says.
+
+    Raises:
+        RunError: there is no such run, or its log does not have a version.
+        SettingsError: the file is none of weights, or the options do not fit together.
+        ServiceFailed: the weights could not be evaluated.
+    """
+    wanted = export.parsed_version(asked.version)
+    if asked.path.is_file():
+        if wanted is not None or asked.average > 1:
+            raise SettingsError(
+                f"{asked.path}: is a file, of one state of a model: --version and --average are for a run's directory"
+            )
+        settings = task_of(asked.path, asked.assignments)
+        return _evaluated(settings, asked.data, asked.path, drawn, other=asked.data is not None)
+    if asked.assignments:
+        raise SettingsError(f"{asked.path}: a run has its own settings: --set is for a file")
+    with folders.temporary() as folder:
+        file = Path(folder) / "weights.safetensors"
+        settings, own_data = asyncio.run(_write(asked, wanted, file))
+        return _evaluated(settings, own_data if asked.data is None else asked.data, file, drawn, other=asked.data is not None)
+
+
+async def _write(asked: EvaluationRequest, wanted: WantedVersion, file: Path) -> tuple[RunSettings, str | None]:
+    """Write a run's weights to a file; return its settings and data."""
+    async with run_reader.opened(asked.path) as seen:
+        version = await resolve_version(seen, wanted)
+        try:
+            with export.in_one_file(seen, file, version, asked.average) as weights:
+                await export.write(seen, weights, version, asked.average, scratch.in_folder(file.parent))
+        except OSError as error:
+            raise RunError(f"{file}: was not written: {error}") from None
+        return seen.run.created, seen.directory.data
+
+
+def task_of(file: Path, assignments: list[str]) -> RunSettings:
+    """Return settings with the task of which a file of weights is.
+
+    Raises:
+        SettingsError: the file does not say it, and the assignments do not; or one is of something else.
+    """
+    try:
+        with safe_open(file, "numpy") as opened:
+            metadata = opened.metadata() or {}
+        stated = json.loads(metadata.get(TASK, "{}"))
+        if not isinstance(stated, dict):
+            raise ValueError(f"its {TASK} is {metadata[TASK]!r}")
+    except (SafetensorError, OSError, ValueError, RecursionError) as error:
+        raise SettingsError(f"{file}: cannot be read as a safetensors file of weights: {error}") from None
+    given = parse_assignments(assignments)
+    for key in given:
+        if key.partition(".")[0] != "task":
+            raise SettingsError(f"--set {key}: of a file only its task can be set: task.KEY=VALUE")
+    if not stated and not given:
+        raise SettingsError(
+            f"{file}: does not say of which task it is (its metadata has no {TASK}, as diloco export writes it); say so with "
+            "--set task.name=..., --set task.width=... and so on"
+        )
+    return changed_settings(RunSettings(), {"task": stated} | given, str(file))
+
+
+def _evaluated(
+    settings: RunSettings, data: str | None, file: Path, drawn: dict[str, Any] | None, *, other: bool
+) -> dict[str, Any]:
+    """Return what the evaluation of a file says; ``other``: the data is not that of the run."""
+    place = data_source(data, settings)
+    if other:
+        settings = settings.with_mix(None)
+    request = {"settings": settings.model_dump(), "data": place, "weights": str(file), "sample": drawn}
+    return ask("evaluate", request, learner_environment(0, 1, None))

@@ -1,0 +1,364 @@
+"""``diloco export``: the weights of a run, going on or over, as safetensors, for Hugging Face's libraries, or for Orbax.
+
+Fragments are read from the log one after another, as every learner folds them, and their state hashes are compared. Each is
+written at once. So a fragment's parameters are in memory, and the entry that is folded, whatever the model's size. Its
+momentum, and sums of versions, are in files beside the output; the system has them in memory as long as it has room.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import typer
+from numpy.typing import NDArray
+
+from diloco.core.log.chain import WrongEntries
+from diloco.core.log.fold import Replica
+from diloco.core.tensors.float_mode import exact
+from diloco.errors import FormatError, HashError, MachineError, RunError, SettingsError
+from diloco.log.follower import LogFollower
+from diloco.log.reader import Room, in_memory
+from diloco.log.stream import pass_over
+from diloco.process import files, observe
+from diloco.weights_files import naming, tying
+from diloco.weights_files.naming import Names, Naming
+from diloco_ops.reading import run_reader
+from diloco_ops.reading.asking import ask
+from diloco_ops.reading.local_runs import newest_run
+from diloco_ops.reading.run_reader import RunReader
+from diloco_ops.up.environment import learner_environment
+from diloco_ops.weights import orbax_weights, scratch, weights_file
+from diloco_ops.weights.weights_file import SHARD_BYTES, Precision, Weights
+from diloco_report.units import model_size, size
+
+LATEST = "latest"
+M_MMAP_THRESHOLD, BUFFER_BYTES = -3, 128 << 10  # glibc's mallopt; buffers of parts are larger
+TASK = "diloco_task"  # in a file's metadata: the settings of the task, as JSON
+
+Vector = NDArray[np.float32]
+Format = Literal["safetensors", "hf", "orbax"]
+
+
+@dataclass(frozen=True)
+class VersionShare:
+    """The version that ends the first ``percent`` per cent of a run's versions."""
+
+    percent: int
+
+
+WantedVersion = int | VersionShare | None  # None: of each fragment the newest
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """The weights that are asked for, and the form in which they are to be written."""
+
+    out: Path
+    format: Format
+    version: WantedVersion
+    average: int
+    precision: Precision
+    names: Path | None
+    config: Path | None
+    shard_bytes: int | None
+
+
+def export(
+    places: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="[DIR] OUT",
+            help="The run's directory, by default the newest one in runs/; and the file to write, or the folder.",
+        ),
+    ],
+    format_: Annotated[
+        Format,
+        typer.Option("--format", help="A safetensors file, a folder of Hugging Face's libraries, or one of Orbax."),
+    ] = "safetensors",
+    version: Annotated[
+        str, typer.Option(help="A version that all fragments have; 50%: after that part of the run; or latest.")
+    ] = LATEST,
+    average: Annotated[int, typer.Option(min=1, help="The mean of so many versions, which end with this one.")] = 1,
+    precision: Annotated[Precision, typer.Option(help="Of the values.")] = "float32",
+    names: Annotated[
+        Path | None, typer.Option(help="JSON file of tensors' paths and the names that they get; others keep their path.")
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="With --format hf: the config.json, where the task has none.")] = None,
+    shard_bytes: Annotated[
+        int | None, typer.Option(min=1, help=f"With --format hf: the most that a file has. Default: {SHARD_BYTES}.")
+    ] = None,
+) -> None:
+    """Write the weights of a run, going on or over."""
+    if len(places) > 2:
+        raise SettingsError(f"diloco export: {places[2]}: one argument too many; expected [DIR] OUT")
+    *directories, out = places
+    for option, given in (("--config", config), ("--shard-bytes", shard_bytes)):
+        if given is not None and format_ != "hf":
+            raise SettingsError(f"{option} {given}: is for --format hf")
+    if format_ == "orbax":
+        orbax_weights.load()
+    asked = ExportRequest(out, format_, parsed_version(version), average, precision, names, config, shard_bytes)
+    _give_buffers_back()
+    write_draft = _new_folder if format_ != "safetensors" else _new_file
+    directory = directories[0] if directories else newest_run("diloco export")
+    try:
+        write_draft(out, lambda draft: asyncio.run(_export(directory, draft, asked)))
+    except OSError as error:
+        raise RunError(f"{out}: was not written: {error}") from None
+    written = [out] if out.is_file() else [each for each in out.rglob("*") if each.is_file()]
+    print(f"{out}: {size(sum(each.stat().st_size for each in written))}")
+
+
+def _give_buffers_back() -> None:
+    """Have this process's buffers go back to the system when they are free: kept ones would be as much as a fragment."""
+    with suppress(AttributeError, OSError):  # another C library
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, BUFFER_BYTES)
+
+
+def _new_file(path: Path, write: Callable[[Path], None]) -> None:
+    if path.is_dir():
+        raise SettingsError(f"{path}: is a folder; name the file to write")
+    files.replace(path, write)
+
+
+def _new_folder(path: Path, write: Callable[[Path], None]) -> None:
+    """Have a folder written that is there once it is whole.
+
+    Raises:
+        SettingsError: something is there.
+        OSError: it cannot be written.
+    """
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise SettingsError(f"{path}: exists, and is no empty folder; name a new one")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f"{path.name}.draft")
+    shutil.rmtree(draft, ignore_errors=True)
+    try:
+        write(draft)
+        draft.replace(path)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+
+
+def parsed_version(version: str) -> WantedVersion:
+    """Return the version that ``--version`` asks for; None: of each fragment the newest.
+
+    Raises:
+        SettingsError: it is neither a number, a percentage, nor ``latest``.
+    """
+    if version == LATEST:
+        return None
+    digits = version.removesuffix("%")
+    if not (digits.isascii() and digits.isdigit() and len(digits) < 16):
+        raise SettingsError(f"--version {version!r}: expected a number, a percentage such as 50%, or latest")
+    if digits == version:
+        return int(version)
+    if int(digits) > 100:
+        raise SettingsError(f"--version {version!r}: expected at most 100%")
+    return VersionShare(int(digits))
+
+
+async def resolve_version(seen: RunReader, wanted: WantedVersion) -> int | None:
+    """Return the version that is asked for, as a number; None: of each fragment the newest.
+
+    Raises:
+        RunError: the log cannot be read.
+    """
+    if not isinstance(wanted, VersionShare):
+        return wanted
+    return min(chain.version for chain in await run_reader.read_chains(seen.log)) * wanted.percent // 100
+
+
+async def _export(path: Path, draft: Path, asked: ExportRequest) -> None:
+    async with run_reader.opened(path) as seen:
+        version = await resolve_version(seen, asked.version)
+        with await asyncio.to_thread(_opened, seen, draft, asked, version) as weights:
+            versions = await write(seen, weights, version, asked.average, scratch.in_folder(draft.parent))
+        over = await seen.state()
+        mean = f", each the mean of {asked.average}" if asked.average > 1 else ""
+        print(
+            f"run {seen.run.name} ({over}): {model_size(seen.map.parameters, seen.map.state_values)} in "
+            f"{len(seen.map.tensors)} tensors, "
+            f"versions {min(versions)} to {max(versions)} of {len(versions)} fragments{mean}"
+        )
+
+
+def _opened(seen: RunReader, draft: Path, asked: ExportRequest, version: int | None) -> AbstractContextManager[Weights]:
+    """Return the weights to be written.
+
+    Raises:
+        SettingsError: the names do not fit the model; there is no configuration, or it is of another model.
+        ServiceFailed: the task does not say them.
+    """
+    metadata = metadata_of(seen, version, asked.average)
+    source = "task: names()" if asked.names is None else f"--names {asked.names}"
+    names = Names({}, source) if asked.names is None else naming.read_names(asked.names, source)
+    if asked.format == "hf":
+        config = None if asked.config is None else naming.read_object(asked.config, f"--config {asked.config}")[0]
+        if asked.names is None or config is None:
+            said = _said_by_task(seen)
+            names = Names(said["names"] or {}, source) if asked.names is None else names
+            config = said["config"] if config is None else config
+        if config is None:
+            raise SettingsError(
+                f"task.name = {seen.run.created.task.name!r}: has no config(), which says how Hugging Face's libraries make "
+                "the model; give the config.json with --config FILE"
+            )
+        named = Naming(seen.map.tensors, names)
+        _check_tied(named, config, "task: config()" if asked.config is None else f"--config {asked.config}")
+        draft.mkdir()
+        shard_bytes = asked.shard_bytes or SHARD_BYTES
+        return weights_file.hugging_face(draft, named, asked.precision, metadata, config, shard_bytes)
+    named = Naming(seen.map.tensors, names)
+    if asked.format == "orbax":
+        return orbax_weights.orbax(draft, named, asked.precision, metadata)
+    return weights_file.one_file(draft, named, asked.precision, metadata)
+
+
+def _check_tied(named: Naming, config: Mapping[str, Any], source: str) -> None:
+    """Find out that Hugging Face's libraries make the same model of a configuration and these tensors, or say what they go by.
+
+    Raises:
+        SettingsError: they would make up its head, or take the embedding for it.
+    """
+    tying.check_head(named, config, source)
+    unsaid = tying.unsaid(named, config, source)
+    if unsaid is not None:
+        print(unsaid, file=sys.stderr)
+    ignored = tying.heads_to_be_ignored(named, config)
+    if ignored is not None:
+        embedding, head = ignored
+        raise SettingsError(
+            f"{source}: {tying.KEY} is true, but the model has a head {head!r} that is trained by itself, in whose place "
+            f"Hugging Face's libraries would put the embedding {embedding!r}: set {tying.KEY} to false"
+        )
+
+
+def _said_by_task(seen: RunReader) -> dict[str, Any]:
+    request = {"settings": seen.run.created.model_dump(), "data": seen.directory.data}
+    return ask("hugging_face", request, learner_environment(0, 1, None))
+
+
+@contextmanager
+def in_one_file(seen: RunReader, path: Path, version: int | None = None, average: int = 1) -> Iterator[Weights]:
+    """Write a run's weights into a safetensors file of float32, each tensor by its path.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    named = Naming(seen.map.tensors, Names({}, str(path)))
+    with weights_file.one_file(path, named, "float32", metadata_of(seen, version, average)) as weights:
+        yield weights
+
+
+async def write(seen: RunReader, weights: Weights, version: int | None, average: int, room: Room = in_memory) -> list[int]:
+    """Write a run's weights as of a version, None being the newest of each fragment; return the version of each.
+
+    ``room`` is for the arrays that are not written: momenta, and sums of versions.
+
+    Raises:
+        MachineError, RunError: the log does not have a version, or not any more, or it cannot be read up to it.
+        OSError: they cannot be written.
+    """
+    versions = list[int]()
+    seen.log.reader.room_for_moments = room
+    for fragment in seen.map.fragments:
+        theta, at = await _values(seen, fragment.index, version, average, room)
+        await asyncio.to_thread(weights.put, fragment, theta)
+        del theta  # before the next one is read
+        versions.append(at)
+    return versions
+
+
+def metadata_of(seen: RunReader, version: int | None, average: int = 1) -> dict[str, str]:
+    """Return what a file of a run's weights says of them: ``diloco eval`` and ``diloco sample`` make the task by it."""
+    return {
+        "format": "pt",  # what transformers asks for: how arrays lie in the file
+        "diloco_run": seen.run.name,
+        "diloco_identity": seen.run.identity.hex(),
+        "diloco_version": LATEST if version is None else str(version),
+        "diloco_average": str(average),
+        "diloco_map": seen.map.digest.hex(),
+        TASK: seen.run.created.task.model_dump_json(),
+    }
+
+
+async def newest(seen: RunReader, fragment: int) -> Replica:
+    """Return the newest state that the log has of a fragment, as every learner folds it.
+
+    Raises:
+        MachineError: the log goes on with versions that fold to other states here than at learners that went on with them.
+        RunError: its newest versions fold to other states than they state.
+    """
+    reading = LogFollower(seen.log, (seen.genesis, seen.genesis_check), pass_over, observe.get_logger(), in_place=False)
+    replica, wrong = (await reading.load_once(fragment)).replica, reading.wrong[fragment]
+    unread = wrong.unread_after(replica.chain)
+    if unread is not None:
+        kind = MachineError if wrong.vouchers else RunError
+        raise kind(f"run {seen.run.name!r}, fragment {fragment}: {unread}")
+    return replica
+
+
+async def _values(seen: RunReader, fragment: int, version: int | None, average: int, room: Room) -> tuple[Vector, int]:
+    """Return a fragment's values, float32 [its size], and the version that they are of."""
+    genesis = seen.genesis, seen.genesis_check
+    if version is None:
+        replica = await newest(seen, fragment)
+        if average == 1:
+            return replica.theta, replica.chain.version
+        version = replica.chain.version
+    if average == 1:
+        return (await seen.log.reader.state_at(fragment, version, *genesis)).theta, version
+    return await _mean(seen, fragment, version, average, room), version
+
+
+async def _mean(seen: RunReader, fragment: int, version: int, average: int, room: Room) -> Vector:
+    """Return the mean of the versions up to one, float32 [size of the fragment]; it is summed up in float64."""
+    first = version - average + 1
+    if first < 0:
+        raise RunError(
+            f"run {seen.run.name!r}, fragment {fragment}: a mean of {average} versions up to {version} would begin before "
+            f"version 0; ask for at most {version + 1}"
+        )
+    replica = await seen.log.reader.state_at(fragment, first, seen.genesis, seen.genesis_check)
+    total, summed = room(8 * replica.theta.size).view(np.float64), 1
+    total[:] = replica.theta
+    end = await seen.log.reader.end_sequence(fragment)
+    try:
+        async for entry in seen.log.entries.fold_missed(replica, end, pass_over, WrongEntries(), judge=True):
+            if entry.record.makes_version:
+                _add(replica.theta, total)
+                summed += 1
+            if summed == average:
+                break
+    except (FormatError, HashError) as error:
+        raise RunError(f"run {seen.run.name!r}: {error}") from None
+    if summed < average:
+        raise RunError(
+            f"run {seen.run.name!r}, fragment {fragment}: its log ends with version {replica.chain.version}, expected {version}"
+        )
+    del replica  # before its mean is rounded
+    return _rounded_mean(total, average)
+
+
+@exact
+def _add(theta: Vector, total: NDArray[np.float64]) -> None:
+    """Add a version, float32 [size], to ``total``, float64 [size]."""
+    total += theta
+
+
+@exact
+def _rounded_mean(total: NDArray[np.float64], count: int) -> Vector:
+    """Return the mean, float32 [size], of ``count`` versions with this sum, float64 [size], which is overwritten."""
+    total /= count
+    return total.astype(np.float32)

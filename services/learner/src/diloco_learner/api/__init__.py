@@ -1,0 +1,1 @@
+"""A task as a learner sees it, whatever framework it is of: its members, options and model."""

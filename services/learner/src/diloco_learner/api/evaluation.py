@@ -1,0 +1,109 @@
+"""How good a model is, by its task: the losses of its validation sets, their metrics, and values of the task's own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from diloco.errors import SettingsError
+from diloco.settings.run import TaskSettings
+from diloco_learner.api import members
+from diloco_learner.task_api import METRIC_NAME
+
+Found: TypeAlias = Sequence[tuple[float, Mapping[str, float]]]  # loss and metrics of each batch of a set
+UNNAMED = ""  # the set of a task whose validation() returns a list
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How good a model is.
+
+    ``loss`` is the mean of the validation sets' losses; None where the task has no set. ``values`` are by name:
+    ``val_loss/SET`` of named sets, ``val/METRIC`` or ``val/SET/METRIC`` of the loss's metrics, and those of ``evaluate``. Where
+    that raised the ``failure``, its values are missing.
+    """
+
+    loss: float | None
+    values: Mapping[str, float]
+    failure: SettingsError | None = None
+
+    def finite_values(self) -> dict[str, float | None]:
+        """Return the values for JSON: None for one that is not finite."""
+        return {name: value if math.isfinite(value) else None for name, value in self.values.items()}
+
+
+def validation_sets(task: object, settings: TaskSettings) -> dict[str, Sequence[Any]]:
+    """Return the batches that the global model is evaluated on, by the name of their set; nothing if the task has none.
+
+    Raises:
+        SettingsError: a set is empty or has no fit name, or there are none though the task says it has.
+    """
+    validation = getattr(task, "validation", None)
+    if validation is None:
+        return {}
+    returned = validation()
+    sets = dict(returned) if isinstance(returned, Mapping) else {UNNAMED: returned}
+    source = f"task.name = {settings.name!r}: validation() returned"
+    where = members.place(validation)
+    if not sets:
+        raise SettingsError(f"{source} no set; give at least one batch, or leave validation() out: no validation loss{where}")
+    for name, batches in sets.items():
+        if isinstance(returned, Mapping) and (not isinstance(name, str) or METRIC_NAME.fullmatch(name) is None):
+            raise SettingsError(
+                f"{source} a set named {name!r}, expected 1 to 48 lower-case letters, digits and _, such as 'code'{where}"
+            )
+        if not isinstance(batches, Sequence | np.ndarray):
+            raise SettingsError(
+                f"{source} a {type(batches).__name__}, expected a list of batches, or such lists by name{where}"
+            )
+        if not len(batches):
+            raise SettingsError(
+                f"{source} no batch{f' in set {name!r}' if name else ''}; give at least one, on which the model is evaluated, "
+                f"or leave validation() out: no validation loss{where}"
+            )
+    return sets
+
+
+def evaluated(sets: Mapping[str, Found], own: Callable[[], Mapping[str, float]], settings: TaskSettings) -> Evaluation:
+    """Return the evaluation of a model whose batches have these losses; ``own`` gives the values of ``evaluate``."""
+    losses, values = [], {}
+    for name, found in sets.items():
+        losses.append(_mean(loss for loss, _ in found))
+        if name != UNNAMED:
+            values[f"val_loss/{name}"] = losses[-1]
+        for metric in found[0][1]:
+            values["/".join(filter(None, ("val", name, metric)))] = _mean(metrics[metric] for _, metrics in found)
+    loss = _mean(losses) if losses else None
+    try:
+        with members.users_errors(settings):
+            return Evaluation(loss, values | dict(own()))
+    except SettingsError as error:
+        return Evaluation(loss, values, error)
+
+
+def own_values(task: object, given: Mapping[str, Any], params: Any) -> dict[str, float]:
+    """Return the values of a task's ``evaluate``, to which the keywords ``given`` are.
+
+    Raises:
+        SettingsError: it returned something else.
+    """
+    evaluate = task.evaluate  # type: ignore[attr-defined]
+    returned, where = evaluate(params, **given), members.place(evaluate)
+    if not isinstance(returned, Mapping):
+        raise SettingsError(f"task: evaluate() returned a {type(returned).__name__}, expected numbers by name{where}")
+    for name, value in returned.items():
+        if not isinstance(name, str) or METRIC_NAME.fullmatch(name) is None:
+            raise SettingsError(
+                f"task: evaluate() named a value {name!r}, expected 1 to 48 lower-case letters, digits and _{where}"
+            )
+        if np.shape(value) != () or not np.issubdtype(np.asarray(value).dtype, np.number):
+            raise SettingsError(f"task: evaluate() returned {name} = {value!r}, expected a number{where}")
+    return {name: float(value) for name, value in returned.items()}
+
+
+def _mean(values: Iterable[float]) -> float:
+    return float(np.mean(list(values)))

@@ -1,0 +1,192 @@
+"""All that ``diloco check`` says of a task before it is trained, and the part of finding it out that knows no framework."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import numpy as np
+
+from diloco.core.tensors import quantise
+from diloco.core.tensors.fragments import FragmentMap, TensorSpec, build_map
+from diloco.errors import DilocoError, SettingsError
+from diloco.settings.run import RunSettings, Strategy
+from diloco_learner.api import members
+from diloco_learner.api.model import Evaluated
+from diloco_learner.task_api import Batches, first_batches, next_batch
+from diloco_learner.tensors import tensor_of
+
+SHARES = 4  # compared with each other
+DRAWN = 4  # tokens of text, which show that it can be drawn
+
+
+@dataclass(frozen=True)
+class TensorFacts:
+    """A tensor as the run treats it."""
+
+    path: str
+    shape: list[int]
+    dtype: str
+    size_bytes: int  # of float32, as offers and versions have it
+    fragments: list[int]
+    merge: str
+    matrices: int  # that the built-in optimizer of matrices sees
+
+
+@dataclass(frozen=True)
+class StateFacts:
+    """An array of a task's state as the run treats it."""
+
+    path: str
+    shape: list[int]
+    dtype: str
+    fragments: list[int]  # none: it is its learner's own
+    merge: str  # average, or local
+
+
+@dataclass(frozen=True)
+class StrategyFacts:
+    """Fragments that a strategy would make of a model, with the run's other settings.
+
+    ``refusal``: why it cannot cut the model, with no fragments; empty: it can. Sizes are of a fragment, in bytes of float32.
+    """
+
+    strategy: Strategy
+    fragments: int
+    smallest_bytes: int
+    largest_bytes: int
+    refusal: str = ""
+
+
+@dataclass(frozen=True)
+class TaskExamination:
+    """All that is known of a task before it is trained; sizes in bytes."""
+
+    task: str
+    parameters: int
+    tensors: list[TensorFacts]
+    state: list[StateFacts]
+    fragments: list[dict[str, Any]]  # index, parameters, bytes of an offer
+    strategies: list[StrategyFacts]  # every way to cut the model into as many fragments
+    memory: dict[str, int]  # of the compiled step: arguments, results, temporaries, program; empty where these are unknown
+    constants: list[dict[str, Any]]  # shape, dtype and bytes of arrays that the loss has closed over
+    step_s: float  # of the second step, on this machine
+    loss: float  # of the first batch, with the first parameters
+    units: str | None
+    warnings: list[str]
+
+
+def share_of(task: Batches, settings: RunSettings, share: int, start: int = 0) -> Iterator[Any]:
+    """Return a share's batches from the ``start``-th on."""
+    return task.batches(share, settings.learners, settings.seed, start)
+
+
+def unsteady_data(
+    task: Batches, settings: RunSettings, first: Sequence[Any], as_bytes: Callable[[Any], bytes]
+) -> Iterator[str]:
+    """Yield what is unusual in a task's batches: a batch is to depend on seed, share and number alone.
+
+    ``first`` are the first two of the first share, as they were made before.
+
+    Raises:
+        SettingsError: a share's batches end.
+    """
+    where = members.place(task.batches)
+    kept = [as_bytes(batch) for batch in first]
+    again = [as_bytes(batch) for batch in itertools.islice(first_batches(task, settings), 2)]
+    if again != kept:
+        yield f"batches() gives other batches when it is called again: a learner that comes back trains others{where}"
+    elif as_bytes(next(share_of(task, settings, 0, 1))) != kept[1]:
+        yield f"batches(start=1) does not begin with the second batch: a learner that comes back trains others{where}"
+    if kept[0] == kept[1]:
+        yield f"batches() gives the same batch twice, the first and the second of share 0{where}"
+    seen = {kept[0]: 0}
+    for share in range(1, min(SHARES, settings.learners)):
+        same = seen.setdefault(as_bytes(next_batch(task, share_of(task, settings, share), share, 0)), share)
+        if same != share:
+            yield f"shares {same} and {share} begin with the same batch: learners train on the same data{where}"
+
+
+def without_gradient(path: str, where: str) -> str:
+    """Return the warning of a tensor that nothing trains; ``where`` the loss is written ends the sentence."""
+    return f"tensor {path!r} has no gradient: the loss of the first batch does not depend on it{where}"
+
+
+def fails_to_draw(task: object, settings: RunSettings, model: Evaluated) -> list[str]:
+    """Return a warning if the task draws text from its model, and cannot."""
+    draw = getattr(task, "sample", None)
+    try:
+        with members.users_errors(settings.task, draw):
+            model.sample(settings.seed, DRAWN)
+    except DilocoError as error:
+        return [f"sample() fails, so that the run's end has no text: {error}"]
+    return []
+
+
+def two_results(losses: tuple[float, float], differing: list[str]) -> list[str]:
+    """Return a warning if the same step gave two losses, or arrays that differ, by name."""
+    if losses[0] == losses[1] and not differing:
+        return []
+    named = f"; {differing[0]} differs" if differing else ""
+    return [f"the same step gives two results (losses {losses[0]!r}, {losses[1]!r}{named}): no replay can agree"]
+
+
+def fragment_facts(fragments: FragmentMap, settings: RunSettings) -> list[dict[str, Any]]:
+    """Return of each fragment its index, parameters, and bytes of an offer."""
+    bits = settings.codec.offer_bits
+    return [
+        {"index": one.index, "parameters": one.size, "offer_bytes": quantise.body_bytes(one.size, one.bits(bits))}
+        for one in fragments.fragments
+    ]
+
+
+def strategy_facts(specs: Sequence[TensorSpec], settings: RunSettings) -> list[StrategyFacts]:
+    """Return what each strategy would make of the tensors of a model, that of the run among them."""
+    cut, found = settings.fragments, list[StrategyFacts]()
+    for strategy in get_args(Strategy):
+        layers = cut.layers if strategy == cut.strategy else 1
+        try:
+            sizes = [4 * fragment.size for fragment in build_map(specs, cut.count, strategy, layers=layers).fragments]
+        except SettingsError as error:
+            found.append(StrategyFacts(strategy, 0, 0, 0, str(error)))
+        else:
+            found.append(StrategyFacts(strategy, len(sizes), min(sizes), max(sizes)))
+    return found
+
+
+def tensor_facts(task: object, settings: RunSettings, fragments: FragmentMap, rounded: set[str]) -> list[TensorFacts]:
+    """Return the trained tensors as the run treats them; those ``rounded`` are bfloat16 in the model."""
+    found = lies(fragments)
+    return [
+        TensorFacts(
+            path=tensor.path,
+            shape=list(tensor.model_shape),
+            dtype="bfloat16" if tensor.path in rounded else "float32",
+            size_bytes=4 * tensor.size,
+            fragments=found[tensor.path],
+            merge=_merge(settings, tensor.shape, embedding=tensor.embedding),
+            matrices=len(tensor_of(task, tensor.path, tensor.model_shape).matrices(tensor.model_shape)),
+        )
+        for tensor in fragments.tensors
+        if not tensor.state
+    ]
+
+
+def lies(fragments: FragmentMap) -> dict[str, list[int]]:
+    """Return by tensor the fragments that it lies in."""
+    found: dict[str, set[int]] = {}
+    for fragment in fragments.fragments:
+        for piece in fragment.pieces:
+            found.setdefault(piece.path, set()).add(fragment.index)
+    return {path: sorted(indexes) for path, indexes in found.items()}
+
+
+def _merge(settings: RunSettings, shape: tuple[int, ...], *, embedding: bool) -> str:
+    """Say how offers of a tensor are merged; a row, along the last axis, is one output unit."""
+    if embedding or settings.merge.method == "average":
+        return "average"
+    if settings.merge.granularity == "tensor" or len(shape) < 2:
+        return "one norm"
+    return f"row: {int(np.prod(shape[:-1]))} norms"

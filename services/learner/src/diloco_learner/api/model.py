@@ -1,0 +1,212 @@
+"""The model that a learner trains, as all parts see it that know no framework: its steps, its fragments, its state.
+
+:class:`diloco_learner.jax.island.Island` computes it with JAX, and :mod:`diloco_learner.pytorch` with PyTorch. The trainer's
+thread calls everything here, and nothing waits for the device but what says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from diloco.core.learner.delta import Baseline
+from diloco.core.run import tape
+from diloco.core.tensors.chunks import Chunk
+from diloco.core.tensors.fragments import Fragment, FragmentMap, TensorSpec
+from diloco.core.tensors.rows import RowLayout
+from diloco.errors import RunError
+from diloco.member.peer import Layout
+from diloco.member.state import Content
+from diloco_learner.api.evaluation import Evaluation
+
+Vector = NDArray[np.float32]
+
+COPY_BYTES = 1 << 28  # of a device whose memory is unknown: copied at once in any case
+
+
+@dataclass(frozen=True)
+class Capture:
+    """A model's state as of a boundary. If it is ``held``, no step or write may begin before all its values are read."""
+
+    content: Content
+    held: bool
+
+
+class Output(Protocol):
+    """A step that was dispatched."""
+
+    def wait(self) -> float:
+        """Wait for the step to end; its loss, or NaN where loss or gradients were not finite and no step was taken."""
+
+    def metric_values(self) -> dict[str, float]:
+        """Wait for the step to end; the task's own metrics."""
+
+    def gradient_norm(self) -> float:
+        """Wait for the step to end; the norm of all gradients together, before clipping."""
+
+
+class FragmentCopy(Protocol):
+    """A fragment's values as of when it was read, still on the device."""
+
+    def to_host(self, out: Vector | None = None) -> Vector:
+        """Wait for the values, and return them as float32 [size of the fragment], in ``out`` if given. From any thread."""
+
+
+class SharedParameters(Protocol):
+    """Parameters that versions are written into, and that offers are read from: a model's, or a loop's of one's own."""
+
+    def write(self, fragment: Fragment, theta: Vector, reference: Baseline | Vector | None = None, alpha: float = 0.0) -> None:
+        """Queue ``alpha * value + (1 - alpha) * kept``, where ``kept`` is ``theta + (value - reference)``, else ``theta``.
+
+        Without ``reference`` and ``alpha`` the value becomes ``theta`` whatever it was, NaN too. Both are float32 [size of the
+        fragment], and made of values that must not change until the next step has ended.
+        """
+
+    def snapshot(self, fragment: Fragment) -> FragmentCopy:
+        """Queue a copy of what an offer of a fragment is made of."""
+
+
+class Stepping(SharedParameters, Protocol):
+    """A model that a trainer steps."""
+
+    @property
+    def device(self) -> str:
+        """Its device or devices, in words."""
+
+    def device_bytes(self) -> int | None:
+        """Return the memory in use on its devices here; None where it is not known. From any thread."""
+
+    @property
+    def apart(self) -> bool:
+        """Whether a step is two programs: :meth:`finish_step` dispatches the second."""
+
+    def begin_step(self, batch: Any, learning_rate: float, at: tuple[int, int] = (0, 0)) -> Output:
+        """Dispatch a step on the batch ``at`` a share and an index in it, or its first program."""
+
+    def finish_step(self) -> None:
+        """Dispatch the second program of the step that was begun, if there is one."""
+
+
+class SavedModel(Protocol):
+    """A model whose state is saved, lent and loaded: arrays by name, in chunks."""
+
+    def capture(self, *, optimizer_only: bool = False) -> Capture:
+        """Return the state as of the steps and writes so far, or the optimizer's alone."""
+
+    def wanted(self, *, optimizer_only: bool = False) -> list[Chunk]:
+        """Return the chunks that :meth:`put` takes, in any order."""
+
+    def put(self, chunk: Chunk, values: NDArray[Any]) -> None:
+        """Write a chunk of :meth:`wanted`: ``values``, any dtype [its lengths]."""
+
+    def optimizer_layout(self) -> Layout:
+        """Return names, shapes and types of the optimizer state."""
+
+    def forget_optimizer(self) -> None:
+        """Begin with a fresh optimizer state."""
+
+    def check_state(self, state: Mapping[str, Chunk]) -> None:
+        """Check that a state of these arrays, by name, is one of this model.
+
+        Raises:
+            RunError: an array is missing, not known, or of another shape or type.
+        """
+
+
+class SharedModel(Stepping, SavedModel, Protocol):
+    """A model whose values lie on the devices of several processes: what each of them asks of its own part."""
+
+    def read(self, fragment: Fragment) -> FragmentCopy:
+        """Queue a copy of a fragment's values with this process's rows, as of the steps and writes so far."""
+
+    def row_layout(self, fragment: Fragment, processes: int) -> RowLayout:
+        """Return which rows of a fragment each process of this learner has; all processes return the same."""
+
+    def optimizer_owners(self) -> Mapping[str, Sequence[tuple[int, Chunk]]]:
+        """Return by array of the optimizer state, which process captures which chunk of it; all processes return the same."""
+
+    def settled(self) -> Content:
+        """Return what this process has of the state, read without any program: devices may hang."""
+
+
+class Evaluated(SharedParameters, Protocol):
+    """A model that an evaluator evaluates."""
+
+    @property
+    def task(self) -> object:
+        """The task that it is of."""
+
+    def evaluation(self) -> Evaluation:
+        """Return how good the model is, by all that the task has to say it."""
+
+    def check_evaluation(self) -> None:
+        """Find out that validation sets and values of the task's own are what they can be.
+
+        Raises:
+            SettingsError: they are not.
+        """
+
+    def sample(self, seed: int, count: int, prompt: str | None = None) -> str | None:
+        """Return text of ``count`` characters from the model, behind a ``prompt`` if given; None if the task draws none."""
+
+
+class Model(Stepping, SavedModel, Evaluated, Protocol):
+    """All of it: what a process needs that is a learner or an evaluator alone."""
+
+    def read(self, fragment: Fragment) -> FragmentCopy:
+        """Queue a copy of a fragment's values, as of the steps and writes so far."""
+
+    def specs(self) -> list[TensorSpec]:
+        """Return the tensors that are in the log, state among them."""
+
+    def fragments(self) -> FragmentMap:
+        """Return the fragments that the run cuts the model into."""
+
+    def check(self, batch: Any) -> None:
+        """Find out that the task's loss of a batch is one number that can be differentiated.
+
+        Raises:
+            SettingsError: it is something else.
+        """
+
+    def rehearse(self, batch: Any) -> float:
+        """Take a step that changes nothing, so that the first one takes no longer than others; return as :meth:`Output.wait`.
+
+        Raises:
+            SettingsError: the task's code, or its optimizer, is not as a step needs it.
+        """
+
+    def measured(self, batch: Any) -> tuple[float, list[str]]:
+        """Return a batch's loss, finite or not, and the paths of the tensors whose gradients are not finite."""
+
+
+def parameters_digest(model: Model, fragment_map: FragmentMap) -> bytes:
+    """Return the digest of the parameters as of the steps and writes so far; wait for the device."""
+    return digest_of(fragment_map, lambda index: model.read(fragment_map.fragments[index]).to_host())
+
+
+def digest_of(fragment_map: FragmentMap, read: Callable[[int], Vector]) -> bytes:
+    """Return the digest of parameters; ``read`` gives a fragment, float32 [size], by its index."""
+    indexes = [fragment.index for fragment in fragment_map.fragments]
+    return tape.state_digest({str(index): blake3(read(index).tobytes()).digest() for index in indexes})
+
+
+def compare_states(own: Mapping[str, Chunk], state: Mapping[str, Chunk]) -> None:
+    """Check that a state, its whole arrays by name, has the ones of this model.
+
+    Raises:
+        RunError: an array is missing, not known, or of another shape or type.
+    """
+    for name in sorted(own.keys() | state.keys()):
+        if name not in state or name not in own:
+            raise RunError(f"checkpoint: array {name!r} is {'missing' if name in own else 'not of this model'}")
+        if state[name] != own[name]:
+            raise RunError(
+                f"checkpoint: array {name!r} has shape {state[name].shape} of {state[name].dtype}, this model's has "
+                f"{own[name].shape} of {own[name].dtype}"
+            )

@@ -1,0 +1,1 @@
+"""The batches of a task's data."""

@@ -1,0 +1,1 @@
+"""An island of JAX: its mesh, its parameters and optimizer, its one compiled step."""

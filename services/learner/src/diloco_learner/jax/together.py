@@ -1,0 +1,122 @@
+"""A learner of several processes whose devices JAX makes one mesh of: what they have to agree on, and how they end together.
+
+:mod:`diloco.processes.group` connects them. What each does from then on knows no framework (:mod:`diloco_learner.run.several`).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import jax
+
+from diloco.core.run import tape as events
+from diloco.errors import IslandError
+from diloco.processes.group import Group
+from diloco_learner import replay
+from diloco_learner.jax import agreement
+from diloco_learner.jax.beginning import Beginning, connect_jax, room_for_steps
+from diloco_learner.jax.mesh import make_mesh
+from diloco_learner.run import several
+from diloco_learner.run.process import LearnerProcess
+
+LOST = ("UNAVAILABLE:", "DEADLINE_EXCEEDED:", "ABORTED:", "CANCELLED:", "UNKNOWN:", "FAILED_PRECONDITION:", "INTERNAL: Gloo")
+# how JAX's errors begin where another process is gone
+
+
+def begin_jax(group: Group) -> None:
+    """Have JAX connect this process with the others, if there are any: from here on it has all their devices.
+
+    Raises:
+        IslandError: it cannot.
+    """
+    if group.size == 1:
+        return
+    host, port = group.coordinator
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    try:
+        connect_jax(address, group.size, group.place, group.settings.start_s)
+    except RuntimeError as error:
+        raise IslandError(f"learner {group.name}, process {group.index}: JAX cannot connect its processes: {error}") from None
+
+
+def work(process: LearnerProcess) -> None:
+    """Train as one of a learner's processes until the run is over, or one of them is asked to end."""
+    settings, run = process.settings, process.run
+    process.exporter.starting = "the other processes of this learner"
+    group = process.wait(agreement.meet(settings, run, process.transport, process.log))
+    if group is None:
+        return
+    process.stack.push(LettingGo(group, process.thread.run))
+    begin_jax(group)
+    smaller = settings.mesh.of(group.size, group.count)
+    assert smaller is not None, "the leader knows the sizes of a generation"
+    mesh = make_mesh(smaller)
+    beginning = Beginning(process, lambda name: nullcontext())  # one that waited would keep the others from a collective
+    task = beginning.task
+    agreement.check_meshes(settings, task, run.created, beginning.first)
+    process.wait(group.agree("model", agreement.model_facts(mesh, task, run.created, beginning.first)))
+    apart = group.renewal is not None and group.renewal.keeps(smaller)
+    island, fragments = beginning.make_island(mesh, copies=True, apart=apart)
+    rows = None if mesh is None else agreement.rows_to_make(task, run.created, beginning.first, island.own_rows)
+    side = process.wait(several.make_side(process, fragments, group, island))
+    process.at_end(side.its.close)
+    side.check_batch(task.tokens_per_batch)
+    step = island.trace(beginning.first)
+    process.wait(group.agree("program", agreement.program_facts(step)))
+    room = partial(room_for_steps, group.size, group.count)
+    with room():
+        beginning.compile_step(step)
+    process.wait(group.agree("compiled", {}))  # collectives connect at the first step, and wait for one another no minute long
+    process.stack.enter_context(own_errors_first(group))
+    with room():
+        island.rehearse(beginning.first)
+    if process.wait(group.difference("room", {"steps wait for captures": island.holds})):
+        island.hold()
+    beginning.over()
+    about = [replay.machine(), replay.mesh_event(mesh), events.Processes(group.size)]
+    several.train(process, side, island, task, tokens_per_batch=task.tokens_per_batch, rows=rows, about=about, mesh=smaller)
+
+
+class LettingGo:
+    """At the end of a ``with`` statement: let go of the other processes, unless it ends by an error, which they notice."""
+
+    def __init__(self, group: Group, run: Callable[[Coroutine[Any, Any, None], Callable[[], bool]], None]) -> None:
+        self.group, self.run = group, run
+
+    def __call__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Close the connections, and JAX's."""
+        self.group.ending()
+        if error is None:
+            self.run(self.group.close(), lambda: False)
+            jax.distributed.shutdown()
+
+
+@contextmanager
+def own_errors_first(group: Group) -> Iterator[None]:
+    """Let an error of this process be what it ends with, and not that others end because of it."""
+    try:
+        yield
+    except (jax.errors.JaxRuntimeError, ValueError) as error:  # the latter where a program's call fails, and not its result
+        if str(error).startswith(LOST):
+            group.end(IslandError(f"a collective failed, as where a process is gone: {str(error).splitlines()[0]}"))
+        group.ending()
+        raise
+    except IslandError as error:
+        group.end(error)
+    except BaseException:
+        group.ending()
+        raise
+
+
+def exit_from_jax(code: int) -> None:
+    """End a process at once that has failed while JAX holds it together with others: they may never answer again."""
+    if code and jax.distributed.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

@@ -1,0 +1,1 @@
+"""A learner's process in a run, whatever framework computes: training, evaluating, checkpoints, metrics."""

@@ -1,0 +1,85 @@
+"""A learner or an evaluator of one process: what it does once it has a model, whatever framework computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from diloco.core.run import tape as events
+from diloco.core.tensors.fragments import FragmentMap
+from diloco.member.member import Member
+from diloco.process.tape import TapeFile
+from diloco_learner.api.model import Model, parameters_digest
+from diloco_learner.data.feed import BatchFeed
+from diloco_learner.run import checkpoint
+from diloco_learner.run.evaluator import Evaluator
+from diloco_learner.run.learner_metrics import ObservedMember
+from diloco_learner.run.process import LearnerProcess, make_trainer
+from diloco_learner.task_api import Batches
+
+
+def make_member(process: LearnerProcess, fragments: FragmentMap) -> Member:
+    """Return the member of this process, which is closed at the end."""
+    member = process.wait(_member(process, fragments))
+    process.at_end(member.close)
+    return member
+
+
+async def _member(process: LearnerProcess, fragments: FragmentMap) -> Member:
+    settings, run, log = process.settings, process.run, process.log
+    tape = TapeFile(settings.state_dir, settings.name, run.identity, log) if settings.role == "learner" else None
+    return Member(process.transport, run, fragments, settings, log, tape, process.exporter.telemetry)
+
+
+def work(
+    process: LearnerProcess,
+    model: Model,
+    member: Member,
+    task: Batches,
+    tokens_per_batch: int,
+    about: Sequence[events.TapeEvent],
+) -> None:
+    """Join the run, and train or evaluate until it is over, or until this process is asked to end.
+
+    ``about``: what a learner's tape says of its machine.
+    """
+    settings = process.settings
+    process.wait(member.join(lambda fragment: model.read(fragment).to_host()))
+    process.exporter.observed = ObservedMember(member, process.transport, process.exporter.labels())
+    if settings.role != "learner":
+        run = process.run.created
+        Evaluator(
+            model,
+            member,
+            run,
+            settings.state_dir,
+            process.log,
+            sample_every_s=settings.sample_every_s,
+            stopping=process.stopping,
+        ).run()
+        return
+    if not checkpoint.restore(settings, model, member, process.log):
+        member.count_steps(tokens_per_batch)
+        wanted = model.wanted(optimizer_only=True)
+        if not checkpoint.take_up(model, member, settings.state_dir, process.log) and (
+            process.wait(member.borrow(model.optimizer_layout(), wanted, model.put)) is None
+        ):
+            model.forget_optimizer()
+    for event in about:
+        member.tape.record(event)
+    _train(process, model, member, task, tokens_per_batch)
+
+
+def _train(process: LearnerProcess, model: Model, member: Member, task: Batches, tokens_per_batch: int) -> None:
+    """Train until the run is over or this process is asked to end, and save its state."""
+    settings, log, run = process.settings, process.log, process.run
+    keeper = checkpoint.CheckpointKeeper(model, member, settings, log)
+    feed = BatchFeed(task, run.created, member.leased, log)
+    trainer = make_trainer(process, tokens_per_batch, model, member, feed, keeper.at_boundary)
+    member.show(trainer.instruments)
+    try:
+        finished = trainer.run()
+    finally:
+        keeper.close()
+    member.tape.record(events.End(finished, parameters_digest(model, member.map)))
+    keeper.save_last()  # of a run that is over, too: another one may continue it
+    process.wait(member.refusals.check())

@@ -1,0 +1,1 @@
+"""The offers that a syncer hears: collected, refused, combined in a region."""

@@ -1,0 +1,156 @@
+"""A learner's totals: steps, tokens, times, and its place in the learning rate's schedule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from diloco.core.learner.schedule import Moment
+from diloco.core.run.pace import MovingAverage
+from diloco.wire.entries import Cursor
+
+STUCK_STEPS = 10  # without a finite loss, one after the other: a bad batch or two are none of a person's business
+STUCK = (
+    f"no loss or gradients of its newest {STUCK_STEPS} steps or more are finite, and such a step changes nothing: "
+    "look at its data, or begin again with a lower inner.learning_rate"
+)
+
+
+@dataclass(frozen=True)
+class StepDone:
+    """Inner steps that have ended (usually one), on consecutive batches of a share of the data.
+
+    ``tokens`` are those of each step. Without a ``share`` they were on data of the learner's own, which the run does not deal.
+    ``loss`` is the newest known (None: none yet), and ``metrics`` are the task's own of the same step. Since the last call, as
+    far as is known by now, a step was in flight for ``busy_s``, none for ``blocked_s`` because of this system, and none for
+    ``data_s`` because the next batch was not made yet.
+    """
+
+    tokens: int
+    share: int | None
+    batch: int  # index in the share of the first step's
+    loss: float | None
+    busy_s: float
+    blocked_s: float
+    steps: int = 1
+    data_s: float = 0.0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    finite: bool | None = None  # of a step that has no loss: whether the values that it led to are; None: not looked at
+
+
+class MemberTraffic(NamedTuple):
+    """Bytes that a member has sent and received, and the messages that it has refused."""
+
+    bytes_up: int
+    bytes_down: int
+    refused: int
+
+
+@dataclass
+class Done:
+    """Totals of this process, whatever its learner did before."""
+
+    steps: int = 0
+    tokens: int = 0
+    busy_s: float = 0.0
+    blocked_s: float = 0.0
+    data_s: float = 0.0
+    not_finite: int = 0  # steps whose loss was not
+
+
+@dataclass
+class Accounts:
+    """Totals of a learner in this run, also before a restart."""
+
+    step: int = 0
+    tokens: int = 0
+    earlier_tokens: int = 0  # of these: processed before this process
+    busy_s: float = 0.0
+    blocked_s: float = 0.0
+    loss: float | None = None  # the newest that is finite
+    metrics: Mapping[str, float] = field(default_factory=dict)  # the task's own, of the same step
+    evaluation_failure: str | None = None  # an evaluator's: of the newest evaluation
+    steps_in_vain: int = 0  # the newest ones, one after the other, whose loss, or values, were not finite
+    warming: int | None = None  # steps taken with an optimizer state that began fresh in a run under way
+    schedule: tuple[int, int] = (0, 0)  # tokens of all learners as the newest applied version states, own tokens then
+    announced: tuple[int, int] = (0, 0)  # tokens of all learners as last announced, own tokens then
+    step_average: MovingAverage = field(default_factory=MovingAverage)  # seconds
+    done: Done = field(default_factory=Done)
+
+    def book(self, done: StepDone) -> None:
+        """Count steps that have ended."""
+        tokens = done.steps * done.tokens
+        self.step += done.steps
+        self.tokens += tokens
+        self.done.steps += done.steps
+        self.done.tokens += tokens
+        if self.warming is not None:
+            self.warming += done.steps
+        self.note_outcome(done)
+
+    def note_outcome(self, done: StepDone) -> None:
+        """Take in loss and times of steps, as :meth:`book` does, which were counted before they ended."""
+        self.busy_s += done.busy_s
+        self.blocked_s += done.blocked_s
+        self.done.busy_s += done.busy_s
+        self.done.blocked_s += done.blocked_s
+        self.done.data_s += done.data_s
+        if done.loss is not None and math.isfinite(done.loss):
+            self.loss, self.metrics = done.loss, done.metrics
+            self.steps_in_vain = 0
+        elif done.loss is not None or done.finite is False:
+            self.done.not_finite += 1
+            self.steps_in_vain += done.steps
+        elif done.finite:
+            self.steps_in_vain = 0
+        if done.busy_s:
+            self.step_average.add((done.busy_s + done.blocked_s + done.data_s) / done.steps)
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the newest steps were in vain, so many that it is no matter of a bad batch."""
+        return self.steps_in_vain >= STUCK_STEPS
+
+    @property
+    def failure(self) -> str | None:
+        """Return what people have to know of this member, whose process goes on; None: nothing."""
+        return STUCK if self.is_stuck else self.evaluation_failure
+
+    def count_on(self, cursor: Cursor | None, incarnation: int) -> int:
+        """Square the totals with a merge of an offer that is not pending; return the tokens that were not known here.
+
+        ``cursor`` is what the log holds of the learner; None: nothing, since it went back to before its first merged offer.
+        An offer of this process, whose ``incarnation`` it has, was void, and all its tokens are known.
+        """
+        if cursor is None or cursor.incarnation == incarnation:
+            return 0
+        processed = cursor.tokens + cursor.lost_tokens
+        unknown = max(0, processed - self.earlier_tokens)
+        self.earlier_tokens += unknown
+        self.tokens += unknown
+        return unknown
+
+    def note_version(self, tokens: int) -> None:
+        """Go on with the schedule from an applied version, as of which so many tokens of all learners count."""
+        if tokens > self.schedule[0]:
+            self.schedule = (tokens, self.tokens)
+
+    def note_announced(self, tokens: int) -> None:
+        """Take in how many tokens of all learners an announcement states."""
+        if tokens > self.announced[0]:
+            self.announced = (tokens, self.tokens)
+
+    def processed(self) -> int:
+        """Return the tokens of all learners, as an announcement or version stated them, with own ones since: own ones at least.
+
+        What is announced goes by the log, and has nothing of a learner that was cut off before its first merge. A version may
+        come before the announcement that says as much: learners that wait for it must not take a step more by chance.
+        """
+        return max(self.tokens, *(stated + self.tokens - own for stated, own in (self.announced, self.schedule)))
+
+    def moment(self, budget: int) -> Moment:
+        """Return what the learning rate goes by: the tokens that the newest applied version states and own ones since."""
+        stated, own = self.schedule
+        return Moment(stated + self.tokens - own, budget, self.warming)

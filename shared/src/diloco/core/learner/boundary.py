@@ -1,0 +1,291 @@
+"""Boundaries between two inner steps: :func:`decide` says what one does, :func:`apply` carries it out.
+
+A decision is a plain value without arrays. It may be made in one process and applied in another that has had the same events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from typing import TypeAlias
+
+from diloco.core.learner import apply_step, lockstep
+from diloco.core.learner.accounts import Accounts
+from diloco.core.learner.delta import ApplyOutcome, VersionWrite
+from diloco.core.learner.fragment_state import Application, FragmentState, FragmentVersion, Phase
+from diloco.core.learner.learner import Activity, Learner
+from diloco.core.learner.schedule import Moment
+from diloco.core.learner.slots import first_slot
+from diloco.core.run.budget import accounted
+from diloco.core.run.pace import first_due_steps
+
+# of a step: how early a fragment is kept readable for a round that is expected, so that it can be answered in mid-step
+PREDICTION_STEPS = 1.25
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The outcome of a boundary; ``applies`` and ``reads`` name fragments, whose arrays are elsewhere."""
+
+    step: int  # own steps taken before it
+    changes: int  # of the run, that are in force
+    budget: int  # tokens of the run, with these changes
+    applies: tuple[Application, ...]  # in this order
+    reads: tuple[int, ...]  # fragments to be kept readable as of this boundary
+    answers: tuple[int, ...]  # fragments whose open round counts as answered with this boundary's value, if it was not before
+    activity: Activity
+    stop: bool  # the token budget is used up, or the learner leaves: take no further step
+    wait: bool  # take no step yet: a version is on its way (``round.learners_wait``, ``apply.at = overlap``)
+    finished: bool  # every fragment's log is closed and applied
+    moment: Moment  # gives the learning rate of the next step
+    save: int | None  # number of the marker that the state answers from here on
+    missing_since_s: float | None  # since when versions are missing that a step waits for, ``liveness.dead_s`` at most
+
+
+Applicable: TypeAlias = Callable[[Learner, FragmentState], list[Application]]
+
+
+@dataclass(frozen=True)
+class Applied:
+    """A version that was applied; ``write`` is None where there are no arrays."""
+
+    application: Application
+    write: VersionWrite | None
+
+
+@dataclass(frozen=True)
+class Wake:
+    """When a boundary decides something by itself, if nothing happens before: after own steps, or at a time; None: never."""
+
+    steps: int | None
+    at_s: float | None
+
+
+def decide(learner: Learner, now_s: float, applicable: Applicable | None = None) -> Decision:
+    """Return what the boundary at ``now_s`` does; the learner is as before.
+
+    ``applicable`` gives the versions of a fragment that it applies: by default all that :func:`due` gives.
+    """
+    accounts, fragments = learner.accounts, learner.fragments
+    applies: list[Application] = []
+    late = False  # a version is not there at the end of its overlap
+    for index, state in enumerate(learner.fragments):
+        left = _steps_left(learner, state)
+        found = [] if left else (applicable or due)(learner, state)
+        late |= left == 0 and not found and _is_awaited(learner, state)
+        if found:
+            if not applies:
+                accounts, fragments = replace(accounts), learner.fragments.copy()
+            applies += found
+            fragments[index] = _after(learner, accounts, state, found)
+    step, budget = accounts.step, learner.in_force.settings.tokens
+    stop = learner.draining or learner.leaving or _used_up(learner, accounts, budget)
+    since_s = learner.missing_since_s
+    if learner.in_lockstep and not stop:
+        holds = any(learner.work.unmerged(state) for state in fragments)
+        ends = [state.ends for state in fragments]
+        since_s = lockstep.missing_since_s(ends, since_s, now_s, holds=holds, moved=bool(applies))
+    elif not learner.in_lockstep:
+        since_s = (now_s if since_s is None else since_s) if late else None
+    missing = not stop and since_s is not None and now_s - since_s < learner.settings.liveness.dead_s
+    behind = missing and learner.in_lockstep
+    wait = not stop and (missing or _must_wait(learner, fragments, step))
+    finished = all(state.newest.chain.closed and not state.pending for state in fragments)
+    marker = learner.markers.reached(fragments)
+    return Decision(
+        step=step,
+        changes=learner.in_force.number,
+        budget=budget,
+        applies=tuple(applies),
+        reads=tuple(state.index for state in fragments if _keep_readable(learner, state, step, now_s)),
+        answers=tuple(state.index for state in fragments if _is_unanswered(state)),
+        activity=_activity(learner, finished=finished, stop=stop, wait=wait, behind=behind),
+        stop=stop,
+        wait=wait,
+        finished=finished,
+        moment=accounts.moment(budget),
+        save=marker.number if marker else None,
+        missing_since_s=since_s,
+    )
+
+
+def apply(learner: Learner, decision: Decision) -> list[Applied]:
+    """Carry a decision out; return what is to be written into the model, in order.
+
+    Raises:
+        ValueError: a version that it names is not the next one of its fragment.
+    """
+    learner.changes, learner.budget = decision.changes, decision.budget
+    applied = [apply_version(learner, application) for application in decision.applies]
+    for state in learner.fragments:
+        state.snapshot = None
+        if state.index in decision.answers and _is_unanswered(state):
+            state.answer_step = decision.step
+    learner.missing_since_s = decision.missing_since_s
+    learner.stopped, learner.activity = decision.stop, decision.activity
+    return applied
+
+
+def apply_version(learner: Learner, application: Application) -> Applied:
+    """Apply one version.
+
+    Raises:
+        ValueError: it is not the next one of its fragment.
+    """
+    state, accounts = learner.fragments[application.fragment], learner.accounts
+    learner.work.settle(state)
+    version, carried, unknown = _take(learner.name, accounts, state, application)
+    if unknown is not None:
+        for other in learner.fragments:
+            other.delta.lost_tokens += unknown
+        cursor = version.chain.cursors.get(learner.name)
+        state.delta.lost_tokens = accounts.tokens - (cursor.tokens if cursor else 0) - state.delta.tokens
+    if application.how == "version" and version.record is not None:
+        merged = carried.merged is not None or carried.forgotten
+        learner.rounds_merged += merged
+        learner.rounds_missed += not merged and version.record.rolled_back is None
+    if state.values is None or version.theta is None:
+        return Applied(application, None)
+    return Applied(application, state.values.apply(carried, state.delta.pending, version.theta))
+
+
+def next_decision(learner: Learner, step_tokens: int) -> Wake:
+    """Return when a boundary decides something by itself, for a learner whose steps have ``step_tokens`` tokens.
+
+    Until then boundaries may be left out, and their steps be booked together. Before an event is handed in, the boundary
+    before it is to be made up for: whether a fragment is kept readable (``reads``) may change from step to step.
+    """
+    steps: list[int] = []
+    at_s = None
+    for state in learner.fragments:
+        left = _steps_left(learner, state)
+        if left is not None and _is_unanswered(state):
+            steps.append(1)
+        elif left:
+            steps.append(left)
+        elif due(learner, state):
+            steps.append(1)
+        if state.wants_answer and state.snapshot is None:
+            steps.append(1)
+        if learner.settings.round.learners_wait and learner.role == "learner":
+            steps.append(state.version_step + _steps_due(learner, state) - learner.accounts.step)
+    if learner.in_lockstep or learner.changes != learner.in_force.number:
+        steps.append(1)
+    if learner.missing_since_s is not None:
+        at_s = learner.missing_since_s + learner.settings.liveness.dead_s
+    if learner.role == "learner":
+        left = learner.in_force.settings.tokens - learner.accounts.processed()
+        steps.append(-(-left // step_tokens))
+    return Wake(max(0, min(steps)) if steps else None, at_s)
+
+
+def _take(
+    name: str, accounts: Accounts, state: FragmentState, application: Application
+) -> tuple[FragmentVersion, ApplyOutcome, int | None]:
+    """Take a version over in a fragment and in the totals; the last value: tokens of forgotten offers (None: of none)."""
+    version, carried = state.apply(application, accounts.step)
+    chain, unknown = version.chain, None
+    if carried.forgotten:
+        unknown = accounts.count_on(chain.cursors.get(name), state.delta.incarnation)
+    accounts.note_version(accounted(chain))
+    return version, carried, unknown
+
+
+def _after(learner: Learner, accounts: Accounts, state: FragmentState, due: Sequence[Application]) -> FragmentState:
+    """Return what a fragment becomes; ``accounts`` go along."""
+    after = state.copy()
+    learner.work.settle(after)
+    for application in due:
+        _take(learner.name, accounts, after, application)
+    return after
+
+
+def due(learner: Learner, state: FragmentState) -> list[Application]:
+    """Return the versions of a fragment that a boundary applies."""
+    if state.phase is Phase.INVALID:
+        return [Application(state.index, state.newest.chain.version, "reset")]
+    if not state.pending or state.phase is Phase.ENCODING:
+        return []
+    versions = takewhile(lambda version: learner.markers.may_apply(version, learner.fragments), state.pending)
+    return [Application(state.index, version.chain.version, version.how) for version in versions]
+
+
+def _steps_left(learner: Learner, state: FragmentState) -> int | None:
+    """Return the own steps before the open round's version is applied; None: on arrival, as where no step is taken any more."""
+    steps_on = learner.role == "learner" and not (learner.draining or learner.leaving or learner.stopped)
+    if learner.settings.apply.at == "arrival" or not steps_on:
+        return None
+    return apply_step.steps_left(state, learner.in_force.settings.round.overlap_steps, learner.accounts.step)
+
+
+def _is_awaited(learner: Learner, state: FragmentState) -> bool:
+    """Return whether a step may wait for the open round's version: not for one that a marker holds back."""
+    return state.awaited and all(learner.markers.may_apply(version, learner.fragments) for version in state.pending)
+
+
+def _is_unanswered(state: FragmentState) -> bool:
+    """Return whether no boundary has come that the open round could have been answered with."""
+    return state.answer_step is None and state.open_version == state.delta.base_version + 1
+
+
+def _used_up(learner: Learner, accounts: Accounts, budget: int) -> bool:
+    if learner.role == "evaluator":
+        return False
+    if any(state.newest.chain.closed for state in learner.fragments):
+        return True  # whatever the budget is by now
+    return accounts.processed() >= budget
+
+
+def _steps_due(learner: Learner, state: FragmentState) -> int:
+    """Return how many steps after the last version of a fragment its next round is due, where learners wait for it."""
+    settings = learner.in_force.settings.round
+    if state.delta.base_version:
+        return max(settings.steps, state.steps_between)
+    return first_due_steps(settings, state.index, len(learner.fragments))
+
+
+def _expected_step(learner: Learner, state: FragmentState) -> int | None:
+    """Return the own step after which the next round of a fragment is expected; None: it is not known."""
+    if learner.settings.round.learners_wait:
+        return state.version_step + _steps_due(learner, state)
+    if state.opened_step is not None:
+        return state.opened_step + state.steps_between  # a cycle later (:mod:`diloco.core.learner.slots`)
+    if state.delta.base_version:
+        return None
+    return first_slot(learner.in_force.settings.round.steps, state.index, len(learner.fragments))
+
+
+def _must_wait(learner: Learner, fragments: Sequence[FragmentState], step: int) -> bool:
+    if not learner.settings.round.learners_wait or learner.role == "evaluator":
+        return False
+    if learner.in_lockstep and any(learner.work.unmerged(state) for state in fragments):
+        return True  # a version that a log was loaded with is no answer to a step that is held on to
+    return any(step - state.version_step >= _steps_due(learner, state) for state in fragments)
+
+
+def _keep_readable(learner: Learner, state: FragmentState, step: int, now_s: float) -> bool:
+    """Return whether a round of the fragment is open, or expected before the next boundary."""
+    if learner.role == "evaluator" or not learner.work.unmerged(state) or state.sending or state.pending:
+        return False
+    if state.wants_answer:
+        return True
+    if state.open_version > state.delta.base_version:  # answered: the next round comes after the next version
+        return False
+    expected_step = _expected_step(learner, state)
+    if expected_step is not None and step >= expected_step - 1:
+        return True
+    if state.opened_at_s is None or state.period.value is None:
+        return False
+    expected_s = state.opened_at_s + state.period.value
+    return now_s + PREDICTION_STEPS * learner.accounts.step_average.get() >= expected_s
+
+
+def _activity(learner: Learner, *, finished: bool, stop: bool, wait: bool, behind: bool) -> Activity:
+    if finished:
+        return "finished"
+    if learner.leaving:
+        return "leaving"
+    if behind:
+        return "recovering"
+    return "closing" if stop else "waiting" if wait else "stepping"

@@ -1,0 +1,232 @@
+"""The fate of every batch of the data: trained by which processes, merged in which fragments, lost, or repeated.
+
+Its sources are heartbeats or tapes of learners, with the batches that they trained, and records of the fragments' logs. Both
+come in any order, and may come again. The ledger keeps ranges. A learner takes a share's batches one after another, so the
+ledger grows only with breaks in their order: restarts, takeovers of shares, work that no version merged.
+
+A batch may be *repeated*: two processes trained it, since the share of a dead learner continues behind the last batch merged.
+It is an error if a fragment merges one process's work on a batch twice.
+A learner may train on data of its own, as loops with a loader of theirs do. Its offers state no batches: the ledger
+cannot account for them, and says how many tokens that are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from diloco.core.tensors import ranges
+from diloco.wire.entries import Record
+from diloco.wire.fields import Range
+
+Process = tuple[str, int]  # learner and incarnation
+MAX_ERRORS = 100
+
+
+@dataclass(frozen=True)
+class BatchRange:
+    """A contiguous range of one share, whose batches all have the same history in one fragment."""
+
+    share: int
+    first: int
+    count: int
+    trained: tuple[Process, ...]
+    merged: tuple[Process, ...]  # with merged offers; a process also offers work that it restored of an earlier one
+
+    @property
+    def lost(self) -> bool:
+        """Whether it was trained and no version holds it."""
+        return bool(self.trained) and not self.merged
+
+    @property
+    def repeated(self) -> bool:
+        """Whether more than one process trained it."""
+        return len(self.trained) > 1
+
+
+@dataclass(frozen=True)
+class ShareSummary:
+    """One share's batches: trained by anybody, merged into every fragment or into none, trained more than once."""
+
+    share: int
+    learners: tuple[str, ...]
+    trained: int
+    merged: int
+    lost: int
+    repeated: int
+
+
+@dataclass
+class Ledger:
+    """The ledger of a run with ``fragments`` fragments."""
+
+    fragments: int
+    trained: dict[Process, list[Range]] = field(default_factory=dict)
+    merged: list[dict[Process, list[Range]]] = field(default_factory=list)  # by fragment
+    versions: list[int] = field(default_factory=list)  # by fragment: the newest one entered
+    own: list[dict[str, int]] = field(default_factory=list)  # by fragment and learner: tokens merged of data of its own
+    batch_tokens: int = 0  # of one batch, the same for all of a run; 0: not known yet
+    errors: list[str] = field(default_factory=list)  # the first few
+
+    def __post_init__(self) -> None:
+        self.merged = self.merged or [{} for _ in range(self.fragments)]
+        self.own = self.own or [{} for _ in range(self.fragments)]
+        self.versions = self.versions or [0] * self.fragments
+
+    def train(self, process: Process, trained: Sequence[Range], batch_tokens: int = 0) -> None:
+        """Enter the batches that a process has trained, and the tokens of a batch (0: not known)."""
+        self.trained[process] = ranges.normal([*self.trained.get(process, ()), *trained])
+        self.batch_tokens = batch_tokens or self.batch_tokens
+
+    def processed(self, learner: str | None = None) -> int:
+        """Return the tokens that a learner (None: all of them) has trained in all its processes, repetitions included."""
+        own = [trained for (name, _), trained in self.trained.items() if learner in (None, name)]
+        return self.batch_tokens * sum(map(ranges.batches, own))
+
+    def merge(self, record: Record) -> None:
+        """Enter a version. Versions of a fragment come in order; one that was entered before is ignored."""
+        if record.entry != "version" or record.version <= self.versions[record.fragment]:
+            return
+        self.versions[record.fragment] = record.version
+        merged = self.merged[record.fragment]
+        own = self.own[record.fragment]
+        for member in record.members:
+            if not member.data:
+                own[member.learner] = own.get(member.learner, 0) + member.tokens
+            process = member.learner, member.incarnation
+            known = merged.get(process, [])
+            twice = ranges.common(known, member.data)
+            if twice and len(self.errors) < MAX_ERRORS:
+                self.errors.append(
+                    f"fragment {record.fragment}, version {record.version}: merges batches of {member.learner} (incarnation "
+                    f"{member.incarnation}) that an earlier version holds: {_spell(twice)}"
+                )
+            merged[process] = ranges.normal([*known, *member.data])
+
+    def untrained(self) -> list[str]:
+        """Describe merged batches that their learners never trained: errors, if ``trained`` is complete."""
+        wrong = []
+        for fragment, merged in enumerate(self.merged):
+            for (learner, incarnation), held in sorted(merged.items()):
+                own = [r for (name, number), r in self.trained.items() if name == learner and number <= incarnation]
+                rest = ranges.subtract(held, ranges.normal(piece for r in own for piece in r))
+                if rest:
+                    wrong.append(
+                        f"fragment {fragment}: versions hold batches of {learner} (incarnation {incarnation}) that it never "
+                        f"trained: {_spell(rest)}"
+                    )
+        return wrong
+
+    def lines(self, fragment: int) -> Iterator[BatchRange]:
+        """Yield the history of all data in one fragment, by share and batch."""
+        trained = _cuts(self.trained)
+        merged = _cuts(self.merged[fragment])
+        for share in sorted(trained.keys() | merged.keys()):
+            changes = sorted(
+                [(*change, 0) for change in trained.get(share, ())] + [(*change, 1) for change in merged.get(share, ())]
+            )
+            holding: tuple[set[Process], set[Process]] = set(), set()
+            for i, (batch, process, which) in enumerate(changes):
+                holding[which].symmetric_difference_update({process})
+                if i + 1 < len(changes) and changes[i + 1][0] == batch:
+                    continue
+                if any(holding):
+                    count = changes[i + 1][0] - batch
+                    yield BatchRange(share, batch, count, tuple(sorted(holding[0])), tuple(sorted(holding[1])))
+
+    def shares(self) -> list[ShareSummary]:
+        """Summarise every share's batches over all fragments."""
+        trained = ranges.normal(piece for own in self.trained.values() for piece in own)
+        everywhere, somewhere = trained, list[Range]()
+        for merged in self.merged:
+            union = ranges.normal(piece for own in merged.values() for piece in own)
+            everywhere = ranges.common(everywhere, union)
+            somewhere = ranges.normal([*somewhere, *union])
+        lost = ranges.subtract(trained, somewhere)
+        learners: dict[int, set[str]] = {}
+        for (learner, _), own in self.trained.items():
+            for share, _, _ in own:
+                learners.setdefault(share, set()).add(learner)
+        total = _by_share(piece for own in self.trained.values() for piece in own)
+        once, all_merged, none = _by_share(trained), _by_share(everywhere), _by_share(lost)
+        return [
+            ShareSummary(
+                share,
+                tuple(sorted(learners[share])),
+                once[share],
+                all_merged.get(share, 0),
+                none.get(share, 0),
+                total[share] - once[share],
+            )
+            for share in sorted(once)
+        ]
+
+    def own_tokens(self, sizes: Sequence[int]) -> dict[str, int]:
+        """Return by learner the merged tokens of data of its own, which are not accounted for.
+
+        They are the mean over fragments, weighted by their ``sizes``.
+        """
+        learners = sorted({learner for own in self.own for learner, tokens in own.items() if tokens})
+        return {
+            learner: round(sum(size * own.get(learner, 0) for size, own in zip(sizes, self.own, strict=True)) / sum(sizes))
+            for learner in learners
+        }
+
+    def dump(self) -> dict[str, Any]:
+        """Return the ledger as plain values."""
+        return {
+            "batch_tokens": self.batch_tokens,
+            "trained": [[*process, own] for process, own in sorted(self.trained.items())],
+            "merged": [[[*process, own] for process, own in sorted(merged.items())] for merged in self.merged],
+            "versions": self.versions,
+            "own": self.own,
+            "errors": self.errors,
+        }
+
+    @classmethod
+    def load(cls, fragments: int, values: Mapping[str, Any]) -> Ledger:
+        """Return the ledger that :meth:`dump` wrote.
+
+        Raises:
+            KeyError, TypeError, ValueError: the values are damaged, or of another number of fragments.
+        """
+        ledger = cls(fragments, versions=[int(version) for version in values["versions"]])
+        ledger.batch_tokens = int(values["batch_tokens"])
+        for learner, incarnation, own in values["trained"]:
+            ledger.train((str(learner), int(incarnation)), _plain(own))
+        for merged, stored in zip(ledger.merged, values["merged"], strict=True):
+            merged |= {(str(learner), int(incarnation)): ranges.normal(_plain(own)) for learner, incarnation, own in stored}
+        # an older version writes none
+        for own, stored in zip(ledger.own, values.get("own", ledger.own), strict=True):
+            own |= {str(learner): int(tokens) for learner, tokens in stored.items()}
+        ledger.errors = [str(error) for error in values["errors"]]
+        if len(ledger.versions) != fragments:
+            raise ValueError(f"a ledger of {len(ledger.versions)} fragments, expected {fragments}")
+        return ledger
+
+
+def _cuts(held: Mapping[Process, Sequence[Range]]) -> dict[int, list[tuple[int, Process]]]:
+    """Return, by share, the batches at which the work of a process begins or ends."""
+    cuts: dict[int, list[tuple[int, Process]]] = {}
+    for process, own in held.items():
+        for share, first, count in own:
+            cuts.setdefault(share, []).extend([(first, process), (first + count, process)])
+    return cuts
+
+
+def _by_share(data: Iterable[Range]) -> dict[int, int]:
+    counts: dict[int, int] = {}
+    for share, _, count in data:
+        counts[share] = counts.get(share, 0) + count
+    return counts
+
+
+def _plain(values: Iterable[Sequence[int]]) -> list[Range]:
+    return [(int(share), int(first), int(count)) for share, first, count in values]
+
+
+def _spell(data: Sequence[Range]) -> str:
+    """Describe ranges, the first few of many."""
+    spelled = [f"share {share}: {first} to {first + count - 1}" for share, first, count in data[:3]]
+    return ", ".join(spelled) + (f" and {len(data) - 3} more ranges" if len(data) > 3 else "")

@@ -1,0 +1,1 @@
+"""A model's tensors: cut into fragments, quantised, compressed, merged, and moved by the outer step."""
