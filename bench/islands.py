@@ -208,9 +208,9 @@ def checkpoints(*, parameters: int = 32_000_000, step_s: float = 0.2, seconds: f
 
     A real island and its keeper take steps of ``harness/asleep.py``, and save all that a learner saves: parameters, the state
     of AdamW, and 12 bytes a parameter of accounts. Steps are taken without any checkpoint at first, for the memory that they
-    need; then with one every second, or as often as :mod:`diloco_learner.pacing` allows. Cost is how much longer steps took, in
-    the mean, while a checkpoint was being made than between two: what was measured a minute ago says nothing on a busy machine.
-    Memory is the peak of resident memory above that of steps alone, of which a step's own arrays are a part.
+    need; then with one every second, or as often as :mod:`diloco_learner.run.pacing` allows. Cost is how much longer steps
+    took, in the mean, while a checkpoint was being made than between two: what was measured a minute ago says nothing on a busy
+    machine. Memory is the peak of resident memory above that of steps alone, of which a step's own arrays are a part.
     """
     with folder() as place:
         return keep_states(parameters, step_s, seconds, place)

@@ -458,9 +458,9 @@ async def outliers(directory: Path) -> None:
         diloco up --run-dir runs/mixed --set log.archive=true --slow learner-3=5
         python bench/log_readers.py outliers runs/mixed
 
-    The largest ratio of a merged offer's norm to what the rule compares it with (``core/outliers.py``), by learner, where above
-    1. And the largest ratios of a merge's norm to the usual one (``core/excess.py``), over all versions of all fragments. That
-    needs no archive, but all of the log (``--set log.keep_keyframes=1000000``).
+    The largest ratio of a merged offer's norm to what the rule compares it with (``core/syncer/outliers.py``), by learner,
+    where above 1. And the largest ratios of a merge's norm to the usual one (``core/syncer/excess.py``), over all versions of
+    all fragments. That needs no archive, but all of the log (``--set log.keep_keyframes=1000000``).
     """
     for learner, ratio in sorted((await ratios(directory)).items()):
         print(f"{learner}: {ratio:.2f}")
