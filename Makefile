@@ -98,18 +98,18 @@ format: setup
 	$(BIN)/ruff format $(LINTED)
 
 bench: setup
-	$(BIN)/python bench/core.py
-	$(BIN)/python bench/transport.py
-	$(BIN)/python bench/whole_way.py
-	$(BIN)/python bench/memory.py
-	$(BIN)/python bench/link.py
+	$(BIN)/python bench/core.py kernels
+	$(BIN)/python bench/links.py transport
+	$(BIN)/python bench/core.py whole-way
+	$(BIN)/python bench/core.py memory
+	$(BIN)/python bench/links.py relay
 
 # a live run is broken on purpose: a fault every 3 s for a minute; or every 10 s for half an hour (and then some)
 chaos: setup
-	$(BIN)/python bench/chaos.py
+	$(BIN)/python bench/chaos.py drill
 
 chaos-long: setup
-	$(BIN)/python bench/chaos.py --long
+	$(BIN)/python bench/chaos.py drill --long
 
 # one file for development; and those of the images, in the same versions, without the server, which has an image of its own
 DISTRIBUTION_NAMES = diloco diloco-learner diloco-syncer diloco-coordinator diloco-report diloco-ops diloco-lab

@@ -25,8 +25,8 @@ KEYFRAME_BYTES = 8  # a joiner reads value and momentum, and not the residual
 STATE_SHARE = 0.6  # of a device: activations, a fragment's rows and XLA's own need the rest
 FRAGMENTS = (PRESET.fragments.count, 96, 384, 1536)
 FRAGMENT_BYTES = 1 << 30  # the most that one fragment may have, as the host's float32 vector
-DISK_BYTES_PER_S = 80e6  # 23 MiB in 0.3 s: bench/checkpoints.py
-JOIN_BYTES_PER_S = 66e6  # keyframes over 1 Gbit/s and 80 ms: bench/joining.py
+DISK_BYTES_PER_S = 80e6  # 23 MiB in 0.3 s: bench/islands.py checkpoints
+JOIN_BYTES_PER_S = 66e6  # keyframes over 1 Gbit/s and 80 ms: bench/log_readers.py joining
 
 
 @dataclass(frozen=True)
