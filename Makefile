@@ -11,12 +11,16 @@ LINTED = $(DISTRIBUTIONS) tests bench examples
 
 setup: .venv/ready
 
+# a line every four seconds while packages are installed; it ends with its shell
+TELL = { while sleep 4 >/dev/null 2>&1; do echo "  $$(ls -d .venv/lib/python*/site-packages/*.dist-info 2>/dev/null | wc -l) packages so far"; \
+	done & } ; trap "kill $$!" EXIT
+
 # uv where there is one, else one of the environment's own; everything else by hash
 .venv/ready: requirements.txt $(DISTRIBUTIONS:%=%/pyproject.toml)
 	@echo "setting up .venv: packages are installed, which may take a minute"
-	@if command -v uv >/dev/null; then uv venv -q --allow-existing --python $(PYTHON) .venv; \
+	@$(TELL); if command -v uv >/dev/null; then uv venv -q --allow-existing --python $(PYTHON) .venv; \
 	else $(PYTHON) -m venv .venv && $(BIN)/python -m pip install -q --disable-pip-version-check uv==$(UV_VERSION); fi
-	@PATH="$$PATH:$(BIN)" uv pip install -q --compile-bytecode --python $(BIN)/python --require-hashes -r requirements.txt
+	@$(TELL); PATH="$$PATH:$(BIN)" uv pip install -q --compile-bytecode --python $(BIN)/python --require-hashes -r requirements.txt
 	@PATH="$$PATH:$(BIN)" uv pip install -q --python $(BIN)/python --no-build-isolation --no-deps $(DISTRIBUTIONS:%=-e %)
 	@touch $@
 
@@ -94,18 +98,18 @@ format: setup
 	$(BIN)/ruff format $(LINTED)
 
 bench: setup
-	$(BIN)/python bench/core.py
-	$(BIN)/python bench/transport.py
-	$(BIN)/python bench/whole_way.py
-	$(BIN)/python bench/memory.py
-	$(BIN)/python bench/link.py
+	$(BIN)/python bench/core.py kernels
+	$(BIN)/python bench/links.py transport
+	$(BIN)/python bench/core.py whole-way
+	$(BIN)/python bench/core.py memory
+	$(BIN)/python bench/links.py relay
 
 # a live run is broken on purpose: a fault every 3 s for a minute; or every 10 s for half an hour (and then some)
 chaos: setup
-	$(BIN)/python bench/chaos.py
+	$(BIN)/python bench/chaos.py drill
 
 chaos-long: setup
-	$(BIN)/python bench/chaos.py --long
+	$(BIN)/python bench/chaos.py drill --long
 
 # one file for development; and those of the images, in the same versions, without the server, which has an image of its own
 DISTRIBUTION_NAMES = diloco diloco-learner diloco-syncer diloco-coordinator diloco-report diloco-ops diloco-lab

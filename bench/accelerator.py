@@ -237,23 +237,28 @@ def known(file: Path, plan: Plan) -> tuple[dict[str, Any], Plan]:
         return {"parts": {}}, plan
 
 
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the script's arguments; the project's own harness may be missing here."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--out", type=Path, help="a folder, for accelerator.json and accelerator.md")
+    made.add_argument("--minutes", type=float, default=6.0)
+    made.add_argument("--dry", action="store_true", help="all of it in small, on a CPU, too")
+    made.add_argument("--only", nargs="+", choices=[part.name for part in PARTS], metavar="PART", help="these parts")
+    made.add_argument("--part", help=argparse.SUPPRESS)
+    made.add_argument("--plan", help=argparse.SUPPRESS)
+    return made
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="a folder, for accelerator.json and accelerator.md")
-    parser.add_argument("--minutes", type=float, default=6.0)
-    parser.add_argument("--dry", action="store_true", help="all of it in small, on a CPU, too")
-    parser.add_argument("--only", nargs="+", choices=[part.name for part in PARTS], metavar="PART", help="these parts")
-    parser.add_argument("--part", help=argparse.SUPPRESS)
-    parser.add_argument("--plan", help=argparse.SUPPRESS)
-    asked = parser.parse_args()
+    asked = parser().parse_args()
     if asked.part:
         raise SystemExit(child.serve(lambda: measure(asked.part, Plan.load(asked.plan))))
     if asked.out is None:
-        parser.error("--out is missing: a folder, for accelerator.json and accelerator.md")
+        parser().error("--out is missing: a folder, for accelerator.json and accelerator.md")
     try:
         asked.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        parser.error(f"--out {asked.out}: {error.strerror}: name a folder that can be written")
+        parser().error(f"--out {asked.out}: {error.strerror}: name a folder that can be written")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     raise SystemExit(measured(asked))
 

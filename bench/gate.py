@@ -6,15 +6,15 @@ what a syncer does after each heartbeat: whether a round is due, of each fragmen
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import msgspec
-from script import machine, parser, print_result
+from harness.console import Bench, Result, Script
+from harness.host import machine
 
 from diloco.control.admission import Admission
 from diloco.control.creation import KnownRun
@@ -62,7 +62,9 @@ def heartbeat(learner: str, step: int, fragments: int) -> Heartbeat:
     )  # fmt: skip
 
 
-async def measure(learners: int, fragments: int, rounds: int) -> dict[str, Any]:
+async def measure(
+    *, learners: int = 16, fragments: int = 24, rounds: Annotated[int, "heartbeats of each learner"] = 200
+) -> Result:
     settings = run_settings("decoupled", {"learners": learners, "fragments.count": fragments, "tokens": 10**12})
     parts = build_map([TensorSpec(f"w{index}", (8,)) for index in range(fragments)], fragments)
     names = [f"learner-{index}" for index in range(learners)]
@@ -152,7 +154,7 @@ def _timed(work: Callable[[], Any]) -> float:
     return time.process_time() - began
 
 
-def show(result: dict[str, Any]) -> None:
+def show(result: Result) -> None:
     print(f"{result['cpu']}: {result['learners']} learners, {result['fragments']} fragments")
     print(
         f"a heartbeat: decoded {result['decode_us']:.1f} us, gate {result['gate_us']:.1f} us, "
@@ -165,14 +167,7 @@ def show(result: dict[str, Any]) -> None:
     )
 
 
-def main() -> None:
-    arguments: argparse.ArgumentParser = parser(__doc__)
-    arguments.add_argument("--learners", type=int, default=16)
-    arguments.add_argument("--fragments", type=int, default=24)
-    arguments.add_argument("--rounds", type=int, default=200, help="heartbeats of each learner")
-    given = arguments.parse_args()
-    print_result(asyncio.run(measure(given.learners, given.fragments, given.rounds)), given, show)
-
+SCRIPT = Script(__doc__, Bench(measure, show))
 
 if __name__ == "__main__":
-    main()
+    SCRIPT.run()

@@ -9,16 +9,14 @@ Learners keep their states, as in a run on several machines: the command runs in
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import subprocess
-import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-from restart import Watch
-from script import DILOCO, T95, parser, print_result, ratio
-from up import Up, up, watching
+from harness.console import Bench, Result, Script, folder
+from harness.intervals import T95, ratio
+from harness.live_run import DILOCO, Up, Watch, up, watching
 
 from diloco.transport import Heard
 from diloco_ops.reading.attach import attached
@@ -29,7 +27,7 @@ TARGET = 0.98
 
 def steps(watch: Watch) -> int:
     """Return the steps of all learners so far."""
-    return sum(heartbeats[-1][1].step for heartbeats in watch.heartbeats.values())
+    return sum(heartbeat.step for heartbeat in watch.learners())
 
 
 async def counted(watch: Watch, seconds: float) -> int:
@@ -45,14 +43,14 @@ async def with_marker(watch: Watch, seen: Path, heard: asyncio.Event, seconds: f
     await heard.wait()
     found = await counted(watch, seconds)
     if await taking.wait() not in (0, 1):  # 1: states are on other machines
-        raise SystemExit("bench/marker.py: diloco checkpoint failed")
+        raise SystemExit("diloco checkpoint failed")
     return found
 
 
-async def measure(running: Up, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+async def pairs_of(running: Up, folder: Path, pairs: int, seconds: float) -> Result:
     """Return the steps of each pair, and their mean ratio."""
     watch = await watching(running)
-    await asyncio.to_thread(running.until, watch.all_step, "all learners step")
+    await running.reach(watch.all_step, "all learners step")
     heard = asyncio.Event()
 
     async def hear(_: Heard) -> None:
@@ -63,36 +61,30 @@ async def measure(running: Up, folder: Path, arguments: argparse.Namespace) -> d
     await attached(seen, watch.run.name, watch.run.nats_url)
     await asyncio.sleep(WARM_UP_S)
     marked, plain = [], []
-    for pair in range(arguments.pairs):
+    for pair in range(pairs):
         for kind in ("marked", "plain") if pair % 2 else ("plain", "marked"):
             if kind == "plain":
-                plain.append(await counted(watch, arguments.seconds))
+                plain.append(await counted(watch, seconds))
             else:
-                marked.append(await with_marker(watch, seen, heard, arguments.seconds))
+                marked.append(await with_marker(watch, seen, heard, seconds))
     await watch.link.close()
     return {"marked": marked, "plain": plain} | ratio(marked, plain)
 
 
-def show(result: dict[str, Any]) -> None:
+def measure(*, pairs: Annotated[int, (1, *T95)] = 5, seconds: float = 60.0, learners: int = 2) -> Result:
+    """Begin a run, and measure it."""
+    with folder() as place, up(place / "run", "--learners", str(learners), tokens=10**10) as running:
+        return asyncio.run(pairs_of(running, place, pairs, seconds))
+
+
+def show(result: Result) -> None:
     for marked, plain in zip(result["marked"], result["plain"], strict=True):
         print(f"steps with a marker {marked:6}, without {plain:6}: {marked / plain:.3f}")
     interval = f" [{result['low']:.3f}, {result['high']:.3f}]" if "low" in result else ""
     print(f"steps: {result['ratio']:.3f}{interval}; target at least {TARGET}")
 
 
-def main() -> None:
-    """Print the pairs."""
-    made = parser(__doc__)
-    made.add_argument("--pairs", type=int, default=5, choices=(1, *T95))
-    made.add_argument("--seconds", type=float, default=60.0)
-    made.add_argument("--learners", type=int, default=2)
-    arguments = made.parse_args()
-    with tempfile.TemporaryDirectory(prefix="diloco-bench-") as name:
-        folder = Path(name)
-        options = ("--learners", str(arguments.learners))
-        with up(folder / "run", options, {"tokens": 10**10}, {}) as running:
-            print_result(asyncio.run(measure(running, folder, arguments)), arguments, show)
-
+SCRIPT = Script(__doc__, Bench(measure, show))
 
 if __name__ == "__main__":
-    main()
+    SCRIPT.run()

@@ -18,7 +18,6 @@ shares a learner's device where there is only one.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import os
@@ -26,17 +25,15 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import psutil
-import script
-from processes import cpu_of
-from restart import Watch, training
+from harness.console import Bench, Result, Script, folder
+from harness.host import cpu_s, machine
+from harness.live_run import Watch, asleep, up, watching
 
 from diloco.settings import folders
 from diloco.settings.loading import parse_assignments
@@ -46,11 +43,11 @@ from diloco_ops.up.environment import learner_environment
 if TYPE_CHECKING:
     from diloco_learner.api.model import Output
 
-HERE = Path(__file__).parent
 SETTLE_S = 1.5
 REAL = ["task.layers=4", "task.width=128", "task.context=64", "task.batch=4"]
-SLEEPING = ["task.name=island:make_unstopped", "task.layers=13", "task.width=256", "inner.optimizer=adamw"]
+SLEEPING = ["task.name=harness.asleep:make_unstopped", "task.layers=13", "task.width=256", "inner.optimizer=adamw"]
 USUAL = ["learners=2", "round.steps=20"]
+PATIENCE_S = 400.0  # only ends what hangs
 PATIENT = ["liveness.dead_s=600", "liveness.lease_s=600"]  # who is stopped is not dead
 
 
@@ -74,7 +71,7 @@ class Bare:
         return _step_s([at_s for at_s in list(self.ends_s) if began_s <= at_s <= ended_s])
 
 
-def bare(sets: Sequence[str]) -> None:
+def take_steps(sets: Sequence[str]) -> NoReturn:
     """Take steps without end."""
     from diloco_learner.frameworks import load
     from diloco_learner.task_api import first_batch
@@ -146,48 +143,49 @@ class _Cpu:
     """Processor time of some processes from its construction on."""
 
     def __init__(self, pids: Sequence[int]) -> None:
-        self._began_s = {pid: cpu_of(pid) or 0.0 for pid in pids}
+        self._began_s = {pid: cpu_s(pid) for pid in pids}
 
     def used_s(self) -> float:
         """Return the mean of the processes."""
-        return statistics.mean((cpu_of(pid) or began_s) - began_s for pid, began_s in self._began_s.items())
+        return statistics.mean((cpu_s(pid) or began_s) - began_s for pid, began_s in self._began_s.items())
 
 
-async def measure(sets: list[str], turns: int, turn_s: float, *, evaluator: bool = True) -> dict[str, Any]:
+async def measure(sets: Sequence[str], turns: int, turn_s: float, *, evaluator: bool = True) -> Result:
     results = []
-    with tempfile.TemporaryDirectory(prefix="diloco-bench-") as folder:
-        async with training(Path(folder), sets) as watch:
-            services = watch.run.path / "services"
-            learners = [script.read_pid(services / f"{name}.pid") for name in watch.heartbeats]
-            watching = script.read_pid(services / "evaluator.pid")
-            everything = psutil.Process().children(recursive=True)
-            run = [process for process in everything if not _guards(process) and (evaluator or process.pid != watching)]
-            loops = [Bare(sets) for _ in watch.heartbeats]
-            others = [psutil.Process(loop.process.pid) for loop in loops]
-            try:
-                if not evaluator:
-                    os.kill(watching, signal.SIGSTOP)
-                while not all(loop.ends_s for loop in loops):
-                    if any(loop.process.poll() is not None for loop in loops):
-                        raise SystemExit("a bare loop ended before its first step: its last words are on stderr")
-                    await asyncio.sleep(0.1)
-                for _ in range(turns):
-                    watch.forget()
-                    cpu = _Cpu(learners)
-                    turn = _learners(watch, *await _turn(run, others, turn_s))
-                    turn["cpu"], cpu = cpu.used_s() / (SETTLE_S + turn_s), _Cpu([process.pid for process in others])
-                    span = await _turn(others, run, turn_s)
-                    alone_s = statistics.mean(loop.step_s(*span) for loop in loops)
-                    bare_cpu = cpu.used_s() / (SETTLE_S + turn_s)
-                    results.append(turn | {"bare_step_s": alone_s, "pace": alone_s / turn["step_s"], "bare_cpu": bare_cpu})
-            finally:
-                _signal(everything, signal.SIGCONT)
-                for loop in loops:
-                    loop.process.kill()
-    return {"machine": script.machine(), "load": os.getloadavg(), "turns": results, "settings": sets}
+    with folder() as place, up(place / "run", sets=sets, patience_s=PATIENCE_S) as running:
+        watch = await watching(running)
+        await running.reach(watch.all_step, "all learners step")
+        learners = [running.pid(name) for name in watch.heartbeats]
+        evaluating = running.pid("evaluator")
+        everything = psutil.Process().children(recursive=True)
+        run = [process for process in everything if not _guards(process) and (evaluator or process.pid != evaluating)]
+        loops = [Bare(sets) for _ in watch.heartbeats]
+        others = [psutil.Process(loop.process.pid) for loop in loops]
+        try:
+            if not evaluator:
+                running.signal(signal.SIGSTOP, "evaluator")
+            while not all(loop.ends_s for loop in loops):
+                if any(loop.process.poll() is not None for loop in loops):
+                    raise SystemExit("a bare loop ended before its first step: its last words are on stderr")
+                await asyncio.sleep(0.1)
+            for _ in range(turns):
+                watch.forget()
+                cpu = _Cpu(learners)
+                turn = _learners(watch, *await _turn(run, others, turn_s))
+                turn["cpu"], cpu = cpu.used_s() / (SETTLE_S + turn_s), _Cpu([process.pid for process in others])
+                span = await _turn(others, run, turn_s)
+                alone_s = statistics.mean(loop.step_s(*span) for loop in loops)
+                bare_cpu = cpu.used_s() / (SETTLE_S + turn_s)
+                results.append(turn | {"bare_step_s": alone_s, "pace": alone_s / turn["step_s"], "bare_cpu": bare_cpu})
+        finally:
+            _signal(everything, signal.SIGCONT)
+            for loop in loops:
+                loop.process.kill()
+        await watch.link.close()
+    return {"machine": machine(), "load": os.getloadavg(), "turns": results, "settings": list(sets)}
 
 
-def show(result: dict[str, Any]) -> None:
+def show(result: Result) -> None:
     turns = result["turns"]
     print(f"{len(turns)} turns, median (least to most); load {result['load'][0]:.0f}")
     times = [("bare_step_s", 1e3, "ms"), ("step_s", 1e3, "ms")]
@@ -196,23 +194,25 @@ def show(result: dict[str, Any]) -> None:
         print(f"  {name:12} {statistics.median(values):7.2f} {unit} ({min(values):.2f} to {max(values):.2f})")
 
 
-def main() -> None:
-    parser = script.parser(__doc__)
-    parser.add_argument("--set", action="append", default=[], help="KEY=VALUE, a setting of the run; repeatable")
-    parser.add_argument("--step-s", type=float, help="steps sleep so long, instead of computing")
-    parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--turn-s", type=float, default=6.0)
-    parser.add_argument("--no-evaluator", action="store_true", help="keep the evaluator stopped")
-    parser.add_argument("--bare", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.bare:
-        bare(arguments.set)
-    if arguments.step_s is not None:
-        os.environ |= {"BENCH_STEP_S": str(arguments.step_s), "PYTHONPATH": str(HERE)}
-    sets = USUAL + (REAL if arguments.step_s is None else SLEEPING) + PATIENT + arguments.set
-    result = asyncio.run(measure(sets, arguments.turns, arguments.turn_s, evaluator=not arguments.no_evaluator))
-    script.print_result(result, arguments, show)
+async def pace(
+    *,
+    set_: Annotated[Sequence[str], "KEY=VALUE, a setting of the run; repeatable"] = (),
+    step_s: Annotated[float | None, "steps sleep so long, instead of computing"] = None,
+    turns: int = 5,
+    turn_s: float = 6.0,
+    no_evaluator: Annotated[bool, "keep the evaluator stopped"] = False,
+    bare: Annotated[bool, "take steps without a run, for ever, as the loops beside it do"] = False,
+) -> Result:
+    """Begin a run, and measure its pace."""
+    if bare:
+        take_steps(set_)
+    if step_s is not None:
+        os.environ |= asleep(step_s)
+    sets = [*USUAL, *(REAL if step_s is None else SLEEPING), *PATIENT, *set_]
+    return await measure(sets, turns, turn_s, evaluator=not no_evaluator)
 
+
+SCRIPT = Script(__doc__, Bench(pace, show))
 
 if __name__ == "__main__":
-    main()
+    SCRIPT.run()

@@ -11,7 +11,6 @@ core. Takes three minutes.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import gzip
@@ -27,6 +26,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from typing import Any
 
+from harness.console import Bench, Script
 from msgspec.structs import replace
 from playwright.async_api import async_playwright
 
@@ -248,14 +248,16 @@ def bounded(value: float | None, most: float) -> dict[str, Any]:
     return {"value": value, "at most": most, "holds": None if value is None else value <= most}
 
 
-async def measure(asked: argparse.Namespace) -> dict[str, Any]:
+async def measure(
+    *, learners: int = 64, fragments: int = 256, versions: int = 1_000_000, viewers: int = 50, seconds: int = 20
+) -> None:
     script = len(gzip.compress(b"".join(page.asset(name) for name in SCRIPTS)))
     found: dict[str, Any] = {"script, compressed, bytes": bounded(script, 60_000)}
     small = Source(filled(4, 24, 20_000))
     found["small run"] = await opening(small, 1.0)
     async with serving(small) as server:
-        found["small run, a viewer that never reads"] = await beside_one_that_stalls(server, asked.seconds)
-    bench = Source(filled(asked.learners, asked.fragments, asked.versions))
+        found["small run, a viewer that never reads"] = await beside_one_that_stalls(server, seconds)
+    bench = Source(filled(learners, fragments, versions))
     found["merges kept"] = len(bench.monitor.merges.kept)
     began_s = time.thread_time()
     packed = history.pack(Past(1, 0.0, bench.picture(), bench.monitor.curves(WEEK_S)))
@@ -263,26 +265,21 @@ async def measure(asked: argparse.Namespace) -> dict[str, Any]:
     found["large run"] = await opening(bench, 2.0)
     found["large run, a standby's page"] = await opening(Standby(bench.monitor, packed), 2.0)
     async with serving(bench) as server:
-        idle = await share(asked.seconds)
+        idle = await share(seconds)
         found["core, no viewer"] = round(idle, 4)
-        for viewers, most in ((1, 0.01), (asked.viewers, 0.1)):
-            process = await asyncio.create_subprocess_exec(sys.executable, "-c", VIEWERS, str(server.port), str(viewers))
+        for count, most in ((1, 0.01), (viewers, 0.1)):
+            process = await asyncio.create_subprocess_exec(sys.executable, "-c", VIEWERS, str(server.port), str(count))
             await asyncio.sleep(3)
-            more = round(await share(asked.seconds) - idle, 4)
-            found[f"core, {viewers} viewers more than none"] = bounded(more, most)
+            more = round(await share(seconds) - idle, 4)
+            found[f"core, {count} viewers more than none"] = bounded(more, most)
             process.kill()
             await process.wait()
-        found["large run, a viewer that never reads"] = await beside_one_that_stalls(server, asked.seconds)
+        found["large run, a viewer that never reads"] = await beside_one_that_stalls(server, seconds)
     found["load"] = os.getloadavg()[0]
-    return found
+    print(json.dumps(found, indent=1))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("learners", 64), ("fragments", 256), ("versions", 1_000_000), ("viewers", 50), ("seconds", 20)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    print(json.dumps(asyncio.run(measure(parser.parse_args())), indent=1))
-
+SCRIPT = Script(__doc__, Bench(measure))
 
 if __name__ == "__main__":
-    main()
+    SCRIPT.run()

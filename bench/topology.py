@@ -1,21 +1,7 @@
 """Two shapes for a run over regions: servers linked to no other, which clients cross to, and a supercluster of gateways.
 
-    python bench/topology.py                # two and a half minutes
-    python bench/topology.py --cut 5        # shorter
-
-Three regions with the default links between them (``docs/wan.md``), emulated by the relay. *unlinked*: a server a region; a
-client in each region also connects to the other regions' servers, as syncers do; beside them a small cluster with a server in
-each region, whose routes go before bulk, for heartbeats and the bucket. *gateways*: a cluster of one server a region, joined
-by gateways; clients connect to their own region's server alone. Either way each region has streams of its own, at home.
-
-A cycle is what a run of 24 fragments with one learner a region sends: each region's client reads the others' offers of the
-eight fragments that it owns from their streams, and appends an entry of each to their logs, all at once. Of each shape:
-
-* seconds until all of it has arrived, and what the links carried, against the payload; at the default rate, and at 20 Mbit/s;
-* a message of 200 bytes that a majority of regions is to acknowledge, and one from us to eu, on idle links and beside cycles;
-* one region cut off: whether the others exchange messages, whether anybody can make consumers and streams, and how soon
-  after healing messages pass in each direction;
-* a region lost for good, the one whose server leads: of gateways the JetStream meta group, else the bucket.
+python bench/topology.py                # two and a half minutes
+python bench/topology.py --cut 5        # shorter
 """
 
 from __future__ import annotations
@@ -24,23 +10,22 @@ import asyncio
 import contextlib
 import json
 import os
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import permutations
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import nats
 import nats.errors
 import nats.js.api
 import nats.js.errors
 import numpy as np
-import script
+from harness.console import Bench, Result, Script, folder
+from harness.host import machine
+from harness.wan_relay import Relay, Route
 
 from diloco.errors import BrokerError
 from diloco.nats.registry import Registry
@@ -54,7 +39,9 @@ from diloco_ops.up.embedded import JITTER_S, ONE_WAY_S, RATE_BITS_PER_S
 from diloco_ops.wan import control as wan
 
 REGIONS = ("us", "eu", "ap")
+
 PAIRS = list(permutations(REGIONS, 2))
+
 CUT = "eu"
 OWNED = 8  # fragments a region
 BODY_BYTES = 1 << 16
@@ -84,43 +71,16 @@ class Configured(Server):
         return self._more
 
 
-class Links:
-    """The relay, as a process of its own: a route for each pair of regions and kind of traffic."""
+def emulated(folder: Path, routes: list[Route]) -> Relay:
+    """Start the relay, with the default links between the regions."""
+    links = {(a, b): {"delay_s": ONE_WAY_S[min(a, b), max(a, b)]} for a, b in PAIRS}
+    return Relay(folder, routes, links, {"rate_bits_per_s": RATE_BITS_PER_S, "jitter_s": JITTER_S})
 
-    def __init__(self, folder: Path, targets: Mapping[tuple[str, str], Mapping[str, tuple[int, int]]]) -> None:
-        """``targets``: by pair and traffic, the port to listen at and the port to lead to."""
-        self.address = f"127.0.0.1:{free_ports(1)[0]}"
-        lines = [f'control = "{self.address}"', f"[defaults]\nrate_bits_per_s = {RATE_BITS_PER_S}\njitter_s = {JITTER_S}"]
-        for source, target in PAIRS:
-            lines.append(f"[links.{source}-{target}]\ndelay_s = {ONE_WAY_S[min(source, target), max(source, target)]}")
-        for (source, target), kinds in targets.items():
-            for traffic, (listen, port) in kinds.items():
-                lines.append(f'[[routes]]\nfrom = "{source}"\nto = "{target}"\ntraffic = "{traffic}"')
-                lines.append(f'listen = "127.0.0.1:{listen}"\ntarget = "127.0.0.1:{port}"')
-        config = folder / "wan.toml"
-        folder.mkdir(exist_ok=True)
-        config.write_text("\n".join(lines))
-        command = [sys.executable, "-m", "diloco_ops.cli", "wan", "serve", str(config)]
-        self._process = subprocess.Popen(command, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True)
-        assert self._process.stderr is not None
-        for line in self._process.stderr:
-            if json.loads(line)["event"] == "wan_started":
-                return
-        raise SystemExit("bench/topology.py: the relay did not come up")
 
-    def ask(self, request: wan.Request) -> dict[str, Any]:
-        return list(wan.asked(self.address, request))[-1]
-
-    def carried(self) -> dict[str, tuple[int, int]]:
-        """By link: payload of TCP, and what its headers are estimated to add."""
-        links = self.ask(wan.Status())["links"]
-        return {
-            name: (link["control_bytes"] + link["bulk_bytes"], link["header_bytes_estimated"]) for name, link in links.items()
-        }
-
-    def close(self) -> None:
-        self._process.terminate()
-        self._process.communicate()
+def carried(links: Relay) -> dict[str, tuple[int, int]]:
+    """Return by link the payload of TCP, and what its headers are estimated to add."""
+    found = links.ask(wan.Status())["links"]
+    return {name: (link["control_bytes"] + link["bulk_bytes"], link["header_bytes_estimated"]) for name, link in found.items()}
 
 
 @dataclass
@@ -130,7 +90,7 @@ class Shape:
     name: str
     bulk: Mapping[str, Server]
     control: Mapping[str, Server]
-    links: Links
+    links: Relay
     ways: Mapping[tuple[str, str], int]  # where a client in the first region reaches the second one's streams
 
     def lose(self, region: str) -> None:
@@ -159,10 +119,9 @@ def unlinked(folder: Path) -> Shape:
             f"routes: [{others}] }}\n"
         )
         control[region] = Configured(folder / f"control-{region}", next(ports), more)
-    targets = {
-        pair: {"bulk": (ways[pair], bulk[pair[1]].port), "control": (listening[pair], routes[pair[1]])} for pair in PAIRS
-    }
-    return Shape("unlinked", bulk, control, Links(folder, targets), ways)
+    over = [(*pair, "bulk", ways[pair], bulk[pair[1]].port) for pair in PAIRS]
+    over += [(*pair, "control", listening[pair], routes[pair[1]]) for pair in PAIRS]
+    return Shape("unlinked", bulk, control, emulated(folder, over), ways)
 
 
 def gateways(folder: Path) -> Shape:
@@ -184,9 +143,9 @@ def gateways(folder: Path) -> Shape:
             f"gateways: [{others}] }}\n"
         )
         servers[region] = Configured(folder / f"gateway-{region}", next(ports), more)
-    targets = {pair: {"bulk": (listening[pair], gates[pair[1]])} for pair in PAIRS}
+    over = [(*pair, "bulk", listening[pair], gates[pair[1]]) for pair in PAIRS]
     ways = {(source, target): servers[source].port for source, target in PAIRS}
-    return Shape("gateways", servers, servers, Links(folder, targets), ways)
+    return Shape("gateways", servers, servers, emulated(folder, over), ways)
 
 
 @dataclass
@@ -299,13 +258,13 @@ async def until_done(work: Callable[[], Awaitable[Any]]) -> float:
             await asyncio.sleep(0.1)
 
 
-async def measure_cycles(clients: Clients, first: int) -> dict[str, Any]:
+async def measure_cycles(clients: Clients, first: int) -> Result:
     links = clients.shape.links
     await clients.cycle(first)  # everything is open after it
-    before = links.carried()
+    before = carried(links)
     took_s = [await clients.cycle(first + 1 + i) for i in range(CYCLES)]
     await asyncio.sleep(0.5)
-    after = links.carried()
+    after = carried(links)
     ideal = CYCLES * 2 * OWNED * BODY_BYTES
     return {
         "seconds": float(np.median(took_s)),
@@ -314,7 +273,7 @@ async def measure_cycles(clients: Clients, first: int) -> dict[str, Any]:
     }
 
 
-async def measure_messages(clients: Clients, cycles: int) -> dict[str, Any]:
+async def measure_messages(clients: Clients, cycles: int) -> Result:
     """Measure commits, and control messages on idle links and beside cycles, in ms."""
     commits = [1000 * await clients.commit() for _ in range(COMMITS)]
     beating = asyncio.create_task(clients.beat())
@@ -390,7 +349,7 @@ def stream(clients: Clients, region: str, number: int) -> Callable[[], Awaitable
     return lambda: js.add_stream(name=f"NEW_{region}_{number}", subjects=[f"new.{region}.{number}"])
 
 
-async def measure_cut(clients: Clients, lasts_s: float) -> dict[str, Any]:
+async def measure_cut(clients: Clients, lasts_s: float) -> Result:
     """One region off the others."""
     links, others = clients.shape.links, [region for region in REGIONS if region != CUT]
     exchange = Exchange(clients, [*PAIRS, (CUT, CUT)])
@@ -420,7 +379,7 @@ async def measure_cut(clients: Clients, lasts_s: float) -> dict[str, Any]:
     return found
 
 
-async def measure_loss(clients: Clients) -> dict[str, Any]:
+async def measure_loss(clients: Clients) -> Result:
     """Lose the region whose server leads the streams."""
     shape = clients.shape
     async with contextlib.AsyncExitStack() as stack:
@@ -463,25 +422,56 @@ async def meta_leader(shape: Shape) -> str:
         await asking.close()
 
 
-async def measure_shape(make: Callable[[Path], Shape], folder: Path, arguments: Any) -> dict[str, Any]:
+async def measure_shape(make: Callable[[Path], Shape], folder: Path, cut_s: float) -> Result:
     shape = make(folder)
     try:
         for server in {*shape.bulk.values(), *shape.control.values()}:
             server.start()
         async with connected(shape) as clients:
-            found: dict[str, Any] = {"thin": await measure_cycles(clients, 0)}
+            found: Result = {"thin": await measure_cycles(clients, 0)}
             found["messages"] = await measure_messages(clients, 50)
             shape.links.ask(wan.SetConditions(links=[f"{a}-{b}" for a, b in PAIRS], rate_bits_per_s=FAST_MBIT_S * 1e6))
             found["fast"] = await measure_cycles(clients, 100)
             shape.links.ask(wan.SetConditions(links=[f"{a}-{b}" for a, b in PAIRS], rate_bits_per_s=RATE_BITS_PER_S))
-            found["cut"] = await measure_cut(clients, arguments.cut)
+            found["cut"] = await measure_cut(clients, cut_s)
             found["loss"] = await measure_loss(clients)
         return found
     finally:
         shape.close()
 
 
-def show(result: dict[str, Any]) -> None:
+async def topology(*, cut: Annotated[float, "seconds that a region is cut off"] = 15.0) -> Result:
+    """Compare both shapes.
+
+    Three regions with the default links between them (``docs/wan.md``), emulated by the relay. *unlinked*: a server a region; a
+    client in each region also connects to the other regions' servers, as syncers do; beside them a small cluster with a server
+    in each region, whose routes go before bulk, for heartbeats and the bucket. *gateways*: a cluster of one server a region,
+    joined by gateways; clients connect to their own region's server alone. Either way each region has streams of its own, at
+    home.
+
+    A cycle is what a run of 24 fragments with one learner a region sends: each region's client reads the others' offers of the
+    eight fragments that it owns from their streams, and appends an entry of each to their logs, all at once. Of each shape:
+
+    * seconds until all of it has arrived, and what the links carried, against the payload; at the default rate, and at 20
+      Mbit/s;
+    * a message of 200 bytes that a majority of regions is to acknowledge, and one from us to eu, on idle links and beside
+      cycles;
+    * one region cut off: whether the others exchange messages, whether any client can make consumers and streams, and how soon
+      after healing messages pass in each direction;
+    * a region lost for good, the one whose server leads: of gateways the JetStream meta group, else the bucket.
+    """
+    with folder() as place:
+        observe.configure("bench", "topology", file=place / "bench.jsonl")
+        shapes = {make.__name__: await measure_shape(make, place / make.__name__, cut) for make in (unlinked, gateways)}
+    return {
+        "machine": machine(),
+        "payload_bytes": 2 * OWNED * BODY_BYTES,
+        "rates_mbit_s": {"thin": RATE_BITS_PER_S / 1e6, "fast": FAST_MBIT_S},
+        "shapes": shapes,
+    }
+
+
+def show(result: Result) -> None:
     machine = result["machine"]
     payload_bytes = result["payload_bytes"]
     print(f"{machine['cpu']}, {machine['cores']} cores; {len(REGIONS)} regions, {payload_bytes:,} bytes a link and cycle")
@@ -512,25 +502,7 @@ def show(result: dict[str, Any]) -> None:
         )
 
 
-async def measure(folder: Path, arguments: Any) -> dict[str, Any]:
-    shapes = {make.__name__: await measure_shape(make, folder / make.__name__, arguments) for make in (unlinked, gateways)}
-    return {
-        "machine": script.machine(),
-        "payload_bytes": 2 * OWNED * BODY_BYTES,
-        "rates_mbit_s": {"thin": RATE_BITS_PER_S / 1e6, "fast": FAST_MBIT_S},
-        "shapes": shapes,
-    }
-
-
-def main() -> None:
-    parser = script.parser(__doc__)
-    parser.add_argument("--cut", type=float, default=15.0, help="seconds that a region is cut off")
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="diloco-bench-") as folder:
-        observe.configure("bench", "topology", file=Path(folder) / "bench.jsonl")
-        result = asyncio.run(measure(Path(folder), arguments))
-    script.print_result(result, arguments, show)
-
+SCRIPT = Script(__doc__, Bench(topology, show))
 
 if __name__ == "__main__":
-    main()
+    SCRIPT.run()

@@ -234,6 +234,19 @@ def test_commands_and_settings_that_the_docs_name_exist(page: str) -> None:
         assert (base / target).exists(), f"{page} links to {target}"
 
 
+@pytest.mark.parametrize("page", ["glossary.md", "maintainers.md"])
+def test_modules_that_the_docs_name_exist(page: str) -> None:
+    """With folders, from a distribution's name (``ops/`` for ``diloco_ops/``) or from anywhere below."""
+    places = {
+        "/" + str(path.relative_to(ROOT)).replace("/diloco_", "/")
+        for path in ROOT.glob("*/**/*.py")
+        if ".venv" not in path.parts
+    }
+    text = re.sub(r"`[^`]*` at commit [0-9a-f]{8}", "", (ROOT / "docs" / page).read_text())
+    for name in re.findall(r"`((?:\w+/)+\w+\.py)`", text):
+        assert any(place.endswith("/" + name.removeprefix("diloco_")) for place in places), f"{page} names {name}"
+
+
 def headings(page: Path) -> set[str]:
     """Return the anchors of a page's headings, as GitHub makes them; a repeated heading has a number behind it."""
     seen: Counter[str] = Counter()

@@ -9,6 +9,7 @@ import ast
 import functools
 import re
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +22,8 @@ PRODUCTION = ("shared/", "services/", "report/", "ops/", "lab/")
 MAX_FILE_LINES = 500
 MAX_CLASS_LINES = 350
 MAX_FUNCTION_LINES = 60
+MAX_MODULES = 20  # of one folder
+MAX_POSITIONAL = 7  # a reader of a call with more has to count them
 
 # words of our own, where the field or plain English has one; a name in quotes may be a key of a report or a tape
 WORDS = re.compile(
@@ -69,8 +72,9 @@ def read(path: str) -> str:
 
 @functools.cache
 def nodes(path: str) -> list[ast.AST]:
-    """Return the definitions and names of a module."""
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, ast.Assign, ast.Name, ast.Attribute, ast.arg)
+    """Return the definitions, calls and names of a module."""
+    definitions = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    kinds = (*definitions, ast.Assign, ast.Call, ast.Name, ast.Attribute, ast.arg)
     return [node for node in ast.walk(ast.parse(read(path))) if isinstance(node, kinds)]
 
 
@@ -109,6 +113,17 @@ def test_sizes() -> None:
     demand("sizes", found())
 
 
+def test_a_call_with_many_arguments_names_them() -> None:
+    found = [
+        f"{path}:{node.lineno}: {ast.unparse(node.func)} is called with {len(node.args)} positional arguments, at most "
+        f"{MAX_POSITIONAL}: name them"
+        for path in files(".py", within=PRODUCTION)
+        for node in nodes(path)
+        if isinstance(node, ast.Call) and len(node.args) > MAX_POSITIONAL
+    ]
+    assert not found, "\n" + "\n".join(found)
+
+
 def test_a_class_has_a_name_of_its_own() -> None:
     """A name that is looked for leads to one class. Templates are files of users."""
     places: dict[str, list[str]] = {}
@@ -117,6 +132,18 @@ def test_a_class_has_a_name_of_its_own() -> None:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places.setdefault(node.name, []).append(path)
     assert not {name: found for name, found in places.items() if len(found) > 1}
+
+
+def test_a_folder_shows_its_plan_at_a_glance() -> None:
+    modules = Counter(str(Path(path).parent) for path in files(".py", within=PRODUCTION) if not path.endswith("/__init__.py"))
+    assert not {folder: count for folder, count in modules.items() if count > MAX_MODULES and "/templates/" not in folder}
+
+
+def test_a_modules_name_leads_to_it() -> None:
+    """Few files have the same name, but for those that Python and every service have."""
+    paths = [Path(path) for path in files(".py", within=PRODUCTION) if "/templates/" not in path]
+    names = Counter(path.stem for path in paths if path.stem not in ("__init__", "__main__", "service"))
+    assert not {name: count for name, count in names.items() if count > 2}
 
 
 def test_words() -> None:

@@ -12,9 +12,9 @@ from typing import Any
 
 import core
 import numpy as np
-import script
+from harness.intervals import ratio
+from harness.parties import model as model_of
 from islands import BLOCK_STEPS, bare_step, block_s, step_with_fragments
-from parties import model as model_of
 
 from diloco.core.learner.delta import Baseline, EncodedOffer, Offered
 from diloco.core.tensors import quantise
@@ -94,7 +94,7 @@ def device(plan: Plan, framework: str) -> Iterator[Result]:
         block_s(steps)
         found["peak_bytes"] = memory()["peak_bytes"]
         pairs = [(block_s(bare), block_s(steps)) for _ in range(plan.blocks)]
-        found |= script.ratio(*zip(*pairs, strict=True))
+        found |= ratio(*zip(*pairs, strict=True))
         yield found
         kinds: tuple[tuple[str, Begin], ...] = (("bare_trace", bare), ("trace", steps))
         for name, begin in kinds:
@@ -160,7 +160,7 @@ def plain(plan: Plan, framework: str) -> Iterator[Result]:
     for begin in (other, own):
         block_s(begin)
     pairs = [(block_s(other), block_s(own)) for _ in range(plan.blocks)]
-    yield {"plain_step_s": statistics.median(each for each, _ in pairs)} | script.ratio(*zip(*pairs, strict=True))
+    yield {"plain_step_s": statistics.median(each for each, _ in pairs)} | ratio(*zip(*pairs, strict=True))
 
 
 class _Masters:

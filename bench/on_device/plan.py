@@ -49,11 +49,6 @@ class Plan:
         """Tokens of a step."""
         return self.batch * self.context
 
-    @property
-    def flops(self) -> float:
-        """Floating-point operations of a step, of the model alone: 6 a parameter and token, and attention's products."""
-        return self.tokens * (6.0 * self.parameters + 12.0 * self.layers * self.width * self.context)
-
     def sets(self, framework: str, **changed: object) -> dict[str, object]:
         """Return a run's settings by name; ``changed`` has ``_`` for a name's dot."""
         found: dict[str, object] = {

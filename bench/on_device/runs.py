@@ -8,28 +8,26 @@ import os
 import shutil
 import signal
 import statistics
-import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import large
+import islands
 import pace
 import psutil
-import script
-from restart import Watch
-from up import Up, up, watching
+from harness import console
+from harness.host import GIB
+from harness.intervals import ratio
+from harness.live_run import Watch, asked, up, watched
 
-from diloco_learner.run.process import LoopThread
 from on_device.plan import Plan, parameters
 from on_device.task import NOTES, noted
 
 Result = dict[str, Any]
 PATIENCE_S = 400.0  # only ends what hangs
-MANY = 10**12  # tokens: a budget that no run here reaches
 KILLED, OTHER = "learner-1", "learner-0"
 SLOWED = 30  # all steps that the other one takes during the killed learner's return are taken again by replay
 DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
@@ -42,7 +40,7 @@ SPARE_GIB = 2.0
 @contextmanager
 def _place() -> Iterator[Path]:
     """Give a folder, with one for notes of devices' memory in it, which all processes find."""
-    with script.folder(None) as folder:
+    with console.folder() as folder:
         notes = folder / "notes"
         notes.mkdir()
         os.environ[NOTES] = str(notes)
@@ -57,7 +55,7 @@ def paced(plan: Plan, framework: str, learners: int) -> Iterator[Result]:
         found = asyncio.run(pace.measure([*sets, *pace.PATIENT], plan.turns, plan.turn_s, evaluator=False))
         peaks = noted(folder / "notes")
     turns = found["turns"]
-    result = script.ratio([turn["bare_step_s"] for turn in turns], [turn["step_s"] for turn in turns])
+    result = ratio([turn["bare_step_s"] for turn in turns], [turn["step_s"] for turn in turns])
     result |= {name: statistics.median(turn[name] for turn in turns) for name in ("step_s", "bare_step_s", "blocked")}
     result["host_s"] = statistics.median(turn["cpu"] * turn["step_s"] for turn in turns)
     result["bare_host_s"] = statistics.median(turn["bare_cpu"] * turn["bare_step_s"] for turn in turns)
@@ -82,14 +80,17 @@ def deterministic(plan: Plan) -> Iterator[Result]:
 
 
 def _returned(plan: Plan, flag: str) -> Iterator[Result]:
-    options = ["--learners", "2", "--shards", "1", "--tokens", str(MANY), "--page", "none"]
+    options = ["--learners", "2", "--shards", "1", "--page", "none"]
     options += [part for name in (OTHER, KILLED) for part in ("--slow", f"{name}={SLOWED}")]
     sets = plan.sets("jax", task_batch=max(1, plan.batch // 4))
     own = {"DILOCO_CHECKPOINT_S": "1", "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()}
     found: Result = {"flag": flag}
     with _place() as folder:
         directory = folder / "run"
-        with up(directory, options, sets, own, PATIENCE_S) as running, _watched(running) as watch:
+        with (
+            up(directory, *options, sets=sets, environment=own, patience_s=PATIENCE_S) as running,
+            watched(running) as watch,
+        ):
             running.until(
                 lambda: len(_steps(watch)) == 2 and min(_steps(watch).values()) >= plan.replayed_steps // 5,
                 "steps of both learners",
@@ -99,7 +100,7 @@ def _returned(plan: Plan, flag: str) -> Iterator[Result]:
             found["checkpoint_bytes"] = saved.stat().st_size
             beats, begun = watch.heartbeats[KILLED], time.monotonic()
             incarnation, batch_tokens = beats[-1][1].incarnation, beats[-1][1].batch_tokens
-            os.kill(running.pid(KILLED), signal.SIGKILL)
+            running.signal(signal.SIGKILL, KILLED)
 
             def again() -> bool:
                 """Whether a step has ended since it steps again: before, its state is not loaded."""
@@ -109,10 +110,10 @@ def _returned(plan: Plan, flag: str) -> Iterator[Result]:
             running.until(again, f"a step of {KILLED} after its death")
             found["return_s"] = time.monotonic() - begun
             yield found
-            running.finish(lambda: _tokens(watch), batch_tokens * plan.replayed_steps // 5)
-        found |= {"verified": _command("verify", directory)["holds"]}
+            running.finish(watch.tokens, batch_tokens * plan.replayed_steps // 5)
+        found |= {"verified": asked("verify", str(directory))["holds"]}
         yield found
-        replay = _command("replay", directory, "--learners")
+        replay = asked("replay", str(directory), "--learners")
         lives = replay["learners"]
         found["replayed_steps"] = sum(life["steps"] for life in lives)
         found["replay_s"] = sum(life["wall_s"] for life in lives)
@@ -122,38 +123,13 @@ def _returned(plan: Plan, flag: str) -> Iterator[Result]:
         yield found
 
 
-@contextmanager
-def _watched(running: Up) -> Iterator[Watch]:
-    loop = LoopThread()
-    try:
-        yield loop.run(watching(running), lambda: False)
-    finally:
-        loop.close()
-
-
-def _command(name: str, directory: Path, *options: str) -> Mapping[str, Any]:
-    """Return what a command says as JSON.
-
-    Raises:
-        SystemExit: it says none.
-    """
-    command = [*script.DILOCO, name, str(directory), *options, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    try:
-        said: Mapping[str, Any] = json.loads(done.stdout)
-    except ValueError:
-        last = (done.stderr.strip() or "nothing said").rpartition("\n")[2]
-        raise SystemExit(f"diloco {name}: code {done.returncode}: {last}") from None
-    return said
-
-
 def mixed(plan: Plan) -> Iterator[Result]:
     """Yield the share of versions that a learner of JAX and one of PyTorch are in, in one run on one device."""
-    options = ["--learners", "2", "--shards", "1", "--page", "none", "--tokens", str(MANY)]
+    options = ["--learners", "2", "--shards", "1", "--page", "none"]
     options += ["--torch", f"{KILLED}=on_device.task:make_torch"]
     with _place() as folder:
         directory = folder / "run"
-        with up(directory, options, plan.sets("jax"), {}, PATIENCE_S) as running, _watched(running) as watch:
+        with up(directory, *options, sets=plan.sets("jax"), patience_s=PATIENCE_S) as running, watched(running) as watch:
             running.until(lambda: len(_steps(watch)) == 2, "steps of both learners")
             begun, wanted = _steps(watch), MIXED_ROUNDS * plan.interval
 
@@ -162,9 +138,9 @@ def mixed(plan: Plan) -> Iterator[Result]:
                 return all(steps.get(name, 0) >= first + wanted for name, first in begun.items())
 
             running.until(reached, f"{wanted} steps of both learners")
-            code = running.finish(lambda: _tokens(watch), plan.tokens)
+            code = running.finish(watch.tokens, plan.tokens)
         if code:
-            raise SystemExit(f"diloco up: code {code}: its last words are on stderr")
+            raise SystemExit(f"diloco up: code {code}: {running.said()}")
         report = json.loads((directory / "report.json").read_text())
         shares = {name: its["rounds_merged"] / report["versions"] for name, its in report["learners"].items()}
         yield {"jax": shares[OTHER], "torch": shares[KILLED], "peak_bytes": noted(folder / "notes").get("learner")}
@@ -172,13 +148,7 @@ def mixed(plan: Plan) -> Iterator[Result]:
 
 def _steps(watch: Watch) -> dict[str, int]:
     """Return the steps of the learners that step."""
-    last = {name: heard[-1][1] for name, heard in list(watch.heartbeats.items())}
-    return {name: beat.step for name, beat in last.items() if beat.state == "stepping"}
-
-
-def _tokens(watch: Watch) -> int:
-    """Return the tokens that all learners have used."""
-    return sum(heard[-1][1].tokens for heard in list(watch.heartbeats.values()))
+    return {beat.learner: beat.step for beat in watch.learners() if beat.state == "stepping"}
 
 
 def large_model(plan: Plan) -> Iterator[Result]:
@@ -188,14 +158,14 @@ def large_model(plan: Plan) -> Iterator[Result]:
     yield found
     sizes = {"task_layers": layers, "task_width": plan.large_width, "task_heads": plan.large_heads}
     sets = plan.sets("jax", task_batch=plan.large_batch, **sizes)
-    options = ["--learners", "1", "--shards", "1", "--tokens", str(MANY), "--page", "none"]
+    options = ["--learners", "1", "--shards", "1", "--page", "none"]
     own = {"DILOCO_CHECKPOINT_S": "5", "DILOCO_LEAVE_S": "5"}
-    with _place() as folder, up(folder / "run", options, sets, own, PATIENCE_S) as running:
-        memory = large.Memory(folder / "run", os.getpid(), SPARE_GIB * large.GIB)
+    with _place() as folder, up(folder / "run", *options, sets=sets, environment=own, patience_s=PATIENCE_S) as running:
+        memory = islands.Memory(folder / "run", os.getpid(), SPARE_GIB * GIB)
         memory.start()
         try:
-            with _watched(running) as watch:
-                stages = large.Stages(running, memory, watch, lambda line: None, (large.LEADER,))
+            with watched(running) as watch:
+                stages = islands.Stages(running, memory, watch, lambda line: None, (islands.LEADER,))
                 for stage in (stages.found, lambda: stages.rounds(VERSIONS, "rounds"), stages.checkpoint):
                     stage()
                     found |= {"stages": stages.rows, "peak_bytes": noted(folder / "notes").get("learner")}
@@ -230,6 +200,6 @@ def _lacks(count: int, device_bytes: int) -> str:
         rooms["device memory"] = DEVICE_BYTES, device_bytes
     for name, (each, room_bytes) in rooms.items():
         if each * count > room_bytes:
-            need, have = (f"{size_bytes / large.GIB:.1f} GiB" for size_bytes in (each * count, room_bytes))
+            need, have = (f"{size_bytes / GIB:.1f} GiB" for size_bytes in (each * count, room_bytes))
             return f"{count:,} parameters need {need} of {name}, and {have} are free"
     return ""

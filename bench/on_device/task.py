@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import script
+from harness.host import peak_rss_bytes
 
 from diloco.core.tensors.built_in import BUILT_IN
 from diloco.process import files
@@ -50,7 +50,7 @@ def torch_memory() -> dict[str, int]:
 
 
 def _resident() -> dict[str, int]:
-    return {"peak_bytes": script.peak_rss_bytes(os.getpid()), "limit_bytes": 0}
+    return {"peak_bytes": peak_rss_bytes(os.getpid()), "limit_bytes": 0}
 
 
 def note(memory: Memory) -> None:

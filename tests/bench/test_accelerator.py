@@ -22,8 +22,8 @@ SCRIPT = BENCH / "accelerator.py"
 sys.path.insert(0, str(BENCH))
 
 import accelerator  # noqa: E402
-import script  # noqa: E402
 from accelerator import PARTS, Session  # noqa: E402
+from harness import intervals  # noqa: E402
 from on_device import child, page, trace  # noqa: E402
 from on_device.child import Outcome  # noqa: E402
 from on_device.plan import DRY, FULL, Plan, parameters  # noqa: E402
@@ -206,11 +206,11 @@ def test_a_trace_of_pytorch_is_read(tmp_path: Path) -> None:
 
 
 def test_a_ratio_of_times_has_an_interval() -> None:
-    found = script.ratio([1.1, 0.9], [1.0, 1.0])
+    found = intervals.ratio([1.1, 0.9], [1.0, 1.0])
     # logarithms 0.09531 and -0.10536: mean -0.00503, error 12.706 * 0.14190 / sqrt(2)
     assert {name: round(value, 4) for name, value in found.items()} == {"ratio": 0.995, "low": 0.2781, "high": 3.5603}
     assert page.interval(found) == "0.995 (0.278 to 3.560)"
-    assert page.interval(script.ratio([3.0], [2.0])) == "1.500"
+    assert page.interval(intervals.ratio([3.0], [2.0])) == "1.500"
 
 
 def test_operations_of_the_model() -> None:

@@ -285,10 +285,6 @@ def test_a_full_disk_of_a_server_has_alerts_and_is_mended_by_room_and_a_restart(
     us.until("ap's learner goes on", STATUS, steps_beyond("learner-ap-0", step))
 
 
-@pytest.mark.xfail(
-    reason="asyncio says at error: 'Task was destroyed but it is pending' (ConsumerNames._remove) where a syncer ends, and "
-    "'Task exception was never retrieved' (append of a commit_notice) where a region's server ends",
-)
 def test_logs_of_the_day_repeat_nothing_without_end_and_have_no_errors_of_libraries(machines: Machines) -> None:
     for machine in machines.values():
         services = OURS if machine.name == "us" else OURS[1:]

@@ -118,12 +118,14 @@ class Cell:
 def started(run: Run) -> Iterator[Started]:
     """A run whose command ends when it is told to."""
     command = [sys.executable, "-c", "import signal; signal.sigwait([signal.SIGINT])"]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # as the process begins
     process = subprocess.Popen(command, text=True, start_new_session=True)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     yield Started(run.directory, process, lambda: "")
     process.kill()
     process.wait()
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.services

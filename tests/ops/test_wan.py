@@ -1,4 +1,4 @@
-"""The relay on real sockets, its commands, and what it refuses. How accurate it is, is ``bench/link.py``'s matter."""
+"""The relay on real sockets, its commands, and what it refuses. How accurate it is, is ``bench/links.py relay``'s matter."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tests.pace import DEADLINE_S
 
-SCRIPT = Path(__file__).parents[2] / "bench" / "simulated.py"
+SCRIPT = Path(__file__).parents[2] / "bench" / "chaos.py"
 QUANTITIES = [
     "steps of learner-0",
     "steps of learner-1",
@@ -32,7 +32,7 @@ STEADY = 0.015  # so much may the machine's own pace change between what is meas
 
 def run(folder: Path) -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, SCRIPT, "--json", "--keep", folder],
+        [sys.executable, SCRIPT, "simulated", "--json", "--keep", folder],
         capture_output=True,
         text=True,
         timeout=5 * DEADLINE_S,  # forty seconds of a real run, two seconds of it first, and the simulator's

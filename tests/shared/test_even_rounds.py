@@ -1,7 +1,7 @@
 """Rounds stay spread evenly over a cycle, in virtual time: owners, takeovers, cuts, newcomers, other settings.
 
-Owners decide by the product's own :class:`~diloco.core.syncer.round.Round` and :class:`~diloco.core.syncer.roster.Roster`. Learners are a
-step counter each; a round takes the time of its messages. Steps are counted in those of the fastest learner.
+Owners decide by the product's own :class:`~diloco.core.syncer.round.Round` and :class:`~diloco.core.syncer.roster.Roster`.
+Learners are a step counter each; a round takes the time of its messages. Steps are counted in those of the fastest learner.
 """
 
 from __future__ import annotations

@@ -286,6 +286,28 @@ def test_the_last_round_is_answered_by_a_learner_that_has_stopped() -> None:
     assert [answer.version for answer in world.answers] == [2]
 
 
+def test_the_last_round_is_answered_again_by_a_learner_that_has_gone_on_since() -> None:
+    world = near_the_end(26)  # more than the log makes possible: no announcement ends the run
+    world.step(22)
+    assert world.boundary().stop  # by its own 26 tokens
+    world.announce(0, closing=True)
+    world.boundary()
+    world.encode()
+    world.store()
+    assert not world.learner.draining
+    assert world.stored[0][-1].stated.steps == 26
+    # a version that states fewer tokens than were announced, or a change of the budget, has it take a step more
+    world.learner.change(Effective(settings_of(WORLD, tokens=60), 1))
+    assert not world.boundary().stop
+    world.step()
+    world.learner.change(Effective(settings_of(WORLD, tokens=26), 2))
+    assert world.boundary().stop
+    world.boundary()  # the first one finds out that there is more, and this one reads it
+    world.encode()
+    world.store()
+    assert world.stored[0][-1].stated.steps == 27
+
+
 def test_no_announcement_ends_a_run_that_its_log_does_not_show_near_its_end() -> None:
     world = near_the_end(26)
     world.learner.hear(Announcement(0, 2, 0, "syncer-1", 1.0, True, 2**62, world.run.round.steps, []), 1.0)

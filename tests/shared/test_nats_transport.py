@@ -1,11 +1,15 @@
-"""What the transport adds to the modules below it: appends whose connection is lost, and a clock that may be wrong."""
+"""What the transport adds to the modules below it: lost connections, tasks that end with it, and a clock that may be wrong."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
+import logging
 import os
 import time
+from collections.abc import AsyncGenerator
 from pathlib import Path
+from typing import cast
 
 import pytest
 from tests.made.fixtures import MakeServer
@@ -13,8 +17,11 @@ from tests.made.nats_links import freeze
 from tests.pace import DEADLINE_S
 
 from diloco.errors import AppendUncertainError
+from diloco.nats import streams
 from diloco.nats.transport import NatsTransport
 from diloco.process.observe import get_logger
+from diloco.transport import Stored
+from diloco_ops.broker.server import Server
 
 LONG_S = 10 * DEADLINE_S
 
@@ -39,6 +46,41 @@ async def test_an_append_whose_connection_is_lost_is_uncertain_at_once(make_serv
         assert await again == 1
     finally:
         await transport.close()
+
+
+@pytest.mark.services
+async def test_consumers_are_removed_before_a_connection_is_closed(link: NatsTransport, nats_server: Server) -> None:
+    transport = await NatsTransport.open(nats_server.url, nats_server.url, "test", get_logger(), DEADLINE_S)
+    await transport.ensure_stream("removed", ["removed.>"])
+    await transport.append("removed.1", b"data", message_id="1", fence=None, timeout_s=DEADLINE_S)
+    reader = cast(AsyncGenerator[Stored, None], aiter(transport.pull("removed", ["removed.>"], 1)))
+    await anext(reader)
+    assert len(await streams.consumers(link, "removed")) == 1
+    await reader.aclose()
+    await transport.close()
+    assert await streams.consumers(link, "removed") == []
+
+
+@pytest.mark.services
+async def test_a_refusal_that_comes_as_the_caller_is_cancelled_is_no_error_of_the_event_loop(
+    link: NatsTransport, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where one of several appends to a server that ends fails first, and the others are cancelled for it."""
+    await _cancelled_as_it_is_refused(link)
+    gc.collect()  # asyncio finds then that no one has asked for a task's error
+    assert [each.getMessage() for each in caplog.records if each.name == "asyncio" and each.levelno >= logging.ERROR] == []
+
+
+async def _cancelled_as_it_is_refused(link: NatsTransport) -> None:
+    appending = asyncio.ensure_future(
+        link.append("no.stream.takes.it", b"data", message_id="1", fence=None, timeout_s=DEADLINE_S)
+    )
+    await asyncio.sleep(0)  # it begins
+    await asyncio.sleep(0)
+    (asked,) = (task for task in asyncio.all_tasks() if getattr(task.get_coro(), "__qualname__", "") == "append")
+    asked.add_done_callback(lambda _: appending.cancel())
+    await asyncio.wait({appending})
+    assert appending.cancelled()
 
 
 def test_the_clock_is_as_wrong_as_its_file_says(tmp_path: Path) -> None:

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 
 import pytest
 from structlog.testing import capture_logs
+from tests.made.fixtures import MakeServer
 from tests.made.heartbeats import learner_heartbeat, shard_heartbeat
+from tests.made.regional_parts import begun_apart
 from tests.made.syncer_parts import Begun, begin
 from tests.pace import DEADLINE_S
 
+from diloco.control import creation
 from diloco.nats.transport import NatsTransport
 from diloco.process.observe import get_logger
+from diloco.process.tasks import end
+from diloco.settings.service import SyncerSettings
 from diloco.wire import framing
 from diloco.wire.control import SnapshotMarker
 from diloco_syncer.shard import Shard
@@ -45,6 +53,37 @@ async def test_it_says_what_it_owns_and_hands_it_over_as_it_leaves(link: NatsTra
             assert shard.waits_for() is None
     assert (shard.heartbeat().state, shard.heartbeat().fragments) == ("leaving", [])
     assert [entry["event"] for entry in logs][-1] == "left"
+
+
+def test_a_syncer_that_is_cancelled_closes_its_connections_to_other_regions(
+    make_server: MakeServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else its readers are ended with the event loop, and asyncio finds tasks of theirs that no one waits for."""
+
+    async def work() -> None:
+        opened: list[NatsTransport] = []
+
+        async def connect(url: str) -> NatsTransport:
+            opened.append(await NatsTransport.open(url, url, "far", get_logger(), DEADLINE_S))
+            return opened[-1]
+
+        async with asyncio.timeout(DEADLINE_S), begun_apart(make_server) as apart:
+            shards = []
+            for own in apart.servers:
+                link = await apart.open(own)
+                run = await creation.open_run(link, "run", apart.settings)
+                others = {region: partial(connect, server.url) for region, server in apart.servers.items() if region != own}
+                settings = SyncerSettings(name=f"syncer-{own}", run="run", region=own)
+                shards.append(Shard(link, run, apart.map, settings, get_logger(), connect=others))
+            serving = [asyncio.ensure_future(shard.serve()) for shard in shards]
+            await until(lambda: any(map(asyncio.Future.done, serving)) or sum(len(shard.owned) for shard in shards) == 2)
+            await end(*serving)
+            assert all(task.cancelled() for task in serving)
+            assert [transport.bulk.is_closed for transport in opened] == 6 * [True]
+
+    asyncio.run(work())
+    gc.collect()
+    assert [each.getMessage() for each in caplog.records if each.name == "asyncio" and each.levelno >= logging.ERROR] == []
 
 
 async def test_messages_that_do_not_fit_are_counted_by_sender_and_kind(link: NatsTransport) -> None:

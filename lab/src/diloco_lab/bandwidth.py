@@ -157,7 +157,16 @@ def row(
 ) -> BandwidthRow:
     """Return the row for a schedule, a utilisation of ``share`` and the rate that goes with it."""
     gbit = rate_bits_per_s / BITS_PER_GBIT
-    return BandwidthRow(strategy, schedule.bits, int(job.parameters), job.step_s, job.datacenters, share, gbit, name)
+    return BandwidthRow(
+        strategy=strategy,
+        bits=schedule.bits,
+        parameters=int(job.parameters),
+        step_s=job.step_s,
+        datacenters=job.datacenters,
+        utilisation=share,
+        gbit_per_s=gbit,
+        schedule=name,
+    )
 
 
 def schedules(strategy: str, changes: Mapping[str, Any] | None = None) -> dict[ScheduleName, Schedule]:

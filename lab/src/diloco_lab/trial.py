@@ -193,7 +193,9 @@ class _Training(World):
             step_s = lengthened(self.steps[index].next_s(), self.now_s, self.trial.paces.learners[index].stalls)
             await asyncio.sleep(step_s)
             self.trained += tokens
-            done = StepDone(tokens, batch.share, batch.index, output.wait(), step_s, 0.0)
+            done = StepDone(
+                tokens=tokens, share=batch.share, batch=batch.index, loss=output.wait(), busy_s=step_s, blocked_s=0.0
+            )
             batch = next(feed)
         await member.close()
 

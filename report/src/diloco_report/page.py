@@ -1,8 +1,8 @@
 """``report.html``: the report dictionary as one file that opens without a network.
 
-Style sheet and script are inlined, pictures are SVG (:mod:`diloco_report.drawing.charts`), and a content security policy forbids the
-browser to fetch anything or to run any script but this one, known by its hash. All that comes from a run (names, settings,
-generated text) is escaped. ``docs/report.md`` describes the dictionary; keys that are missing leave their part out.
+Style sheet and script are inlined, pictures are SVG (:mod:`diloco_report.drawing.charts`), and a content security policy
+forbids the browser to fetch anything or to run any script but this one, known by its hash. All that comes from a run (names,
+settings, generated text) is escaped. ``docs/report.md`` describes the dictionary; keys that are missing leave their part out.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def run(
         raise SettingsError("lab run: name an experiment, or say --all; diloco lab list shows them")
     said: dict[str, object] = {}
     with runner.pool(jobs) as pool:
-        playing = _Playing(TrialStore(out), data, jobs, pool, max_hours, memory_gib)
+        playing = _Playing(store=TrialStore(out), data=data, jobs=jobs, pool=pool, max_hours=max_hours, memory_gib=memory_gib)
         for name in dict.fromkeys(chosen):
             experiment = _narrowed(spec.load(name), arms, seeds, parse_assignments(set_ or []))
             said[Path(name).stem] = _run(Path(name).stem, experiment, playing)
@@ -178,7 +178,14 @@ def _run(name: str, experiment: spec.Experiment, playing: _Playing) -> list[dict
         experiment = tuning.settled(experiment, choices)
     experiment = curves.spread(experiment)
     results = playing.play(name, experiment)
-    record = ExperimentRecord(name, asked, found, results, record_files.where(), record_files.text_of(experiment, playing.data))
+    record = ExperimentRecord(
+        name=name,
+        asked=asked,
+        tried=found,
+        results=results,
+        where=record_files.where(),
+        text=record_files.text_of(experiment, playing.data),
+    )
     write(playing.store.folder / f"{name}{record_files.SUFFIX}", record.encode())
     reference = record.reference()
     if reference is not None:

@@ -99,7 +99,7 @@ def _candidates(candidates: Sequence[PlanCandidate], chosen: PlanCandidate) -> T
     table = _table(("learners",), ("M", "H", "tau", "P", "bits", "merged", "goodput", "days", "cost"))
     for one in [each for i, each in enumerate(candidates) if i < SHOWN or each == chosen]:
         choice = one.choice
-        table.add_row(
+        cells = (
             _learners(one) + (" (this plan)" if one == chosen else ""),
             str(one.total),
             str(choice.steps),
@@ -111,6 +111,7 @@ def _candidates(candidates: Sequence[PlanCandidate], chosen: PlanCandidate) -> T
             _number(one.days.mean),
             _number(one.cost.mean),
         )
+        table.add_row(*cells)
     return table
 
 
@@ -148,7 +149,7 @@ def _regions(found: Plan) -> Table:
     )
     table = _table(("region",), headings)
     for one in found.regions:
-        table.add_row(
+        cells = (
             one.name,
             str(found.chosen.learners[one.name]),
             f"{found.chosen.step_s[one.name]:.3g}",
@@ -158,6 +159,7 @@ def _regions(found: Plan) -> Table:
             f"{one.server_cores:.2g}",
             size(one.storage_bytes),
         )
+        table.add_row(*cells)
     return table
 
 
@@ -173,7 +175,7 @@ def _islands(found: Plan) -> Table:
     )
     table = _table(("region",), headings)
     for one in found.islands:
-        table.add_row(
+        cells = (
             one.site,
             str(one.chips),
             str(one.hosts),
@@ -183,6 +185,7 @@ def _islands(found: Plan) -> Table:
             size(one.sent_bytes),
             size(one.rows_bytes) if one.rows_bytes else "-",
         )
+        table.add_row(*cells)
     return table
 
 

@@ -43,7 +43,15 @@ def report(
     with progress("simulating", False) as bar:
         rows = sweep(wanted, chosen, range(1, seeds + 1), days * DAY_S, processes, bar)
     of_mixed = mixed.sweep(range(1, seeds + 1), processes)
-    contents = page.Contents(rows, chosen, seeds, days, of_mixed, storm.simulate(chosen, seed=1), ModelJob())
+    contents = page.Contents(
+        rows=rows,
+        conditions=chosen,
+        seeds=seeds,
+        days=days,
+        by_quorum=of_mixed,
+        storm=storm.simulate(chosen, seed=1),
+        job=ModelJob(),
+    )
     write(file, page.render(contents))
     if page_ is not None:
         write(page_, docs_page.fill(text, docs_page.blocks(rows, of_mixed)))

@@ -65,8 +65,13 @@ def trace(
     """Fit rates and repairs to a record of failures, with 95 % intervals, and make a failure tape of it."""
     if tape is None and (learners, slices_per_learner, from_, for_) != (None, None, None, None):
         raise SettingsError("--learners, --slices-per-learner, --from and --for say how a tape is written; give --tape as well")
-    columns = Columns(unit, start, end, duration, time, state)
-    seen = _read(source, Notation(columns, where or (), time_format, clock, open_, since, until))
+    columns = Columns(unit=unit, start=start, end=end, duration=duration, time=time, state=state)
+    seen = _read(
+        source,
+        Notation(
+            columns=columns, where=where or (), time_format=time_format, clock=clock, open=open_, since=since, until=until
+        ),
+    )
     notes = list(seen.notes)
     if tape is not None:
         targets = _targets(seen, learners, slices_per_learner)

@@ -51,16 +51,16 @@ def play(arm: Arm, settings: RunSettings, data: str | None = None) -> Measured:
         changes = [(change.after, change.settings) for change in arm.changes]
         result = Trial(settings, task, arm.pace.paces(settings.learners), changes).play()
         return Measured(
-            _finite(result.loss),
-            result.tokens,
-            result.wall_s,
-            result.members,
-            result.merged,
-            result.bytes_up,
-            result.virtual_s,
-            result.lost,
-            result.held,
-            result.shares,
+            loss=_finite(result.loss),
+            tokens=result.tokens,
+            wall_s=result.wall_s,
+            members=result.members,
+            merged=result.merged,
+            bytes_up=result.bytes_up,
+            virtual_s=result.virtual_s,
+            lost=result.lost,
+            held=result.held,
+            shares=result.shares,
         )
     began_s = time.perf_counter()
     shares = range(settings.learners) if arm.method == "data-parallel" else [0]

@@ -140,5 +140,10 @@ def read(path: Path) -> ExperimentRecord:
         else:
             results.failed[trial.arm, trial.seed] = trial.failed or "no reason"
     return ExperimentRecord(
-        found.name, parse(Experiment, found.experiment, str(path)), found.tried, results, found.where, found.text
+        name=found.name,
+        asked=parse(Experiment, found.experiment, str(path)),
+        tried=found.tried,
+        results=results,
+        where=found.where,
+        text=found.text,
     )

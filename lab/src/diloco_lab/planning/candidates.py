@@ -139,7 +139,16 @@ class Candidates:
         """Return both directions of all links between these sites, by source and target."""
         total, count = sum(split.values()), len(split)
         return {
-            (a, b): LinkWay(link.bits_per_s, link.delay_s, self.model.parameters, count, total, split[a], split[b], step_s)
+            (a, b): LinkWay(
+                bits_per_s=link.bits_per_s,
+                delay_s=link.delay_s,
+                parameters=self.model.parameters,
+                regions=count,
+                learners=total,
+                from_learners=split[a],
+                to_learners=split[b],
+                step_s=step_s,
+            )
             for link in self.links(split)
             for a, b in (link.between, reversed(link.between))
         }
@@ -158,7 +167,17 @@ class Candidates:
                 continue
             utilisation = min((way.utilisation(choice) for way in ways.values()), default=1.0)
             full = sum(self.paces(split).values()) * utilisation
-            yield PlanCandidate(split, choice, step_s, full, utilisation, NO_FAILURE, *self.price(split, full, NO_FAILURE))
+            days, cost = self.price(split, full, NO_FAILURE)
+            yield PlanCandidate(
+                learners=split,
+                choice=choice,
+                step_s=step_s,
+                tokens_per_s=full,
+                utilisation=utilisation,
+                goodput=NO_FAILURE,
+                days=days,
+                cost=cost,
+            )
 
     def with_failures(self, candidate: PlanCandidate) -> PlanCandidate:
         """Return the candidate with the goodput that failures leave."""

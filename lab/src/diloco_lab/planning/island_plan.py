@@ -25,8 +25,8 @@ KEYFRAME_BYTES = 8  # a joiner reads value and momentum, and not the residual
 STATE_SHARE = 0.6  # of a device: activations, a fragment's rows and XLA's own need the rest
 FRAGMENTS = (PRESET.fragments.count, 96, 384, 1536)
 FRAGMENT_BYTES = 1 << 30  # the most that one fragment may have, as the host's float32 vector
-DISK_BYTES_PER_S = 80e6  # 23 MiB in 0.3 s: bench/checkpoints.py
-JOIN_BYTES_PER_S = 66e6  # keyframes over 1 Gbit/s and 80 ms: bench/joining.py
+DISK_BYTES_PER_S = 80e6  # 23 MiB in 0.3 s: bench/islands.py checkpoints
+JOIN_BYTES_PER_S = 66e6  # keyframes over 1 Gbit/s and 80 ms: bench/log_readers.py joining
 
 
 @dataclass(frozen=True)
@@ -96,23 +96,23 @@ def island(parameters: int, hardware: Hardware, optimizer: Optimizer = "adamw") 
     checkpoint_bytes = (kept + ACCOUNT_BYTES) * parameters / hosts
     join_bytes = (KEYFRAME_BYTES + MOMENT_BYTES[optimizer]) * parameters / hosts
     return IslandPlan(
-        parameters,
-        optimizer,
-        hardware,
-        devices // fsdp,
-        fsdp,
-        fragments,
-        needed / fsdp,
-        (needed + kept * parameters + fragment_bytes) / fsdp <= hardware.memory_bytes,
-        fragment_bytes,
-        IN_TURN_BYTES * parameters / hosts,
-        AT_ONCE_BYTES * parameters / hosts,
-        body_bytes(parameters, PRESET.codec.offer_bits) / hosts,
-        rows_bytes(parameters, hosts, min(1.0, devices / hosts / fsdp)),
-        checkpoint_bytes,
-        checkpoint_bytes / hardware.disk_bytes_per_s,
-        join_bytes,
-        join_bytes / hardware.join_bytes_per_s,
+        parameters=parameters,
+        optimizer=optimizer,
+        hardware=hardware,
+        data=devices // fsdp,
+        fsdp=fsdp,
+        fragments=fragments,
+        state_bytes=needed / fsdp,
+        copy_fits=(needed + kept * parameters + fragment_bytes) / fsdp <= hardware.memory_bytes,
+        fragment_bytes=fragment_bytes,
+        host_bytes=IN_TURN_BYTES * parameters / hosts,
+        host_most_bytes=AT_ONCE_BYTES * parameters / hosts,
+        sent_bytes=body_bytes(parameters, PRESET.codec.offer_bits) / hosts,
+        rows_bytes=rows_bytes(parameters, hosts, min(1.0, devices / hosts / fsdp)),
+        checkpoint_bytes=checkpoint_bytes,
+        checkpoint_s=checkpoint_bytes / hardware.disk_bytes_per_s,
+        join_bytes=join_bytes,
+        join_s=join_bytes / hardware.join_bytes_per_s,
     )
 
 

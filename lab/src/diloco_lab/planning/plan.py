@@ -1,8 +1,8 @@
 """A plan for one's own sites: how many learners where, which settings, how long it takes, what it costs, what holds it up.
 
-The candidates, their time and their cost are of :mod:`diloco_lab.planning.candidates`. Of candidates that are about as good the one with
-the fewest learners is chosen. Syncers' processor time and memory are reckoned from measurements (docs/performance.md), storage
-from the log's settings.
+The candidates, their time and their cost are of :mod:`diloco_lab.planning.candidates`. Of candidates that are about as good the
+one with the fewest learners is chosen. Syncers' processor time and memory are reckoned from measurements (docs/performance.md),
+storage from the log's settings.
 """
 
 from __future__ import annotations
@@ -175,17 +175,17 @@ class _Planner:
         regions, islands = self.regions(cycle_s), self.islands()
         settings = self.settings(sum(region.syncers for region in regions))
         return Plan(
-            chosen,
-            estimate([run.uptime for run in runs]),
-            settings,
-            loads,
-            regions,
-            islands,
-            [*together, alone],
-            self.bottleneck(ways),
-            self.candidates,
-            self.sites.defaults,
-            self.notes(islands),
+            chosen=chosen,
+            uptime=estimate([run.uptime for run in runs]),
+            settings=settings,
+            links=loads,
+            regions=regions,
+            islands=islands,
+            data_parallel=[*together, alone],
+            bottleneck=self.bottleneck(ways),
+            candidates=self.candidates,
+            defaults=self.sites.defaults,
+            notes=self.notes(islands),
         )
 
     def regions(self, cycle_s: float) -> list[Region]:
@@ -210,12 +210,12 @@ class _Planner:
         log_bytes = keyframes_kept(log, model.parameters, 1) * keyframe_bytes(model.parameters, 1) * (1 + log.keyframe_factor)
         return [
             Region(
-                name,
-                syncers,
-                cores,
-                memory_bytes,
-                SERVER_S_PER_BYTE * codec_bytes * (learners + max(1, learners)) / cycle_s,
-                log_bytes + learners * codec_bytes,
+                name=name,
+                syncers=syncers,
+                syncer_cores=cores,
+                syncer_memory_bytes=memory_bytes,
+                server_cores=SERVER_S_PER_BYTE * codec_bytes * (learners + max(1, learners)) / cycle_s,
+                storage_bytes=log_bytes + learners * codec_bytes,
             )
             for name, learners in chosen.learners.items()
         ]
@@ -232,18 +232,18 @@ class _Planner:
         needed_bytes = parameters * self.model.bytes_per_parameter
         fsdp = fewest_shards(needed_bytes, hardware) or chips
         return PlannedLearner(
-            name,
-            learners,
-            chips,
-            hosts,
-            chips // fsdp,
-            fsdp,
-            needed_bytes / fsdp,
-            needed_bytes / fsdp / site.memory_per_chip_bytes,
-            IN_TURN_BYTES * parameters / hosts,
-            AT_ONCE_BYTES * parameters / hosts,
-            body_bytes(parameters, self.chosen.choice.bits) / hosts,
-            rows_bytes(parameters, hosts, min(1.0, chips / hosts / fsdp)),
+            site=name,
+            learners=learners,
+            chips=chips,
+            hosts=hosts,
+            data=chips // fsdp,
+            fsdp=fsdp,
+            state_bytes=needed_bytes / fsdp,
+            state_share=needed_bytes / fsdp / site.memory_per_chip_bytes,
+            host_bytes=IN_TURN_BYTES * parameters / hosts,
+            host_most_bytes=AT_ONCE_BYTES * parameters / hosts,
+            sent_bytes=body_bytes(parameters, self.chosen.choice.bits) / hosts,
+            rows_bytes=rows_bytes(parameters, hosts, min(1.0, chips / hosts / fsdp)),
         )
 
     def settings(self, shards: int) -> list[Setting]:

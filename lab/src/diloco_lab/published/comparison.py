@@ -54,7 +54,7 @@ def errors(group: str, unit: str, cells: Iterable[tuple[str, float]]) -> list[Er
     values = [value for _, value in known]
     cell, worst = max(known, key=lambda one: abs(one[1]))
     mean = sum(map(abs, values)) / len(values)
-    return [Errors(group, unit, len(known), mean, sum(values) / len(values), worst, cell)]
+    return [Errors(group=group, unit=unit, cells=len(known), mean=mean, bias=sum(values) / len(values), worst=worst, cell=cell)]
 
 
 def of_goodput(rows: Sequence[goodput.GoodputRow]) -> list[Errors]:

@@ -1,7 +1,7 @@
 """The paper's simulation results (arXiv 2604.21428, Tables 1 and 13), and the constants that it does not give.
 
-The constants of Table 1 were fitted by ``diloco simulate goodput --fit`` (:mod:`diloco_lab.published.fit`) on the data-parallel rows
-alone. Whatever is said of Decoupled DiLoCo is predicted from them. What is known: every chip is interrupted once a year on
+The constants of Table 1 were fitted by ``diloco simulate goodput --fit`` (:mod:`diloco_lab.published.fit`) on the data-parallel
+rows alone. Whatever is said of Decoupled DiLoCo is predicted from them. What is known: every chip is interrupted once a year on
 average.
 """
 

@@ -133,7 +133,14 @@ def simulated(calibration: Calibration, tape: FailureTape) -> dict[str, float]:
     failures = [replace(f, at_s=f.at_s + lead_in_s) for failure in tape.failures for f in _as_chaos_does(failure)]
     late = FailureTape(tape.duration_s + lead_in_s, failures)
     played = tapes.played(late, calibration.learners)
-    scenario = Scenario(calibration.learners, lead_in_s, 0, calibration.rounds, played.faults, played.cuts)
+    scenario = Scenario(
+        learners=calibration.learners,
+        duration_s=lead_in_s,
+        seed=0,
+        rounds=calibration.rounds,
+        faults=played.faults,
+        cuts=played.cuts,
+    )
     before, after = simulation.simulate(scenario), simulation.simulate(replace(scenario, duration_s=late.duration_s))
     counts = {
         f"steps of {learner.name}": float(learner.steps - earlier.steps)

@@ -37,7 +37,7 @@ def _check(where: str, name: str, value: float, low: float, high: float, what: s
 
 @dataclass(frozen=True)
 class Costs:
-    """The costs of a change of a learner's slices. Times are unpublished; :mod:`diloco_lab.published.published` has fitted ones.
+    """The costs of a change of a learner's slices. :mod:`diloco_lab.published.published` has fitted times: none is published.
 
     An elastic learner goes on without the slices that failed, after ``downscale_s``. Slices that are back join at the
     learner's next reconfiguration, or at one of their own of ``upscale_s`` once the first has waited ``gather_s``. Whatever
@@ -171,16 +171,16 @@ class Cluster:
         """Return the learners. The seed draws how slow each one's slowest chip is."""
         chance = random.Random(f"{seed}/speeds")
         learner = ClusterLearner(
-            "learner-0",
-            self.slices,
-            self.chips_per_slice,
-            self.step_s,
-            self.tokens_per_chip * self.chips_per_slice,
-            self.between_s,
-            self.repair,
-            self.costs,
-            self.slowdowns,
-            self.link,
+            name="learner-0",
+            slices=self.slices,
+            chips=self.chips_per_slice,
+            step_s=self.step_s,
+            tokens=self.tokens_per_chip * self.chips_per_slice,
+            between_s=self.between_s,
+            repair=self.repair,
+            costs=self.costs,
+            slowdowns=self.slowdowns,
+            link=self.link,
             step_spread=self.step_spread,
         )
         speeds = self.speeds or (1.0,) * self.learners

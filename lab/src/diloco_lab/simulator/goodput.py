@@ -134,7 +134,14 @@ class GoodputCell:
             settings = run_settings(strategy.preset, {"learners": self.learners})
             of_preset = RoundTerms(settings, [1] * settings.fragments.count)
             rounds = of_preset if of_preset.learners_may_wait else None
-        return Scenario(cluster.split(seed), duration_s, seed, rounds, self.faults or {}, self.cuts)
+        return Scenario(
+            learners=cluster.split(seed),
+            duration_s=duration_s,
+            seed=seed,
+            rounds=rounds,
+            faults=self.faults or {},
+            cuts=self.cuts,
+        )
 
 
 @dataclass(frozen=True)
@@ -176,8 +183,21 @@ def interval(values: Sequence[float]) -> tuple[float, float, float]:
 def row(point: GoodputCell, runs: Sequence[tuple[float, float]]) -> GoodputRow:
     """Return the cell of a point, from (goodput, uptime) by seed."""
     known = published.cell(point.strategy, point.learners, point.chips) if point.faults is None else published.Cell()
-    goodput, uptime = interval([run[0] for run in runs]), interval([run[1] for run in runs])
-    return GoodputRow(point.strategy, point.learners, point.chips, *goodput, *uptime, known.goodput, known.uptime)
+    goodput, goodput_low, goodput_high = interval([run[0] for run in runs])
+    uptime, uptime_low, uptime_high = interval([run[1] for run in runs])
+    return GoodputRow(
+        strategy=point.strategy,
+        learners=point.learners,
+        chips=point.chips,
+        goodput=goodput,
+        goodput_low=goodput_low,
+        goodput_high=goodput_high,
+        uptime=uptime,
+        uptime_low=uptime_low,
+        uptime_high=uptime_high,
+        published_goodput=known.goodput,
+        published_uptime=known.uptime,
+    )
 
 
 def simulate(point: GoodputCell, conditions: FleetConditions, seed: int, duration_s: float) -> Outcome:

@@ -206,7 +206,16 @@ class Lifetime:
         self._slice_time.idle += extra_us * last
         self._note_unsaved(steps, step_us, before, last)
         self.now_us = end_us
-        return Stretch("stepping", start_us, end_us, steps, step_us, before, last, silent_us)
+        return Stretch(
+            kind="stepping",
+            start_us=start_us,
+            end_us=end_us,
+            steps=steps,
+            step_us=step_us,
+            slices=before,
+            last_slices=last,
+            silent_us=silent_us,
+        )
 
     def _reconfigure(self, duration_us: int) -> Stretch:
         start_us = self.now_us

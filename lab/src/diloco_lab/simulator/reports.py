@@ -5,8 +5,8 @@ over. A fragment is due at the syncer's steps t with ``t mod H = floor(p H / P)`
 have reported for that step. So with K = 1 and no window each report is a step of the syncer: in H steps of M learners a
 fragment has M versions, each made of one learner.
 
-The product asks all learners, in slots by the steps of one of them (:mod:`diloco.core.learner.slots`). What is here is for simulations,
-so that the paper's Table 5 can be played.
+The product asks all learners, in slots by the steps of one of them (:mod:`diloco.core.learner.slots`). What is here is for
+simulations, so that the paper's Table 5 can be played.
 """
 
 from __future__ import annotations

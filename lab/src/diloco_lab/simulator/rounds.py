@@ -1,9 +1,9 @@
 """The rounds of a simulation: learners and a syncer in virtual time, decided by the product's own core.
 
 One syncer, which cannot fail, owns all fragments. The product decides by :class:`~diloco.core.syncer.round.Round` and its
-:class:`~diloco.core.syncer.round.Roster` (when a round opens and closes, with whose offers), :class:`~diloco.core.log.chain.Chain` and
-:func:`~diloco.core.syncer.merging.version_record` (the log's rules and totals), and :class:`~diloco.core.learner.learner.Learner` (what a
-learner offers, holds and loses). There are no arrays.
+:class:`~diloco.core.syncer.round.Roster` (when a round opens and closes, with whose offers),
+:class:`~diloco.core.log.chain.Chain` and :func:`~diloco.core.syncer.merging.version_record` (the log's rules and totals), and
+:class:`~diloco.core.learner.learner.Learner` (what a learner offers, holds and loses). There are no arrays.
 
 Quiet time is skipped. A learner's boundaries are played where a version or a round waits for one, or where the learner says
 that it next has to decide. Heartbeats that change nothing are left out: the syncer is told when a learner has taken enough
@@ -197,7 +197,9 @@ class _Member:
 
     def _book(self, now_us: int) -> None:
         for steps, tokens in self.steps.book(now_us):
-            self.protocol.book(StepDone(tokens, self.index, self._batch, None, 0.0, 0.0, steps))
+            self.protocol.book(
+                StepDone(tokens=tokens, share=self.index, batch=self._batch, loss=None, busy_s=0.0, blocked_s=0.0, steps=steps)
+            )
             self._batch += steps
 
     # ---- boundaries

@@ -67,12 +67,12 @@ def simulate(conditions: FleetConditions, seed: int) -> Storm:
     stretches: dict[str, list[Stretch]] = {learner.name: [] for learner in learners}
     versions: list[MergedVersion] = []
     scenario = Scenario(
-        learners,
-        DURATION_S,
-        seed,
-        RoundTerms(settings, [1] * settings.fragments.count),
-        played.faults,
-        played.cuts,
+        learners=learners,
+        duration_s=DURATION_S,
+        seed=seed,
+        rounds=RoundTerms(settings, [1] * settings.fragments.count),
+        faults=played.faults,
+        cuts=played.cuts,
         on_stretch=lambda learner, stretch: stretches[learner.name].append(stretch),
         on_version=versions.append,
     )

@@ -1,7 +1,8 @@
 """The syncer of a simulation: it cannot fail, and owns all fragments.
 
-The product's :class:`~diloco.core.syncer.round.Round` and :class:`~diloco.core.syncer.round.Roster` decide when a round opens and closes, and
-with whose offers; :class:`~diloco.core.log.chain.Chain` and :func:`~diloco.core.syncer.merging.version_record` make its version.
+The product's :class:`~diloco.core.syncer.round.Round` and :class:`~diloco.core.syncer.round.Roster` decide when a round opens
+and closes, and with whose offers; :class:`~diloco.core.log.chain.Chain` and :func:`~diloco.core.syncer.merging.version_record`
+make its version.
 """
 
 from __future__ import annotations
@@ -63,7 +64,10 @@ class SimulatedSyncer:
         self.roster = Roster(rounds.settings)
         self._sizes, self._commit_s = Sizes(rounds), rounds.commit_s
         count = len(rounds.sizes)
-        chains = [Chain(fragment, 0, 0, NO_HASH, 0, NO_HASH) for fragment in range(count)]
+        chains = [
+            Chain(fragment=fragment, version=0, epoch=0, head=NO_HASH, sequence=0, state_hash=NO_HASH)
+            for fragment in range(count)
+        ]
         self.rounds = [self._round(chain, count) for chain in chains]
         self.versions = self.members = 0
         self._opened_us = [0] * count

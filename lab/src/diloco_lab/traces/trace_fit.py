@@ -3,9 +3,9 @@
 *Interruptions* are a Poisson process in the time that units are there: its rate is events over that time, its interval
 Garwood's exact one (1936). A Weibull distribution is fitted to the times from a repair to the same unit's next interruption;
 its shape is 1 if the rate is constant. *Repairs* are an exponentiated Weibull distribution
-(:mod:`diloco_lab.simulator.repair`). Both are censored on the right by the end of the observation. An interruption that touches its
-beginning counts as time away only, since its length is unknown. The intervals of shapes and repairs are those of the profile
-likelihood: all values at which the best fit is no less likely than the best of all by half of chi-square's 95 % point.
+(:mod:`diloco_lab.simulator.repair`). Both are censored on the right by the end of the observation. An interruption that touches
+its beginning counts as time away only, since its length is unknown. The intervals of shapes and repairs are those of the
+profile likelihood: all values at which the best fit is no less likely than the best of all by half of chi-square's 95 % point.
 
 Pure; deterministic.
 """
@@ -97,20 +97,20 @@ def fit(trace: Trace, units: int | None = None, chips_per_unit: int | None = Non
     weibull = _Likelihood(gaps, exponent=1.0) if len(gaps.seen) > 1 and np.ptp(gaps.seen) > 0 else None
     model = _Likelihood(repairs)
     fitted = Fitted(
-        count,
-        up_s,
-        len(begun),
-        len(repairs.seen),
-        len(repairs.cut),
-        between,
-        None if chips_per_unit is None else _times(between, chips_per_unit),
-        None if weibull is None else weibull.estimate("shape"),
-        model.estimate("exponent"),
-        model.estimate("shape"),
-        model.estimate("scale"),
-        model.estimate("mean"),
-        model.distance(),
-        [],
+        units=count,
+        up_s=up_s,
+        interruptions=len(begun),
+        repairs=len(repairs.seen),
+        open_repairs=len(repairs.cut),
+        mean_between_s=between,
+        mean_between_chip_s=None if chips_per_unit is None else _times(between, chips_per_unit),
+        between_shape=None if weibull is None else weibull.estimate("shape"),
+        repair_exponent=model.estimate("exponent"),
+        repair_shape=model.estimate("shape"),
+        repair_scale_s=model.estimate("scale"),
+        mean_repair_s=model.estimate("mean"),
+        repair_distance=model.distance(),
+        notes=[],
     )
     fitted.notes.extend(_notes(fitted, trace, given=units is not None))
     return fitted

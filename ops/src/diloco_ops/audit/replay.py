@@ -110,7 +110,9 @@ class ReplayedLearner:
         bits = known_bits(life.error_bits)
         if bits is None:
             raise RunError(f"its tape has quantisation errors of {life.error_bits} bits")
-        self.learner = Learner(name, "learner", "", life.start.incarnation, run.created, bits)
+        self.learner = Learner(
+            name=name, role="learner", region="", incarnation=life.start.incarnation, settings=run.created, error_bits=bits
+        )
         self._cursors = [history.cursor() for history in histories]
         if len(life.start.versions) != len(self._cursors):
             raise RunError(f"its tape begins with {len(life.start.versions)} fragments, the run has {len(self._cursors)}")
@@ -162,7 +164,9 @@ class ReplayedLearner:
     def step(self, share: int, batch: int) -> None:
         """Take an inner step, and book it."""
         self.model.step(share, batch, self.learner.accounts.moment(self.learner.budget))
-        self.learner.book(StepDone(self.model.tokens_per_batch, share, batch, None, 0.0, 0.0))
+        self.learner.book(
+            StepDone(tokens=self.model.tokens_per_batch, share=share, batch=batch, loss=None, busy_s=0.0, blocked_s=0.0)
+        )
 
     def change(self, changes: Changes, event: events.Changed) -> None:
         """Go by so many of the run's changes.
@@ -267,7 +271,14 @@ async def fold(directory: Path, fragment: int | None, *, keep: bool) -> Replayed
                 first = await outside.log.reader.load_first(index, outside.genesis, outside.genesis_check)
                 histories.append(FragmentHistory(first.replica, entries))
         changes = await read_changes(outside.run)
-        return ReplayedLog(outside.run, changes, outside.directory.data, logs, histories, time.perf_counter() - began_s)
+        return ReplayedLog(
+            run=outside.run,
+            changes=changes,
+            data=outside.directory.data,
+            logs=logs,
+            histories=histories,
+            wall_s=time.perf_counter() - began_s,
+        )
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,11 @@ def chaos(
         text = failures.encode(drawn)
         files.replace_text(record, text)
     observe.configure("chaos", run.name, file=run.path / "logs" / "chaos.jsonl")
-    verdict = asyncio.run(_interruptible(Chaos(run, present, drawn, seed, lead_in, _silent if json_ else _say)))
+    verdict = asyncio.run(
+        _interruptible(
+            Chaos(directory=run, present=present, tape=drawn, seed=seed, lead_in_s=lead_in, say=_silent if json_ else _say)
+        )
+    )
     verdict |= {"seed": seed, "left_out": left_out}
     if json_:
         print(json.dumps(verdict))

@@ -67,7 +67,14 @@ class Chaos:
         try:
             async with run_reader.opened(path) as seen:
                 wan_control = seen.directory.wan_control
-                self.breaker = Breaker(path, self.directory.name, seen.transports, wan_control, self.seed, self.log)
+                self.breaker = Breaker(
+                    directory=path,
+                    run=self.directory.name,
+                    transports=seen.transports,
+                    wan_control=wan_control,
+                    seed=self.seed,
+                    log=self.log,
+                )
                 self.watch = await ChaosWatch.begin(seen)
                 async with asyncio.TaskGroup() as group:
                     watching = [group.create_task(work) for work in self.watch.works()]

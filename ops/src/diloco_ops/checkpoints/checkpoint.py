@@ -173,22 +173,22 @@ class _Saver:
         bucket = await self._stream(f"KV_{subjects.bucket}", "bucket")
         log = await self._stream(subjects.log_stream, "log")
         unsigned = Manifest(
-            manifest.FORMAT,
-            self._version(learners, others=number is not None or bool(keep_own)),
-            __version__,
-            directory.name,
-            directory.settings.model_dump(),
-            directory.data,
-            self.run.map.digest.hex(),
-            time.time(),
-            cuts,
-            log,
-            bucket,
-            learners,
-            "",
-            await self._residuals(cuts),
-            number,
-            list(keep_own),
+            format=manifest.FORMAT,
+            version=self._version(learners, others=number is not None or bool(keep_own)),
+            made_by=__version__,
+            run=directory.name,
+            settings=directory.settings.model_dump(),
+            data=directory.data,
+            map_digest=self.run.map.digest.hex(),
+            created_at_s=time.time(),
+            fragments=cuts,
+            log=log,
+            bucket=bucket,
+            learners=learners,
+            hash="",
+            residuals=await self._residuals(cuts),
+            number=number,
+            keep_own=list(keep_own),
         )
         encoded = msgspec.json.encode(msgspec.structs.replace(unsigned, hash=unsigned.right_hash()))
         files.replace(self.folder / manifest.MANIFEST, lambda draft: _write(draft, encoded))

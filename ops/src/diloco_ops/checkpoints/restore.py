@@ -212,7 +212,7 @@ async def _begin_fragment(old: Log, log: Log, replica: Replica, residual: Residu
     """Store the entry that a fragment stands after, its keyframe behind that, and in regions that the entry is committed."""
     chain, record = replica.chain, log.subjects.record(replica.chain.fragment)
     if not chain.version:
-        first = Chain(chain.fragment, 0, 0, NO_ENTRY, 0, chain.state_hash)
+        first = Chain(fragment=chain.fragment, version=0, epoch=0, head=NO_ENTRY, sequence=0, state_hash=chain.state_hash)
         await log.writer.append_keyframe(replace(replica, chain=first), None, Fence(log.subjects.genesis, 0))
         return
     entry = await old.stream.get(chain.sequence)

@@ -125,7 +125,16 @@ def _own(number: int, who: Who, run: str, regions: Sequence[str], serves: Collec
     heard = tuple(HEARD + subject for subject in allowed.subscribe if is_signal(subject))
     asked = list_request(who.name, "*")
     answer = asked, list_answer(who.name, "{{wildcard(1)}}", listed.server, listed.number, listed.digest)
-    return Account(f"P{number}", who, allowed, heard, chunks, tuple(imports), (HEARD, ""), answer)
+    return Account(
+        name=f"P{number}",
+        user=who,
+        allowed=allowed,
+        services=heard,
+        streams=chunks,
+        imports=tuple(imports),
+        renames=(HEARD, ""),
+        answer=answer,
+    )
 
 
 def _signals(names: Subjects) -> tuple[str, ...]:

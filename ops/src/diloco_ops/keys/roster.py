@@ -66,7 +66,14 @@ class IdentityEntry(_Entry):
 
     @property
     def who(self) -> Who:
-        return Who(self.name, self.role, self.region, self.founder, self.public_key, self.processes or 1)
+        return Who(
+            name=self.name,
+            role=self.role,
+            region=self.region,
+            founder=self.founder,
+            public_key=self.public_key,
+            processes=self.processes or 1,
+        )
 
 
 class IdentityRoster(BaseModel):

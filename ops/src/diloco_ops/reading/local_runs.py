@@ -65,9 +65,11 @@ def local_run(path: Path) -> LocalRun:
     try:
         directory = rundir.load(path)
     except RunError:
-        return LocalRun(path, path.name, "damaged", None, at_s, {})
+        return LocalRun(path=path, name=path.name, standing="damaged", fraction=None, at_s=at_s, status={})
     status = load_json(path / "status.json")
-    return LocalRun(path, directory.name, standing_of(directory), _fraction(status), at_s, status)
+    return LocalRun(
+        path=path, name=directory.name, standing=standing_of(directory), fraction=_fraction(status), at_s=at_s, status=status
+    )
 
 
 def local_runs(folder: Path = RUNS) -> list[LocalRun]:

@@ -1,7 +1,8 @@
 """The logs of a run's regions side by side, where commands need more than one: which is furthest, and what all hold together.
 
 Where there is no writer any more, what is committed is told as the next owner of each fragment would tell it
-(:mod:`diloco.core.log.quorum`): of the last entries that a majority of regions holds the best one has all that was ever committed.
+(:mod:`diloco.core.log.quorum`): of the last entries that a majority of regions holds the best one has all that was ever
+committed.
 """
 
 from __future__ import annotations

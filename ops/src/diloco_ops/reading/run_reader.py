@@ -160,7 +160,19 @@ async def opened(path: Path) -> AsyncIterator[RunReader]:
             raise RunError(f"{path}: run {run.name!r} has no genesis record yet: none of its learners has founded it")
         regions = logs if run.regions else {}
         reached_ones = {region: transports[region] for region in logs}
-        yield RunReader(directory, transports[home], run, fragment_map, logs[home], *genesis, live, regions, reached_ones)
+        record, check = genesis
+        yield RunReader(
+            directory=directory,
+            transport=transports[home],
+            run=run,
+            map=fragment_map,
+            log=logs[home],
+            genesis=record,
+            genesis_check=check,
+            live=live,
+            regions=regions,
+            transports=reached_ones,
+        )
 
 
 async def _in_regions(

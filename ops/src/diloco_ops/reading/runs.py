@@ -379,7 +379,15 @@ def _part(server: str, stream: dict[str, Any]) -> RunStream | None:
             return None
         created_s = _unix_s(stream["created"])
         last_s = _unix_s(state["last_ts"]) if state["messages"] else created_s
-        return RunStream(server, match[1] or match[3], name, int(state["messages"]), int(state["bytes"]), created_s, last_s)
+        return RunStream(
+            server=server,
+            run=match[1] or match[3],
+            stream=name,
+            messages=int(state["messages"]),
+            bytes=int(state["bytes"]),
+            created_s=created_s,
+            last_s=last_s,
+        )
     except (LookupError, TypeError, ValueError) as error:
         raise BrokerError(f"{server}: what it says of a stream cannot be read: {error!r}") from None
 

@@ -67,7 +67,7 @@ def _show(found: dict[str, Any], settings: RunSettings) -> None:
         table.add_column(head, justify="left" if head in ("source", "kind") else "right")
     for name, source in found["sources"].items():
         rate = source["characters_per_token"]
-        table.add_row(
+        cells = (
             name,
             source["kind"],
             count(source["documents"]) if source["documents"] else "",
@@ -77,6 +77,7 @@ def _show(found: dict[str, Any], settings: RunSettings) -> None:
             share(source["share"], 1),
             decimal(source["epochs"], 2),
         )
+        table.add_row(*cells)
     Console(highlight=False).print(table)
     file = f", {found['tokenizer']}" if found["tokenizer"] else ""
     print(f"epochs: of {count(settings.tokens)} tokens; vocabulary {found['vocabulary']}{file}")

@@ -50,6 +50,7 @@ def summarise(report: dict[str, Any], path: Path) -> None:
         shown = lines[:SAMPLE_LINES] if part is not None else lines
         print(f"\na sample after {share(part)} of the tokens:" if part is not None else "\na sample:", *shown, sep="\n")
     print(f"\nreport: {path / 'report.html'}\nopen it: {(path / 'report.html').resolve().as_uri()}")
+    print(f"serve it, at the page's address: diloco page {path}")
 
 
 def on_missed(report: Mapping[str, Any]) -> str | None:

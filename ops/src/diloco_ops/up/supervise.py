@@ -136,7 +136,16 @@ class Supervisor:
         ``group``: the learner that it is a process of; a service of its own has none.
         """
         process = _begin(module, config, environment, cores)
-        service = Service(name, module, config, environment, cores, process, time.monotonic(), endless)
+        service = Service(
+            name=name,
+            module=module,
+            config=config,
+            environment=environment,
+            cores=cores,
+            process=process,
+            began_s=time.monotonic(),
+            endless=endless,
+        )
         self.groups.setdefault(group or name, ServiceGroup(dispensable=dispensable)).services.append(service)
         self._watch()
 

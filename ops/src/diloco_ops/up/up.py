@@ -34,8 +34,8 @@ from diloco.wire.subjects import Subjects
 from diloco_ops.broker.server import CONNECT_TIMEOUT_S
 from diloco_ops.checkpoints.manifest import RunCheckpoint
 from diloco_ops.reading import local_runs
-from diloco_ops.track import trackers
 from diloco_ops.track.trackers import TRACKERS
+from diloco_ops.track.trackers import check as check_trackers
 from diloco_ops.up import compiling, continuing, origin, pages, resume, task_check
 from diloco_ops.up.environment import check_least, metrics_addresses, per_process
 from diloco_ops.up.launch import Launcher, LaunchRequest, service_count
@@ -63,6 +63,18 @@ Init = Annotated[
     Path | None, typer.Option(help="Weights to begin with: a safetensors file, or a folder as Hugging Face has them.")
 ]
 Names = Annotated[Path | None, typer.Option(help="JSON file of the names that the model's tensors have there.")]
+ResumeAt = Annotated[
+    int | None, typer.Option(min=0, help="With --resume: begin again where every fragment's log stood at this version.")
+]
+DevicesPerLearner = Annotated[
+    int | None, typer.Option(min=1, help="Devices of each learner, which make one mesh. Default: all that JAX finds.")
+]
+ProcessesPerLearner = Annotated[
+    int | None, typer.Option(min=1, max=64, help="Processes that each learner is, which share its devices. Default: one.")
+]
+LeastProcesses = Annotated[
+    int | None, typer.Option(min=1, help="So many of them go on where others are lost. Default: all begin again.")
+]
 
 
 def up(
@@ -81,22 +93,14 @@ def up(
         Path | None,
         typer.Option("--resume", help="Go on from a checkpoint, or from a run's directory, in a new directory (--run-dir)."),
     ] = None,
-    resume_at: Annotated[
-        int | None, typer.Option(min=0, help="With --resume: begin again where every fragment's log stood at this version.")
-    ] = None,
+    resume_at: ResumeAt = None,
     continue_from: Annotated[Path | None, typer.Option("--continue", help="Run that is over; a new one goes on.")] = None,
     archive: Annotated[bool, typer.Option("--archive", help="Keep every merged offer, so that merges can be audited.")] = False,
     standbys: Annotated[int, typer.Option(min=0, help="Syncers beyond the shards, which stand by.")] = 0,
     coordinators: Annotated[int, typer.Option(min=1, help="Coordinators; all but one stand by.")] = 1,
-    devices_per_learner: Annotated[
-        int | None, typer.Option(min=1, help="Devices of each learner, which make one mesh. Default: all that JAX finds.")
-    ] = None,
-    processes_per_learner: Annotated[
-        int | None, typer.Option(min=1, max=64, help="Processes that each learner is, which share its devices. Default: one.")
-    ] = None,
-    least_processes: Annotated[
-        int | None, typer.Option(min=1, help="So many of them go on where others are lost. Default: all begin again.")
-    ] = None,
+    devices_per_learner: DevicesPerLearner = None,
+    processes_per_learner: ProcessesPerLearner = None,
+    least_processes: LeastProcesses = None,
     torch: Annotated[list[str] | None, typer.Option(help="LEARNER=MODULE:MAKE: it computes with PyTorch, by it.")] = None,
     slow: Annotated[list[str] | None, typer.Option(help="LEARNER=FACTOR: its steps take so many times as long.")] = None,
     nats_url: Annotated[str | None, typer.Option("--nats", help="Use this NATS server instead of an embedded one.")] = None,
@@ -119,7 +123,17 @@ def up(
     metrics = metrics_addresses(service_count(directory, standbys, coordinators))
     with _locked(directory, source, resume_at, nats_url, quiet=json_) as (directory, resumed):
         served = pages.addresses(page or (pages.NOWHERE if json_ else pages.ANYWHERE), coordinators)
-        asked = LaunchRequest(standbys, coordinators, nats_url is None, json_, plain, track or [], served, open_, metrics)
+        asked = LaunchRequest(
+            standbys=standbys,
+            coordinators=coordinators,
+            embedded=nats_url is None,
+            quiet=json_,
+            plain=plain,
+            track=track or [],
+            pages=served,
+            open=open_,
+            metrics=metrics,
+        )
         report = asyncio.run((launcher := Launcher(directory, slowed, asked)).run(resumed))
     return _tell(report, directory, json_, launcher.services.failures.values())
 
@@ -305,9 +319,8 @@ def _check_installed(track: list[str]) -> None:
     Raises:
         DilocoError: some are not; they are named.
     """
-    trackers.check(track, "--track")
-    missing = [name for module, name in SERVICES.items() if find_spec(module) is None]
-    if missing:
+    check_trackers(track, "--track")
+    if missing := [name for module, name in SERVICES.items() if find_spec(module) is None]:
         raise DilocoError(f"diloco up: not installed: {', '.join(missing)}; install all of it with: pip install 'diloco[all]'")
 
 

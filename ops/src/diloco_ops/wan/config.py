@@ -142,7 +142,15 @@ def checked(values: Mapping[str, Any], source: str) -> Config:
                 f"{source}, [links.{name}]: no route passes this link{nearest(name, names)}; there are {', '.join(names)}"
             )
     links = {name: parse(LinkSettings, file.defaults | file.links.get(name, {}), f"{source}, [links.{name}]") for name in names}
-    return Config(file.control, file.seed, file.log_level, file.log_format, file.log_file, links, routes)
+    return Config(
+        control=file.control,
+        seed=file.seed,
+        log_level=file.log_level,
+        log_format=file.log_format,
+        log_file=file.log_file,
+        links=links,
+        routes=routes,
+    )
 
 
 def _check_routes(control: str, routes: tuple[RouteSettings, ...], source: str) -> None:

@@ -106,7 +106,16 @@ def export(
             raise SettingsError(f"{option} {given}: is for --format hf")
     if format_ == "orbax":
         orbax_weights.load()
-    asked = ExportRequest(out, format_, parsed_version(version), average, precision, names, config, shard_bytes)
+    asked = ExportRequest(
+        out=out,
+        format=format_,
+        version=parsed_version(version),
+        average=average,
+        precision=precision,
+        names=names,
+        config=config,
+        shard_bytes=shard_bytes,
+    )
     _give_buffers_back()
     write_draft = _new_folder if format_ != "safetensors" else _new_file
     directory = directories[0] if directories else newest_run("diloco export")

@@ -173,12 +173,12 @@ def _found(settings: RunSettings, step_tokens: int, units: str | None, data: obj
 
 def _plan(request: dict[str, Any]) -> PlannedRun:
     return PlannedRun(
-        parse(RunSettings, request["settings"], "the run"),
-        request["data"],
-        None if request["mesh"] is None else parse(MeshSettings, request["mesh"], "mesh"),
-        None if request["init"] is None else Path(request["init"]),
-        None if request["names"] is None else Path(request["names"]),
-        None if request["map"] is None else unpack_map(bytes.fromhex(request["map"])),
+        settings=parse(RunSettings, request["settings"], "the run"),
+        data=request["data"],
+        mesh=None if request["mesh"] is None else parse(MeshSettings, request["mesh"], "mesh"),
+        init=None if request["init"] is None else Path(request["init"]),
+        names=None if request["names"] is None else Path(request["names"]),
+        fragment_map=None if request["map"] is None else unpack_map(bytes.fromhex(request["map"])),
     )
 
 

@@ -311,7 +311,15 @@ class JoinedRun:
         share, index = self._take_batch()
         self._parameters.take(params)
         known, finite = _number(self._loss), _is_finite(self._sample)
-        done = StepDone(self.tokens, share, index, known, called_s - self._returned_s, self._blocked_s, finite=finite)
+        done = StepDone(
+            tokens=self.tokens,
+            share=share,
+            batch=index,
+            loss=known,
+            busy_s=called_s - self._returned_s,
+            blocked_s=self._blocked_s,
+            finite=finite,
+        )
         # of PyTorch without what it was computed from, which would be kept for a step
         self._loss = loss.detach() if hasattr(loss, "detach") else loss
         self._sample = self._parameters.sample() if loss is None else None
@@ -444,7 +452,7 @@ def join(
         "leave_s": leave_s,
     }  # fmt: skip
     settings = parse(LearnerSettings, {key: value for key, value in given.items() if value is not None}, "join")
-    return JoinedRun(settings, params, tokens, tensor, within_s, data)
+    return JoinedRun(settings=settings, params=params, tokens=tokens, tensor=tensor, within_s=within_s, data=data)
 
 
 def join_virtual(params: Any, *, surround: Callable[[], Surroundings], **more: Any) -> JoinedRun:

@@ -73,7 +73,9 @@ class Context:
     ) -> None:
         """Report a refused offer to its learner."""
         incarnation, number = (0, 0) if offer is None else (offer.incarnation, offer.number)
-        self.refusals.note(Refusal(learner, incarnation, fragment, number, reason, text))
+        self.refusals.note(
+            Refusal(learner=learner, incarnation=incarnation, fragment=fragment, number=number, reason=reason, text=text)
+        )
 
 
 def clock_s() -> float:

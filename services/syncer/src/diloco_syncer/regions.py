@@ -65,16 +65,15 @@ class Regions:
         self._connected = {name: asyncio.Event() for name in self.names if name != own}
         self._tasks: list[asyncio.Task[None]] = []
 
-    def begin(self, group: asyncio.TaskGroup) -> None:
-        """Connect to all others."""
+    def begin(self, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
+        """Connect to all others; return the tasks that do, and then watch them for ever."""
         self._tasks = [group.create_task(self._open(region)) for region in self._connected]
+        return self._tasks
 
     async def close(self) -> None:
         """Give all connections up."""
         await end(*self._tasks)
-        for region, log in self._logs.items():
-            if region != self.own:
-                await log.transport.close()
+        await asyncio.gather(*(log.transport.close() for region, log in self._logs.items() if region != self.own))
 
     async def _open(self, region: str) -> None:
         transport = await self._connect[region]()

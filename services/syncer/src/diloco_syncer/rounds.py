@@ -1,4 +1,4 @@
-"""Hold the rounds of all owned fragments: open, announce and close them, each by the decisions of :mod:`diloco.core.syncer.round`.
+"""Open, announce and close the rounds of all owned fragments, by the decisions of :mod:`diloco.core.syncer.round`.
 
 One loop looks at all rounds whenever an offer or a heartbeat came in or something is due. Merges of different fragments
 overlap, each in a thread.

@@ -42,7 +42,16 @@ async def _serve(settings: SyncerSettings, exporter: Exporter, log: Logger) -> N
         tape = TapeFile.begin(settings, run.identity, transport.wall_s(), log)
         exporter.starting = "the first learner, whose model is the run's"
         fragment_map = await until_available(partial(creation.find_map, run), log)
-        shard = Shard(transport, run, fragment_map, settings, log, tape, connect, exporter.telemetry)
+        shard = Shard(
+            transport=transport,
+            run=run,
+            fragment_map=fragment_map,
+            settings=settings,
+            log=log,
+            tape=tape,
+            connect=connect,
+            telemetry=exporter.telemetry,
+        )
         exporter.observed = ObservedShard(shard, transport, exporter.labels())
         serving = asyncio.ensure_future(shard.serve())
         sweeping = asyncio.ensure_future(Sweeper(transport, run.name, fragment_map, log).work())

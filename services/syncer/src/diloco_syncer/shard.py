@@ -1,7 +1,8 @@
 """One syncer: owns some fragments or stands by; opens rounds, merges offers, appends versions to the log.
 
-:class:`Shard` connects the parts, hears what others publish, and sends the heartbeat. :mod:`diloco_syncer.owning.governor` has the
-fragments that are owned, :mod:`diloco_syncer.owning.owner` one of them, :mod:`diloco_syncer.rounds` the loop over their rounds.
+:class:`Shard` connects the parts, hears what others publish, and sends the heartbeat. :mod:`diloco_syncer.owning.governor` has
+the fragments that are owned, :mod:`diloco_syncer.owning.owner` one of them, :mod:`diloco_syncer.rounds` the loop over their
+rounds.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from diloco.log.stream import RefusedEntry
 from diloco.process.observe import Counted, Logger, Progress
 from diloco.process.retry import until_available
 from diloco.process.tape import Recorder, Unrecorded
-from diloco.process.tasks import end
+from diloco.process.tasks import end, unbroken
 from diloco.process.telemetry import Telemetry
 from diloco.settings.service import SyncerSettings
 from diloco.transport import Heard, Transport
@@ -75,12 +76,30 @@ class Shard:
         roster = Roster(run.in_force, claims.step_bounds(run.created, fragment_map))
         refused, refusals = Counted(log), RefusalReporter(run, log)
         self.context = Context(
-            transport, run, fragment_map, settings, log, store, regions, roster, refused, refusals, telemetry=telemetry
+            transport=transport,
+            run=run,
+            map=fragment_map,
+            settings=settings,
+            log=log,
+            store=store,
+            regions=regions,
+            roster=roster,
+            refused=refused,
+            refusals=refusals,
+            telemetry=telemetry,
         )
         sizes = [fragment.size for fragment in fragment_map.fragments]
         incarnation, takeover_s = int(transport.wall_s() * 1000), run.created.liveness.takeover_s
         away_s = run.created.regions.away_s
-        self.ownership = Ownership(settings.name, incarnation, sizes, run.created.shards, takeover_s, region, away_s)
+        self.ownership = Ownership(
+            name=settings.name,
+            incarnation=incarnation,
+            sizes=sizes,
+            shards=run.created.shards,
+            takeover_s=takeover_s,
+            region=region,
+            away_s=away_s,
+        )
         self.aggregator: RegionalAggregator | None = None
         if run.created.regions.merge:
             self.aggregator = RegionalAggregator(self.context, incarnation)
@@ -123,7 +142,17 @@ class Shard:
             RunError: a younger process goes by this one's name.
         """
         await self._hear()
-        store, regions = self.context.store, self.context.regions
+        regions = self.context.regions
+        try:
+            await self._serve(self.context.store, regions)
+        finally:
+            if regions is not None:  # with connections that are open, readers of theirs would end after the event loop
+                await unbroken(regions.close())
+        await self._send_heartbeat()
+        event = "left" if self.ownership.leaving else "closed"
+        self.log.info(event, rounds=self.counts.rounds, versions=self.counts.versions)
+
+    async def _serve(self, store: Log, regions: Regions | None) -> None:
         crossing: list[asyncio.Task[None]] = []
         async with asyncio.TaskGroup() as group:
             tasks = (self._send_heartbeats(), self.follower.follow(), self.gate.work(), self.context.refusals.work())
@@ -144,11 +173,6 @@ class Shard:
             await end(*working, *crossing)
             await self.governor.stop()
             await self.intake.stop()
-            if regions is not None:
-                await regions.close()
-        await self._send_heartbeat()
-        event = "left" if self.ownership.leaving else "closed"
-        self.log.info(event, rounds=self.counts.rounds, versions=self.counts.versions)
 
     async def leave(self) -> None:
         """Give all fragments to others, where there are others, and let :meth:`serve` end."""
@@ -161,8 +185,7 @@ class Shard:
         """Begin to reach the other regions. Return the tasks that go on with it."""
         make = partial(creation.make_streams, self.transport, self.run.name, self.run.created)
         await until_available(make, self.log)
-        regions.begin(group)
-        tasks = [group.create_task(self.intake.reach(regions, self.governor.news.set))]
+        tasks = [*regions.begin(group), group.create_task(self.intake.reach(regions, self.governor.news.set))]
         if self.run.created.adapts:
             tasks.append(group.create_task(self.links.fit(regions)))
         await until_available(partial(regions.bring_genesis, self.log), self.log)

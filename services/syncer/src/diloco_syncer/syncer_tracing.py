@@ -69,7 +69,17 @@ class RoundTrace:
             regional_offer_ids(run, offer.syncer, offer.incarnation, record.fragment, offer.number)
             for offer in record.regional_offers
         ]
-        add(Span("round", self.ids, None, wall_s + self.began_s, wall_s + now_s, about, tuple(links)))
+        add(
+            Span(
+                name="round",
+                ids=self.ids,
+                parent=None,
+                began_s=wall_s + self.began_s,
+                ended_s=wall_s + now_s,
+                attributes=about,
+                links=tuple(links),
+            )
+        )
         waits = [("quorum", self.began_s, self.quorum_s), ("grace", self.quorum_s, self.closed_s)]
         for name, began_s, ended_s in [*waits, *self.stages]:
             add(Span(name, self.ids.child(name), self.ids.span, wall_s + began_s, wall_s + ended_s))
@@ -119,7 +129,17 @@ class RegionalTrace:
         }
         links = [offer_ids(run, m.learner, m.incarnation, offer.fragment, m.number) for m in offer.members]
         began, combined, now = wall_s + self.began_s, wall_s + self.combined_s, wall_s + now_s
-        add(Span("regional offer", ids, None, began, now, about, (self.version, *links)))
+        add(
+            Span(
+                name="regional offer",
+                ids=ids,
+                parent=None,
+                began_s=began,
+                ended_s=now,
+                attributes=about,
+                links=(self.version, *links),
+            )
+        )
         add(Span("merge", ids.child("merge"), ids.span, began, combined))
         add(Span("upload", ids.child("upload"), ids.span, combined, now))
 

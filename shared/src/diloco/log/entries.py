@@ -78,7 +78,14 @@ class Entries:
                 except MessageError as error:
                     refuse(RefusedEntry("log", stored.subject, packed.sequence, error))
                 else:
-                    yield LogEntry(packed.record, packed.entry_hash, packed.sequence, body, packed.size_bytes, stored.sequence)
+                    yield LogEntry(
+                        record=packed.record,
+                        entry_hash=packed.entry_hash,
+                        sequence=packed.sequence,
+                        body=body,
+                        size_bytes=packed.size_bytes,
+                        known_sequence=stored.sequence,
+                    )
 
     async def heads(
         self, refuse: Refuse, start_sequence: int = 1, stop_sequence: int | None = None, *, fragment: int | None = None

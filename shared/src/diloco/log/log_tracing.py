@@ -34,6 +34,6 @@ def tell_of_read(
     if applied is not None:
         stages.append(("apply", folded_s, applied[0]))
         about["diloco.step"] = applied[1]
-    telemetry.add(Span("read", read, root.span, committed_s, stages[-1][2], about))
+    telemetry.add(Span(name="read", ids=read, parent=root.span, began_s=committed_s, ended_s=stages[-1][2], attributes=about))
     for stage, began_s, ended_s in stages:
         telemetry.add(Span(stage, read.child(stage), read.span, began_s, ended_s))

@@ -1,4 +1,4 @@
-"""One of several regions' logs: claims, commit notices, and bringing it to where another one is (:mod:`diloco.core.log.quorum`)."""
+"""The log of a region: claims, commit notices, and bringing it to where another one is (:mod:`diloco.core.log.quorum`)."""
 
 from __future__ import annotations
 
@@ -351,5 +351,5 @@ class RegionalLog:
         """Store version 0 as ``source`` has it; look only whether it is there, if that is this log."""
         replica = (await source.reader.load_first(fragment, genesis, entry_hash)).replica
         if source is not self:
-            chain = Chain(fragment, 0, 0, NO_ENTRY, 0, replica.chain.state_hash)
+            chain = Chain(fragment=fragment, version=0, epoch=0, head=NO_ENTRY, sequence=0, state_hash=replica.chain.state_hash)
             await self.writer.append_keyframe(replace(replica, chain=chain), None, Fence(self.stream.subjects.genesis, 0))

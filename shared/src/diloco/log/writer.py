@@ -64,7 +64,9 @@ class Writer:
         optimizer = self.stream.optimizers[fragment]
         if momentum is None:
             momentum = np.zeros(optimizer.moments * theta.size, np.float32)
-        chain = Chain(fragment, 0, 0, NO_ENTRY, 0, outer.state_hash(theta, momentum))
+        chain = Chain(
+            fragment=fragment, version=0, epoch=0, head=NO_ENTRY, sequence=0, state_hash=outer.state_hash(theta, momentum)
+        )
         await self.append_keyframe(Replica(chain, theta, momentum, optimizer), None, Fence(self.stream.subjects.genesis, 0))
         return chain.state_hash
 

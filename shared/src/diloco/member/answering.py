@@ -58,7 +58,11 @@ class Answering:
         pending = learner.encoded(answer, encoded)
         ago = learner.accounts.step - self.taped.held_steps - answer.snapshot.step
         digest = content_hash[: events.DIGEST_BYTES]
-        tape.record(events.TapeOffer(ago, index, pending.stated.number, answer.version, answer.bits, digest))
+        tape.record(
+            events.TapeOffer(
+                ago=ago, fragment=index, number=pending.stated.number, round=answer.version, bits=answer.bits, digest=digest
+            )
+        )
         self.shared.tasks.spawn(self._store(index, pending))
         self.shared.tell()
 

@@ -27,7 +27,7 @@ async def listen(
     run: KnownRun, store: Log, region: str, tasks: Tasks, refused: Counted, log: Logger, alive: HearAlive, open_round: HearRound
 ) -> Catching:
     """Begin to hear the others, for good; heartbeats and, once the log is loaded, rounds are handed on to the learner."""
-    catching = Catching(run, store, region, tasks, log, alive, open_round)
+    catching = Catching(run=run, store=store, region=region, tasks=tasks, log=log, alive=alive, open_round=open_round)
     await store.transport.subscribe(store.subjects.heartbeat(), catching.hear_alive)
     await hear(store.transport, store.subjects.round(), Announcement, run.identity, catching.hear_round, refused)
     return catching

@@ -45,14 +45,14 @@ class Instruments:
         passed_s, used_s = now_s - self._read_s, processor_s - self._processor_s
         self._read_s, self._processor_s = now_s, processor_s
         return Gauges(
-            learner,
-            self._learning_rate,
-            self._gradient_norm,
-            used_s / passed_s if passed_s > 0 else 0.0,
-            resident_bytes(),
-            self._device_bytes(),
-            _fitting(self.device),
-            _fitting(socket.gethostname()),
+            learner=learner,
+            learning_rate=self._learning_rate,
+            gradient_norm=self._gradient_norm,
+            cores=used_s / passed_s if passed_s > 0 else 0.0,
+            memory_bytes=resident_bytes(),
+            device_memory_bytes=self._device_bytes(),
+            device=_fitting(self.device),
+            host=_fitting(socket.gethostname()),
         )
 
     async def send(self, learner: str, send: Callable[[Gauges], Awaitable[None]]) -> None:

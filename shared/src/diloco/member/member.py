@@ -80,10 +80,19 @@ class Member:
         self.tape = tape or Unrecorded()
         self.store = Log(transport, run.name, run.identity, fragment_map, run.created)
         self.subjects, self.refused = Subjects(run.name), Counted(log) if refused is None else refused
-        self.lender = Lender(transport, run.identity, self.subjects, settings.name, self._may_lend, log)
+        self.lender = Lender(
+            transport=transport, run=run.identity, subjects=self.subjects, name=settings.name, healthy=self._may_lend, log=log
+        )
         self.loans = LoanWatch(run.identity, lambda: run.in_force.round.steps, log)
         self.admission = AdmissionClient(transport, run, settings.name, fragment_map, log)
-        self.shares: Leases = LeaseClient(run, settings, self.admission.incarnation, fragment_map, self.refused, log)
+        self.shares: Leases = LeaseClient(
+            run=run,
+            settings=settings,
+            incarnation=self.admission.incarnation,
+            fragments=fragment_map,
+            refused=self.refused,
+            log=log,
+        )
         self.learner = Learner(settings.name, settings.role, settings.region or "", self.admission.incarnation, run.created)
         self.shared, self.taped = SharedLearner(self.learner), LearnerTape(self.tape)
         self._outbox = Outbox(transport, run, settings.name, self.shared)
@@ -225,7 +234,14 @@ class Member:
 
     def _marker_hearing(self) -> MarkerHearing:
         fragments = len(self.map.fragments)
-        return MarkerHearing(self.shared, self._outbox, self.run.registry, self.settings, fragments, self.log)
+        return MarkerHearing(
+            shared=self.shared,
+            outbox=self._outbox,
+            registry=self.run.registry,
+            settings=self.settings,
+            fragments=fragments,
+            log=self.log,
+        )
 
     async def _send_heartbeats_regularly(self) -> None:
         progress = Progress(self.log, self.shared.loop.time(), lambda: _progress(self.heartbeat()))

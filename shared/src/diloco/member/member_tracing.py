@@ -109,7 +109,7 @@ class OfferTrace:
             "diloco.bits": offer.bits,
             "diloco.bytes": offer.body.size_bytes,
         }
-        add(Span("offer", ids, None, began, now, about, (self._version,)))
+        add(Span(name="offer", ids=ids, parent=None, began_s=began, ended_s=now, attributes=about, links=(self._version,)))
         add(Span("snapshot", ids.child("snapshot"), ids.span, began, read))
         add(Span("encode", ids.child("encode"), ids.span, read, encoded))
         add(Span("upload", ids.child("upload"), ids.span, encoded, now))

@@ -22,7 +22,7 @@ Vector = NDArray[np.float32]
 
 
 class OwnArrays:
-    """Folds the logs of all fragments and makes their offers; the :class:`~diloco.core.learner.learner.Learner` has the values."""
+    """Folds the logs of all fragments and makes their offers; :class:`~diloco.core.learner.learner.Learner` has the values."""
 
     may_encode = True
 
@@ -44,12 +44,12 @@ class OwnArrays:
         rounds, settings = self._rounds, self._rounds.settings
         others = rounds.run.created.learners - (settings.role == "learner")
         self._following = Following(
-            rounds.store,
-            rounds.run,
-            settings.name,
-            range(len(rounds.map.fragments)),
-            rounds.refused,
-            rounds.log,
+            store=rounds.store,
+            run=rounds.run,
+            name=settings.name,
+            fragments=range(len(rounds.map.fragments)),
+            refused=rounds.refused,
+            log=rounds.log,
             others=others,
             spawn=self.shared.tasks.spawn,
             tell=self._take_in,
@@ -128,7 +128,14 @@ class OwnArrays:
             ended = by_s is not None and (learner.left or now_s >= by_s)
         self._rounds.traces.applied([(each.application.fragment, each.application.version) for each in applied], decision.step)
         writes = [(each.application.fragment, each.write) for each in applied if each.write is not None]
-        return Boundary(writes, list(decision.reads), decision.stop, decision.wait, decision.finished, ended)
+        return Boundary(
+            applies=writes,
+            reads=list(decision.reads),
+            stop=decision.stop,
+            wait=decision.wait,
+            finished=decision.finished,
+            ended=ended,
+        )
 
     def submit(self, fragment: int, reader: Reader) -> None:
         """Hand over a way to read a fragment as it is at this boundary; called from another thread, at most once."""

@@ -199,7 +199,15 @@ class Lender:
     def give(self, step: int, versions: list[int], state: Lendable) -> None:
         """Lend ``state``, a copy as of a boundary, until no peer has asked for it for a while."""
         copy, layout = self.transport.random_bytes(ATTEMPT_BYTES), state.layout
-        loan = StateLoan(self.name, copy, step, versions, layout.digest, layout.size_bytes, state.content_hash)
+        loan = StateLoan(
+            peer=self.name,
+            copy=copy,
+            step=step,
+            versions=versions,
+            layout=layout.digest,
+            size_bytes=layout.size_bytes,
+            content_hash=state.content_hash,
+        )
         self._loop.call_soon_threadsafe(self._keep, loan, state)
 
     def give_none(self) -> None:
@@ -240,7 +248,10 @@ class Lender:
             due = newest.loan.step < least_step and now_s - newest.made_s >= COPY_AGAIN_S and len(self._copies) < MAX_COPIES
         if due and self.healthy() and now_s >= self._refuses_until_s:
             self._wanted = True
-            return framing.pack(StateLoan(self.name, b"", 0, [], bytes(32), 0, bytes(32)), self.run)
+            none = StateLoan(
+                peer=self.name, copy=b"", step=0, versions=[], layout=bytes(32), size_bytes=0, content_hash=bytes(32)
+            )
+            return framing.pack(none, self.run)
         if newest is None:
             return b""
         newest.used_s = now_s

@@ -1,8 +1,8 @@
 """A learner's state as files: chunks of its model's and of its accounts' arrays, and the accounts' plain values, all hashed.
 
-Each process of a learner writes one file, of the chunks (:mod:`diloco.core.tensors.chunks`) that it holds: its *part*. A file is a
-safetensors file, and a chunk is one tensor in it; an array that fits one chunk is there under its name, as anybody reads such
-files (:mod:`diloco.member.statefile`).
+Each process of a learner writes one file, of the chunks (:mod:`diloco.core.tensors.chunks`) that it holds: its *part*. A file
+is a safetensors file, and a chunk is one tensor in it; an array that fits one chunk is there under its name, as anybody reads
+such files (:mod:`diloco.member.statefile`).
 
 Values are asked for chunk by chunk while the file is written, and read chunk by chunk: a host never holds more than a few.
 """

@@ -1,25 +1,44 @@
-"""The NATS library's client, with larger buffers, a check for TLS, an eye on all that comes in, and an end that is one."""
+"""The NATS library's client, with larger buffers, a check for TLS, an eye on all that comes in, and an end that is one.
+
+All that relies on the library's private members is in this module. nats-py is pinned to one minor version for it, and
+``tests/shared/test_nats_client_contract.py`` checks each of them:
+
+=======================  =====================================================================================================
+member                   what for
+=======================  =====================================================================================================
+``_ps``                  reading of our own: the library's goes deaf at some messages, and measures no rate
+``_process_msg``,        what that reading hands on, as the library's reading does
+``_process_ping``,
+``_process_pong``,
+``_process_err``
+``_process_headers``     headers of any bytes; the library's fails at some
+``_process_info``        no byte is answered to a server that offers an identity no TLS
+``_transport``           the way to a server (``tcp.py``); the library chooses between two of its own
+``_public_nkey``         a key without the library's ``nkeys_seed_str``, which needs PyNaCl
+``_pings_outstanding``   any packet is a sign of life, not only a pong, which waits behind all else on a thin link
+``_attempt_reconnect``   a lost connection is aborted: a peer that is cut off would be waited for, 30 s with TLS
+``_reconnection_task``   an end that waits for it
+=======================  =====================================================================================================
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
-import ssl
-import time
 from typing import Any
 
 import nats.errors
 from nats.aio import client as library
-from nats.aio.transport import TcpTransport
 from nats.protocol.parser import Parser
 
 from diloco.core.syncer.bandwidth import Moved
 from diloco.nats.identity import Identity
 from diloco.nats.received import Delivered, delivered, headers
+from diloco.nats.tcp import TcpTransport
+from diloco.process.tasks import give_up
 from diloco.wire.plain import json_object
 
-# the library reads into a buffer of 32 KiB; 1 MiB doubles the receive rate
-READ_BUFFER_BYTES = 1 << 20
 CLOSE_S = 5.0  # for what waits to be sent; no peer can keep a connection from being closed for longer
 MAX_LINE_BYTES = 1 << 20  # a cluster's addresses are in one
 STALL_S = 1.0  # a longer pause in the middle of a message is a cut: a slow link goes on, packet by packet
@@ -91,21 +110,16 @@ class Client(library.Client):  # type: ignore[misc]  # nats-py is not typed
     def __init__(self, identity: Identity | None) -> None:
         super().__init__()
         self._ps = _Parser(self)
-        self._transport: _Transport | None = None
+        self._transport = self._tcp = TcpTransport()
         self._identity = identity
         self._public_nkey = None if identity is None else identity.public_key
-        self._ends = False
+        self.has_jetstream = False  # by the server's configuration, which may still be starting it
         self.denied = 0  # requests that the server denied to this identity
 
     @property
     def incoming(self) -> Moved:
         """Bytes that came in in the middle of messages, and the time that they took."""
         return self._ps.incoming
-
-    @property
-    def has_jetstream(self) -> bool:
-        """Whether the server's configuration has JetStream, which may still be starting."""
-        return bool(self._server_info.get("jetstream"))
 
     def heard(self) -> None:
         """Note that a packet came."""
@@ -126,7 +140,8 @@ class Client(library.Client):  # type: ignore[misc]  # nats-py is not typed
             case b"PING":
                 await self._process_ping()
             case b"PONG":
-                await self._process_pong()
+                with contextlib.suppress(asyncio.InvalidStateError):  # it answers a flush that was cancelled
+                    await self._process_pong()
             case b"-ERR":
                 await self._process_err(rest.decode(errors="replace").strip().lower())
             case b"INFO":
@@ -145,45 +160,30 @@ class Client(library.Client):  # type: ignore[misc]  # nats-py is not typed
         The library's task that remakes a connection may miss its cancellation (``asyncio.wait_for`` of Python 3.11 drops one
         that comes together with an answer), and would go on for ever: it makes no attempt once the end has begun.
         """
-        self._ends = True
-        closing = asyncio.ensure_future(super().close())  # of its own: the caller may be one of the tasks that it cancels
-        _, late = await asyncio.wait({closing}, timeout=CLOSE_S)
-        if late:
-            closing.cancel()
-        else:
-            closing.result()
+        self._tcp.ends = True
+        await self._close_in_time()
         remaking = self._reconnection_task
         if remaking is not None and remaking is not asyncio.current_task():
             remaking.cancel()
             await asyncio.wait({remaking}, timeout=CLOSE_S)
-        self._status = library.Client.CLOSED  # that task may have written over it
-        if self._transport is not None:
-            self._transport.end()
+            await self._close_in_time()  # that task may have connected meanwhile
+        self._tcp.end()
+
+    async def _close_in_time(self) -> None:
+        closing = asyncio.ensure_future(super().close())  # of its own: the caller may be one of the tasks that it cancels
+        _, late = await asyncio.wait({closing}, timeout=CLOSE_S)
+        if late:
+            await give_up(closing)
+        else:
+            closing.result()
 
     async def _attempt_reconnect(self) -> None:
         # a peer that is cut off never takes what waits to be sent, nor the end of TLS, for which asyncio waits 30 s
-        if self._transport is not None:
-            self._transport.abort()
+        self._tcp.abort()
         await super()._attempt_reconnect()
-
-    async def _process_pong(self) -> None:
-        # as the library's, which takes an answer to a flush that was cancelled for an error of the connection
-        if self._pongs and self._pongs[0].done():
-            self._pongs.pop(0)
-        else:
-            await super()._process_pong()
 
     async def _process_headers(self, block: bytes) -> dict[str, str] | None:
         return headers(block) if block else None
-
-    async def _connect_to_server(self, server: library.Srv) -> None:
-        if self._ends:
-            raise asyncio.CancelledError
-        # as the library's, which knows no other transport than its own
-        server.last_attempt = time.monotonic()
-        if not self._transport:
-            self._transport = _Transport()
-        await self._transport.connect(server.uri, READ_BUFFER_BYTES, self.options["connect_timeout"])
 
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
         # before anything is answered: an attacker on the way may have removed the offer of TLS
@@ -191,52 +191,6 @@ class Client(library.Client):  # type: ignore[misc]  # nats-py is not typed
             raise nats.errors.Error(
                 "the server offers no TLS, which an identity is never used without: add a tls block to its configuration"
             )
+        if initial_connection:
+            self.has_jetstream = bool(info.get("jetstream"))
         await super()._process_info(info, initial_connection=initial_connection)
-
-
-class _Protocol(asyncio.StreamReaderProtocol):
-    def eof_received(self) -> bool:
-        super().eof_received()
-        return False  # asyncio complains about anything else over TLS
-
-
-class _Transport(TcpTransport):  # type: ignore[misc]  # nats-py is not typed
-    """The library's transport, but every read takes as much as :data:`READ_BUFFER_BYTES`, also over TLS."""
-
-    _handshaking = False
-
-    async def connect(self, uri: Any, buffer_size: int, connect_timeout: float) -> None:
-        self.close()  # of an attempt before, which the library would leave to the garbage collector
-        self._handshaking = False
-        await super().connect(uri, buffer_size, connect_timeout)
-
-    async def connect_tls(self, uri: str, ssl_context: ssl.SSLContext, buffer_size: int, connect_timeout: float) -> None:
-        loop, plain = asyncio.get_running_loop(), self._bare_io_writer.transport
-        protocol = _Protocol(reader := asyncio.StreamReader(limit=READ_BUFFER_BYTES))
-        self._handshaking = True
-        async with asyncio.timeout(connect_timeout):
-            secure: Any = await loop.start_tls(plain, protocol, ssl_context, server_hostname=uri)
-        self._io_reader, self._io_writer = reader, asyncio.StreamWriter(secure, protocol, reader, loop)
-        self._handshaking = False
-
-    def abort(self) -> None:
-        """Give the connection up, with what waits to be sent."""
-        if self._io_writer is not None:
-            self._io_writer.transport.abort()
-
-    def end(self) -> None:
-        """Close the socket: an attempt that was cancelled while it closed left it open, under TLS that is half shut."""
-        if self._bare_io_writer is not None:
-            self._bare_io_writer.close()
-
-    def writelines(self, payload: list[bytes]) -> None:
-        if not self._io_writer.is_closing():  # else asyncio (of Python 3.11) fails, if TLS was closed twice
-            super().writelines(payload)
-
-    async def wait_closed(self) -> None:
-        if not self._handshaking:  # else asyncio reports no close: the handshake has taken the protocol's place
-            await super().wait_closed()
-
-    async def read(self, buffer_size: int) -> bytes:
-        data: bytes = await super().read(READ_BUFFER_BYTES)
-        return data

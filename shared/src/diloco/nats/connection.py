@@ -146,8 +146,10 @@ class NatsLink:
         return self._consumer_names[stream]
 
     async def close(self) -> None:
-        """Send what is buffered, and close."""
+        """End this link's tasks, send what is buffered, and close."""
         await end(*self._watching)
+        for names in self._consumer_names.values():
+            await names.close()
         for client in self._clients():
             await _close(client)
 

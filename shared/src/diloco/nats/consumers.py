@@ -9,8 +9,10 @@ from collections.abc import Iterable
 import nats.errors
 
 from diloco.nats.client import Client
+from diloco.process.tasks import give_up
 
 REMOVED_S = 5.0  # for the answer that a consumer is removed; without one, the server drops it when it is idle
+LAST_REMOVED_S = 1.0  # for the same when the connection is closed next
 
 
 class ConsumerNames:
@@ -20,6 +22,7 @@ class ConsumerNames:
         self._client, self._stream = client, stream
         self._free: asyncio.Queue[str] = asyncio.Queue()
         self._removing: set[asyncio.Task[None]] = set()
+        self._closed = False
         for name in names:
             self._free.put_nowait(name)
 
@@ -32,10 +35,23 @@ class ConsumerNames:
         self._free.put_nowait(name)
 
     def remove(self, name: str) -> None:
-        """Remove a consumer, and give its name back: not before the server has answered, which works on several requests."""
+        """Remove a consumer, and give its name back: not before the server has answered, which works on several requests.
+
+        A reader may end after the connection, as late as with the event loop. The server drops an idle consumer.
+        """
+        if self._closed:
+            self.give_back(name)
+            return
         task = asyncio.get_running_loop().create_task(self._remove(name))
         self._removing.add(task)
         task.add_done_callback(self._removing.discard)
+
+    async def close(self) -> None:
+        """Wait for consumers that are being removed, no longer than ``LAST_REMOVED_S``; from now on none is removed."""
+        self._closed = True
+        if self._removing:
+            await asyncio.wait(self._removing, timeout=LAST_REMOVED_S if self._client.is_connected else 0.0)
+        await give_up(*self._removing)
 
     async def _remove(self, name: str) -> None:
         try:

@@ -18,6 +18,7 @@ from diloco.nats.client import Client
 from diloco.nats.identity import Identity
 from diloco.nats.nkey import NatsKey
 from diloco.process.observe import Logger
+from diloco.process.tasks import give_up
 
 CONNECT_TIMEOUT_S = 2.0  # a few round trips over the longest link; TCP would try for two minutes
 FLUSH_TIMEOUT_S = 5  # longer than PING_S notices a dead server, so that this never ends first
@@ -144,10 +145,9 @@ class Opening:
                 if isinstance(error, BrokenPipeError | ConnectionResetError):
                     return False
         finally:
-            refused.cancel()
+            await give_up(refused)
             if not self.client.is_connected:
-                connecting.cancel()
-                await asyncio.wait({connecting})
+                await give_up(connecting)
                 await self.client.close()
         if self._refused.is_set():
             self._refusals += 1

@@ -16,6 +16,7 @@ from diloco.nats import append, streams
 from diloco.nats.connection import POLL_S, NatsLink, ask, subscribe, wait_connected
 from diloco.nats.pull import Puller
 from diloco.nats.registry import Registry
+from diloco.process.tasks import give_up
 from diloco.transport import Fence, Heard, Room, Stored
 from diloco.wire.grants import SignedGrant
 
@@ -131,8 +132,7 @@ class NatsTransport(NatsLink):
                 raise AppendUncertainError(f"{what}: the connection was lost before the answer came")
             return asked.result()
         finally:
-            asked.cancel()
-            lost.cancel()
+            await give_up(asked, lost)
 
     async def _asked(self, asking: Callable[[], Coroutine[Any, Any, T]], what: str) -> T:
         """Await a request as :meth:`_answered`, once there is a connection.

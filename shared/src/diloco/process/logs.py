@@ -191,9 +191,11 @@ def _parse(line: str, service: str, time_before_s: float) -> LogLine:
         if not isinstance(level, str) or not isinstance(event, str):
             raise TypeError("level and event are strings")
     except (msgspec.MsgspecError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        return LogLine(time_before_s, service, "warning", "damaged_line", {}, line, damaged=True)
+        return LogLine(
+            time_s=time_before_s, service=service, level="warning", event="damaged_line", values={}, raw=line, damaged=True
+        )
     own = {key: value for key, value in values.items() if key not in FIXED_KEYS}
-    return LogLine(time_s, service, level, event, own, line)
+    return LogLine(time_s=time_s, service=service, level=level, event=event, values=own, raw=line)
 
 
 def render(entry: LogLine) -> Text:

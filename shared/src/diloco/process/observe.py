@@ -352,12 +352,12 @@ def _console_writer(stream: IO[str]) -> Callable[[EventDict], None]:
 
     def write(values: EventDict) -> None:
         entry = logs.LogLine(
-            datetime.fromisoformat(values["time"]).timestamp(),
-            values["service"],
-            values["level"],
-            values["event"],
-            {key: value for key, value in values.items() if key not in logs.FIXED_KEYS},
-            "",
+            time_s=datetime.fromisoformat(values["time"]).timestamp(),
+            service=values["service"],
+            level=values["level"],
+            event=values["event"],
+            values={key: value for key, value in values.items() if key not in logs.FIXED_KEYS},
+            raw="",
         )
         with contextlib.suppress(OSError, ValueError):
             console.print(logs.render(entry))

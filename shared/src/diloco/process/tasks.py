@@ -31,7 +31,7 @@ async def side_by_side(count: int, most: int, work: Callable[[int], Awaitable[T]
     return [results[index] for index in range(count)]
 
 
-async def end(*tasks: asyncio.Task[Any] | None) -> None:
+async def end(*tasks: asyncio.Future[Any] | None) -> None:
     """Cancel tasks and wait until they have ended; one that failed fails its task group, not the caller.
 
     They are cancelled again until they end: before Python 3.12, ``asyncio.wait_for`` may swallow a cancellation that comes
@@ -42,6 +42,18 @@ async def end(*tasks: asyncio.Task[Any] | None) -> None:
         for task in running:
             task.cancel()
         _, running = await asyncio.wait(running, timeout=CANCEL_AGAIN_S)
+
+
+async def give_up(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel tasks and wait until they have ended; neither their results nor their errors are asked for."""
+    for task in tasks:
+        task.add_done_callback(_retrieve)
+    await end(*tasks)
+
+
+def _retrieve(task: asyncio.Future[Any]) -> None:
+    if not task.cancelled():
+        task.exception()  # or asyncio logs that it was never retrieved
 
 
 class Tasks:
@@ -80,6 +92,5 @@ async def unbroken(work: Awaitable[T]) -> T:
             cancelled = error
     if cancelled is None:
         return task.result()
-    if not task.cancelled():
-        task.exception()  # retrieved, or asyncio logs it, since the result is not asked for any more
+    _retrieve(task)
     raise cancelled

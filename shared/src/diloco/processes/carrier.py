@@ -1,9 +1,9 @@
 """The fragments that one process of a learner carries: it follows and folds their logs, and makes and stores their offers.
 
-The leader's :class:`~diloco.core.learner.learner.Learner` has the counts of all fragments and decides; a carrier has the arrays. It
-tells the leader what it folded, quantised and stored, and does what the leader says: bring a version's rows to all processes
-(*stage*), quantise a snapshot, store an offer. Arrays change in the loop's thread alone, in the order of the leader's messages;
-worker threads read them.
+The leader's :class:`~diloco.core.learner.learner.Learner` has the counts of all fragments and decides; a carrier has the
+arrays. It tells the leader what it folded, quantised and stored, and does what the leader says: bring a version's rows to all
+processes (*stage*), quantise a snapshot, store an offer. Arrays change in the loop's thread alone, in the order of the leader's
+messages; worker threads read them.
 """
 
 from __future__ import annotations
@@ -109,7 +109,17 @@ class Carrier:
         # of fragments that the newest decision writes; None: they are not asked for
         self._before: dict[int, tuple[DeltaValues, list[Unmerged]]] | None = None
         others, tell = run.created.learners - 1, self._tell
-        self._following = Following(store, run, name, self.fragments, refused, log, others=others, spawn=spawn, tell=tell)
+        self._following = Following(
+            store=store,
+            run=run,
+            name=name,
+            fragments=self.fragments,
+            refused=refused,
+            log=log,
+            others=others,
+            spawn=spawn,
+            tell=tell,
+        )
         self._following.folded = traces.folded
 
     # ---- the log

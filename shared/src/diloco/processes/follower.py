@@ -111,7 +111,14 @@ class Follower:
         """
         decided, writes = self.part.boundary()
         self._moment = decisions.moment(decided)
-        return Boundary(writes, list(decided.reads), decided.stop, decided.wait, decided.finished, decided.ended)
+        return Boundary(
+            applies=writes,
+            reads=list(decided.reads),
+            stop=decided.stop,
+            wait=decided.wait,
+            finished=decided.finished,
+            ended=decided.ended,
+        )
 
     def submit(self, fragment: int, reader: Reader) -> None:
         """Hand over a way to read a fragment as it is at this boundary."""

@@ -166,8 +166,10 @@ class Leader:
         if not ended.parts:
             return MarkerDeclined(name, number, "not_saved", "one of its processes says checkpoint_not_saved in its log")
         step, versions = self._saved_at
-        files = [(each.size_bytes, each.content or b"") for _, each in sorted(ended.parts.items())]
-        return MarkerAnswer(name, number, step, versions, *files[0], files[1:])
+        (size_bytes, digest), *others = [(each.size_bytes, each.content or b"") for _, each in sorted(ended.parts.items())]
+        return MarkerAnswer(
+            learner=name, number=number, step=step, versions=versions, size_bytes=size_bytes, file_hash=digest, parts=others
+        )
 
     def _lend_parts(self, ended: Ended) -> None:
         lent = self.part.lent

@@ -68,7 +68,11 @@ class Shipping:
         contents = await asyncio.to_thread(_contents, pieces, vector)
         for process in to:
             for piece, (content, digest) in enumerate(contents):
-                await self.links.send(process, island.Rows(fragment, number, what, piece, len(pieces), digest), content)
+                await self.links.send(
+                    process,
+                    island.Rows(fragment=fragment, number=number, what=what, piece=piece, pieces=len(pieces), digest=digest),
+                    content,
+                )
 
     def take(self, source: int, head: island.Rows, content: memoryview) -> Vector | None:
         """Take in a piece; once all rows of its sender are there, return the vector that has them, float32 [fragment's size].

@@ -69,7 +69,7 @@ class ToyLearner:
             for values in self.values:
                 values += RATE * (1 - values)
             loss = float(np.mean([np.square(1 - values).mean() for values in self.values]))
-            done = StepDone(self.tokens, share, batch, loss, self.step_s, 0.0)
+            done = StepDone(tokens=self.tokens, share=share, batch=batch, loss=loss, busy_s=self.step_s, blocked_s=0.0)
 
     def _carry_out(self, member: Member, boundary: Boundary) -> None:
         for index, write in boundary.applies:

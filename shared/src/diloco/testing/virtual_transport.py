@@ -164,7 +164,8 @@ class VirtualTransport:
         if fate == "late":  # the caller gives up, and then it is done all the same
             world.later(timeout_s * (1 + world.rng.random()), self._try, action, session, where)
         elif fate != "lost":
-            world.later(world.delay_s() + crossing_s, self._arrive, action, future, fate, what, session, where)
+            arrive = partial(self._arrive, action, future, fate, what, session, where)
+            world.later(world.delay_s() + crossing_s, arrive)
         timer = loop.call_later(timeout_s, self._settle, future, None, AppendUncertainError(f"{what}: no answer"))
         try:
             return await future

@@ -26,7 +26,7 @@ PLACED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEY
 # beginnings of the files of code that is not the user's: ours, Python's and libraries'; "<" begins what is in no file
 OTHERS = (
     "<",
-    *(str(Path(file).parent) + os.sep for file in (errors.__file__, __file__)),
+    *(str(folder) + os.sep for folder in (Path(errors.__file__).parent, Path(__file__).parents[1])),
     *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")),
 )
 

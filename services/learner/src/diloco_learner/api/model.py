@@ -1,7 +1,7 @@
 """The model that a learner trains, as all parts see it that know no framework: its steps, its fragments, its state.
 
-:class:`diloco_learner.jax.island.Island` computes it with JAX, and :mod:`diloco_learner.pytorch` with PyTorch. The trainer's thread
-calls everything here, and nothing waits for the device but what says so.
+:class:`diloco_learner.jax.island.Island` computes it with JAX, and :mod:`diloco_learner.pytorch` with PyTorch. The trainer's
+thread calls everything here, and nothing waits for the device but what says so.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ class Tree:
         )
 
     def write(self, fragment: Fragment, theta: Vector, reference: Baseline | Vector | None = None, alpha: float = 0.0) -> None:
-        """Write a fragment, as :func:`diloco_learner.jax.leaves.write_rows` does; vectors are float32 [size of the fragment]."""
+        """Write a fragment, as :func:`~diloco_learner.jax.leaves.write_rows` does; vectors: float32 [its size]."""
         for piece in fragment.pieces:
             at = self._index[piece.path]
             written, kept = write_rows(self._stored(at), piece, theta, reference, alpha), self._arrangements[at]

@@ -282,7 +282,7 @@ class TorchIsland:
     snapshot = read  # an offer is made of the values
 
     def write(self, fragment: Fragment, theta: Vector, reference: Baseline | Vector | None = None, alpha: float = 0.0) -> None:
-        """Queue the writing of a fragment (:class:`diloco_learner.api.model.SharedParameters`); vectors are float32 [its size]."""
+        """Queue a fragment for writing (:class:`~diloco_learner.api.model.SharedParameters`); vectors: float32 [its size]."""
         self._queue.add(self._rows_of(fragment).write, fragment, theta, reference, alpha)
 
     def _rows_of(self, fragment: Fragment) -> TensorRows:

@@ -164,7 +164,7 @@ class _Found:
 
 
 class _Watch:
-    """Tells at a step whether all tensors are where they were, in 0.1 ms for 300 of them (``bench/watching.py``).
+    """Tells at a step whether all tensors are where they were, in 0.1 ms for 300 of them (``bench/frameworks.py watching``).
 
     A view that was detached from a tensor keeps the memory that the tensor had. ``is_set_to`` compares memory, shape and
     strides of both, and with them the type. All loops over tensors run in C.

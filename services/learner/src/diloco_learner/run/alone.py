@@ -27,7 +27,15 @@ def make_member(process: LearnerProcess, fragments: FragmentMap) -> Member:
 async def _member(process: LearnerProcess, fragments: FragmentMap) -> Member:
     settings, run, log = process.settings, process.run, process.log
     tape = TapeFile(settings.state_dir, settings.name, run.identity, log) if settings.role == "learner" else None
-    return Member(process.transport, run, fragments, settings, log, tape, process.exporter.telemetry)
+    return Member(
+        transport=process.transport,
+        run=run,
+        fragment_map=fragments,
+        settings=settings,
+        log=log,
+        tape=tape,
+        telemetry=process.exporter.telemetry,
+    )
 
 
 def work(

@@ -1,8 +1,8 @@
 """A learner's checkpoints: its own, regularly; those of a whole run, when it is asked; and what it lends to a peer.
 
-All of them begin at a boundary, and are of this boundary. :mod:`diloco_learner.run.saver` writes them; a loan is written to a file
-too, and served from there. The next one begins when it has ended. :mod:`diloco_learner.run.pacing` says when its own are due, so
-that steps are held up for two parts of a hundred of the time at most.
+All of them begin at a boundary, and are of this boundary. :mod:`diloco_learner.run.saver` writes them; a loan is written to a
+file too, and served from there. The next one begins when it has ended. :mod:`diloco_learner.run.pacing` says when its own are
+due, so that steps are held up for two parts of a hundred of the time at most.
 """
 
 from __future__ import annotations
@@ -101,7 +101,16 @@ class CheckpointKeeper:
             return
         self.member.note_saved(saved.digest)
         step, file_hash = dump[0]["step"], state.file_hash(path)
-        self.member.answer_marker(MarkerAnswer(self.settings.name, marker.number, step, versions, saved.size_bytes, file_hash))
+        self.member.answer_marker(
+            MarkerAnswer(
+                learner=self.settings.name,
+                number=marker.number,
+                step=step,
+                versions=versions,
+                size_bytes=saved.size_bytes,
+                file_hash=file_hash,
+            )
+        )
 
     def _name(self, dump: Dump) -> str:
         return f"{self.member.admission.incarnation}, step {dump[0]['step']}"

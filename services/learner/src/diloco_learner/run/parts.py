@@ -35,7 +35,9 @@ class PartKeeper:
     def __init__(self, island: SharedModel, its: ProcessSide, settings: LearnerSettings, log: Logger) -> None:
         group = its.part.group
         self.saves, self.settings, self.log = its, settings, log
-        self.saver = Saver(island, its.part.run.identity, settings.name, log, group.place, group.size)
+        self.saver = Saver(
+            island=island, run=its.part.run.identity, learner=settings.name, log=log, index=group.place, count=group.size
+        )
         self._lent, self._loans = its.part.lent, state.loans(settings.state_dir, settings.name, group.place)
         shutil.rmtree(self._loans, ignore_errors=True)  # what a process left behind that was killed
 

@@ -1,7 +1,7 @@
 """Writes an island's state as of boundaries to files, in a thread of its own, one after another.
 
-The thread reads the state chunk by chunk (:mod:`diloco_learner.jax.holding`), hashes and writes it, and then the accounts' arrays,
-which are not written to any more. So the host never holds more than a few chunks.
+The thread reads the state chunk by chunk (:mod:`diloco_learner.jax.holding`), hashes and writes it, and then the accounts'
+arrays, which are not written to any more. So the host never holds more than a few chunks.
 
 Where the devices have room for a copy of the state, the copy is queued between two steps, and training goes on meanwhile. Where
 they have not, the next step waits until the thread has read the state from the devices: then a checkpoint takes no memory, and

@@ -207,7 +207,14 @@ class Trainer:
             return
         middle_s = self._meter.began_s(flight.called_s) + LOOK_AHEAD_SHARE * self._busy.get()
         wait([flight.end], max(0.0, middle_s - time.perf_counter()))
-        done = StepDone(self.tokens_per_batch, flight.batch.share, flight.batch.index, None, 0.0, 0.0)
+        done = StepDone(
+            tokens=self.tokens_per_batch,
+            share=flight.batch.share,
+            batch=flight.batch.index,
+            loss=None,
+            busy_s=0.0,
+            blocked_s=0.0,
+        )
         self.look_ahead(done, (batch.share, batch.index))
 
     def _watch(self, output: Output, shown: bool) -> _End:
@@ -248,12 +255,12 @@ class Trainer:
     def _step_done(self, batch: Batch) -> StepDone:
         times = self._meter.take()
         return StepDone(
-            self.tokens_per_batch,
-            batch.share,
-            batch.index,
-            None if self._ended is None else self._ended.loss,
-            times.busy_s,
-            times.blocked_s,
+            tokens=self.tokens_per_batch,
+            share=batch.share,
+            batch=batch.index,
+            loss=None if self._ended is None else self._ended.loss,
+            busy_s=times.busy_s,
+            blocked_s=times.blocked_s,
             data_s=times.data_s,
             metrics={} if self._ended is None else self._ended.metrics,
         )

@@ -1,7 +1,7 @@
 """Combine the offers of a region's learners, of fragments that are owned elsewhere: one offer crosses instead of each of them.
 
-:mod:`diloco.core.log.regional_round` decides when and which; this hears rounds and learners, and stores the regional offers in the
-region's own stream, where the owner reads them.
+:mod:`diloco.core.log.regional_round` decides when and which; this hears rounds and learners, and stores the regional offers in
+the region's own stream, where the owner reads them.
 """
 
 from __future__ import annotations
@@ -139,7 +139,15 @@ class RegionalAggregator:
                 trace.combined()
             body, inline, parts = describe_body(packed, codec.content_hash(raw), attempt)
             members = [Answer.of(own.offer) for own in held]
-            offer = RegionalOffer(index, self.syncer, self.incarnation, self._numbers[index], bits_of(held), members, body)
+            offer = RegionalOffer(
+                fragment=index,
+                syncer=self.syncer,
+                incarnation=self.incarnation,
+                number=self._numbers[index],
+                bits=bits_of(held),
+                members=members,
+                body=body,
+            )
             if await self._store(aggregated, offer, inline, parts):
                 if trace is not None:
                     trace.stored(offer)

@@ -1,7 +1,7 @@
 """Govern which fragments a syncer owns: have it own those that the table gives it, and no others.
 
-The decisions are :mod:`diloco.core.syncer.ownership`'s. One loop reads and sets the table, hands fragments over and takes others
-over; a second one looks whether the logs of owned fragments still end where they are known to end.
+The decisions are :mod:`diloco.core.syncer.ownership`'s. One loop reads and sets the table, hands fragments over and takes
+others over; a second one looks whether the logs of owned fragments still end where they are known to end.
 """
 
 from __future__ import annotations

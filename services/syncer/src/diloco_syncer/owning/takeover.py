@@ -69,7 +69,15 @@ class Takeover:
         """Shut the owner before out of a majority of regions, and fold what it left there; False: it is no longer wanted."""
         index, replica, context = owner.index, owner.replica, self.context
         name, chain, wrong = context.settings.name, replica.chain, self.copies.wrong_entries(index)
-        replication = Replication(regions, index, name, self.copies.genesis[1], context.log, epoch, chain.epoch)
+        replication = Replication(
+            regions=regions,
+            fragment=index,
+            syncer=name,
+            genesis_check=self.copies.genesis[1],
+            log=context.log,
+            epoch=epoch,
+            known_epoch=chain.epoch,
+        )
         path = await replication.claim(replica.chain, lambda: self.wanted(index))
         if path is None:
             return False

@@ -122,6 +122,10 @@ def apply(learner: Learner, decision: Decision) -> list[Applied]:
         state.snapshot = None
         if state.index in decision.answers and _is_unanswered(state):
             state.answer_step = decision.step
+    if decision.stop and not learner.stopped:
+        for state in learner.fragments:
+            if state.closing:
+                state.reopen()  # it may have stopped and answered before, and have gone on: there is more now
     learner.missing_since_s = decision.missing_since_s
     learner.stopped, learner.activity = decision.stop, decision.activity
     return applied

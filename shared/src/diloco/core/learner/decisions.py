@@ -1,12 +1,12 @@
 """The decisions of a learner of several processes: made by its leader one step ahead, carried out alike by all processes.
 
-A boundary between two steps is :class:`~diloco.wire.process_messages.Decided`: a plain value that names versions, fragments and the next
-batch. The leader makes it while a step runs, so that it is everywhere before that step ends. Whatever a decision needs must be
-there already: a version is named once its rows are *staged* at all processes.
+A boundary between two steps is :class:`~diloco.wire.process_messages.Decided`: a plain value that names versions, fragments and
+the next batch. The leader makes it while a step runs, so that it is everywhere before that step ends. Whatever a decision needs
+must be there already: a version is named once its rows are *staged* at all processes.
 
-:class:`Decisions` is the leader's side, around the one :class:`~diloco.core.learner.learner.Learner` that the processes are together.
-:class:`Course` is any process's side: it takes decisions in order and chains their hashes, which are compared at each boundary.
-No clock, network or array is here; the caller serialises the calls.
+:class:`Decisions` is the leader's side, around the one :class:`~diloco.core.learner.learner.Learner` that the processes are
+together. :class:`Course` is any process's side: it takes decisions in order and chains their hashes, which are compared at each
+boundary. No clock, network or array is here; the caller serialises the calls.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Decisions:
     # ---- boundaries
 
     def book(self, done: StepDone) -> None:
-        """Count the step that was dispatched; :meth:`~diloco.core.learner.accounts.Accounts.note_outcome` has loss and times later.
+        """Count the step dispatched; :meth:`~diloco.core.learner.accounts.Accounts.note_outcome` has loss and times later.
 
         Nothing between two boundaries depends on whether their step has ended; a decision that is made ahead has to know it.
         """

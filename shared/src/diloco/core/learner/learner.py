@@ -1,8 +1,8 @@
 """A learner's protocol side as one state machine: no clock, network, thread or lock; times and messages are handed in.
 
 Events change the state: :meth:`Learner.book` (inner steps), :meth:`Learner.queue` (the log), :meth:`Learner.hear` (rounds),
-:meth:`Learner.submit` (snapshots), and so on. At a boundary between two steps, :func:`diloco.core.learner.boundary.decide` says which
-versions are applied and what the trainer does next, and :func:`diloco.core.learner.boundary.apply` carries that out.
+:meth:`Learner.submit` (snapshots), and so on. At a boundary between two steps, :func:`diloco.core.learner.boundary.decide` says
+which versions are applied and what the trainer does next, and :func:`diloco.core.learner.boundary.apply` carries that out.
 
 The caller serialises the calls. An event costs time by the one fragment that it concerns.
 """

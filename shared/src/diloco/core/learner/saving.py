@@ -1,7 +1,8 @@
 """The states that a learner of several processes saves, as its leader knows of them: every process writes a part of each.
 
 A state counts once all of its parts are on the disk. Each process keeps the newest own checkpoint that counts until a newer
-one does: :class:`~diloco.wire.process_messages.Save` names it, so that all keep the same one, though some could not write theirs.
+one does: :class:`~diloco.wire.process_messages.Save` names it, so that all keep the same one, though some could not write
+theirs.
 """
 
 from __future__ import annotations

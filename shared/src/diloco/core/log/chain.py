@@ -181,13 +181,13 @@ class Chain:
         for member in record.members:
             old = self.cursors.get(member.learner)
             self.cursors[member.learner] = Cursor(
-                member.learner,
-                member.incarnation,
-                member.number,
-                (old.versions if old else 0) + 1,
-                (old.tokens if old else 0) + member.tokens,
-                member.lost_tokens,
-                (old.steps if old else 0) + member.steps,
+                learner=member.learner,
+                incarnation=member.incarnation,
+                number=member.number,
+                versions=(old.versions if old else 0) + 1,
+                tokens=(old.tokens if old else 0) + member.tokens,
+                lost_tokens=member.lost_tokens,
+                steps=(old.steps if old else 0) + member.steps,
             )
 
     def totals_with(self, members: Iterable[tuple[str, int, int]]) -> tuple[int, int]:

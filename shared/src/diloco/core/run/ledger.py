@@ -152,12 +152,12 @@ class Ledger:
         once, all_merged, none = _by_share(trained), _by_share(everywhere), _by_share(lost)
         return [
             ShareSummary(
-                share,
-                tuple(sorted(learners[share])),
-                once[share],
-                all_merged.get(share, 0),
-                none.get(share, 0),
-                total[share] - once[share],
+                share=share,
+                learners=tuple(sorted(learners[share])),
+                trained=once[share],
+                merged=all_merged.get(share, 0),
+                lost=none.get(share, 0),
+                repeated=total[share] - once[share],
             )
             for share in sorted(once)
         ]

@@ -300,5 +300,15 @@ class Bandwidth:
                     reason = way.look(now_s, cycle_s, present[number]) or reason
                 if reason is not None:
                     level, age_s = (way.level, present[number].age_s) if present else (way.levels[0], 0.0)
-                    changes.append(LevelChange(region, name, level, way.load, way.bytes_per_s, age_s, reason))
+                    changes.append(
+                        LevelChange(
+                            region=region,
+                            way=name,
+                            level=level,
+                            load=way.load,
+                            bytes_per_s=way.bytes_per_s,
+                            age_s=age_s,
+                            reason=reason,
+                        )
+                    )
         return changes

@@ -1,8 +1,8 @@
 """The learners as one syncer hears them, and which of them a round waits for.
 
-A heartbeat is a claim. The roster takes those that the gate (:mod:`diloco.core.run.gate`) has let in, and measures by its own clock
-how long a learner's steps take. A learner whose steps stand still, or that does not answer, is waited for no longer than a
-multiple of its own usual time: a slow learner has a long one.
+A heartbeat is a claim. The roster takes those that the gate (:mod:`diloco.core.run.gate`) has let in, and measures by its own
+clock how long a learner's steps take. A learner whose steps stand still, or that does not answer, is waited for no longer than
+a multiple of its own usual time: a slow learner has a long one.
 """
 
 from __future__ import annotations

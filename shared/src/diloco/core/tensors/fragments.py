@@ -272,7 +272,9 @@ def _spec(entry: _Entry) -> TensorSpec:
         raise FormatError(f"fragment map: tensor {entry.path!r} is state, and embedding-like or arranged as a parameter")
     if entry.layers and (entry.state or not shape or shape[0] % entry.layers):
         raise FormatError(f"fragment map: tensor {entry.path!r} of shape {shape} is no stack of {entry.layers} layers")
-    return TensorSpec(entry.path, shape, entry.embedding, kept, entry.state, entry.layers)
+    return TensorSpec(
+        path=entry.path, shape=shape, embedding=entry.embedding, arrangement=kept, state=entry.state, layers=entry.layers
+    )
 
 
 def cut_model(tensors: Sequence[TensorSpec], settings: FragmentSettings, fixed: Sequence[FixedSpec] = ()) -> FragmentMap:
@@ -378,7 +380,9 @@ def _fragment(index: int, members: Sequence[dealing.Rows]) -> Fragment:
     pieces, offset = [], 0
     for tensor, start, stop in sorted(members, key=lambda m: (m[0].path, m[1])):
         shape = (stop - start, *tensor.shape[1:]) if tensor.shape else ()
-        pieces.append(Piece(tensor.path, start, stop, shape, offset, tensor.embedding))
+        pieces.append(
+            Piece(path=tensor.path, row_start=start, row_stop=stop, shape=shape, offset=offset, embedding=tensor.embedding)
+        )
         offset += pieces[-1].size
     return Fragment(index, tuple(pieces), all(piece.embedding for piece in pieces), members[0][0].state)
 

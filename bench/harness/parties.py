@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 from numpy.typing import NDArray
 
 from diloco.control import creation
@@ -193,25 +192,10 @@ class Party:
             raise TimeoutError(f"{self.process.name} has said nothing for {TALK_S:.0f} s")
         return self.pipe.recv()
 
-    def rss_bytes(self) -> tuple[int, int]:
-        """Resident memory now, and its peak."""
-        status = Path(f"/proc/{self.process.pid}/status").read_text()
-        sizes = {line.split(":")[0]: line.split()[1] for line in status.splitlines() if line.startswith("Vm")}
-        return int(sizes["VmRSS"]) << 10, int(sizes["VmHWM"]) << 10
-
-    def reset_peak(self) -> None:
-        """Begin to measure the peak of resident memory again."""
-        Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")
-
-    def cpu_s(self) -> float:
-        """CPU time so far, of all threads."""
-        return cpu_s(self.process.pid)
-
-
-def cpu_s(pid: int) -> float:
-    """CPU time of a process so far."""
-    times = psutil.Process(pid).cpu_times()
-    return float(times.user + times.system)
+    @property
+    def pid(self) -> int:
+        """The process's number."""
+        return int(self.process.pid)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """A task whose step takes a set time and hardly any processor, as it does for a service whose accelerators do the work.
 
-    BENCH_STEP_S=0.25 PYTHONPATH=bench diloco up --set task.name=island:make --set task.layers=24 --set task.width=256
+    BENCH_STEP_S=0.25 PYTHONPATH=bench diloco up --set task.name=harness.asleep:make --set task.layers=24 --set task.width=256
 
 It has ``task.layers`` tensors of ``task.width`` squared, which learn to turn noise into other noise. A benchmark of
 links asks what the services send and when; the time that two cores need for three models at once would hide it.
@@ -19,19 +19,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diloco.settings.run import TaskSettings
+from harness.live_run import ASLEEP_TOKENS
 
-TOKENS = 1024
 TICK_S = 0.005
 STOPPED_S = 0.05  # a tick that takes longer was stopped: a busy machine wakes a sleeper later than it asked for, too
 
 
-class Island:
+class SquareTensors:
     """Square tensors, by ``task.layers`` and ``task.width``; ``step_s``: what a step takes at least, asleep in ``rest``.
 
     A batch is so many ``pairs`` of noise and the other noise that it is to be turned into: float32 [2 * pairs, width].
     """
 
-    tokens_per_batch = TOKENS
+    tokens_per_batch = ASLEEP_TOKENS
 
     def __init__(self, settings: TaskSettings, step_s: float, rest: Callable[[float], None], pairs: int = 1) -> None:
         self.settings, self.step_s, self.rest, self.pairs = settings, step_s, rest, pairs
@@ -75,16 +75,16 @@ def doze(duration_s: float) -> None:
             ends_s += slept_s - tick_s / 2  # where in the tick it was stopped is not known
 
 
-def make(settings: TaskSettings, data: str | None) -> Island:
+def make(settings: TaskSettings, data: str | None) -> SquareTensors:
     """Return the task that ``task.name`` names."""
-    return Island(settings, float(os.environ["BENCH_STEP_S"]), doze)
+    return SquareTensors(settings, float(os.environ["BENCH_STEP_S"]), doze)
 
 
-def make_unstopped(settings: TaskSettings, data: str | None) -> Island:
+def make_unstopped(settings: TaskSettings, data: str | None) -> SquareTensors:
     """Return the same for processes that are not stopped in mid-step: a busy machine's late wakings do not add up."""
-    return Island(settings, float(os.environ["BENCH_STEP_S"]), time.sleep)
+    return SquareTensors(settings, float(os.environ["BENCH_STEP_S"]), time.sleep)
 
 
-def make_paired(settings: TaskSettings, data: str | None) -> Island:
+def make_paired(settings: TaskSettings, data: str | None) -> SquareTensors:
     """Return the same with a pair for each row of ``task.batch``, which more devices than two divide."""
-    return Island(settings, float(os.environ["BENCH_STEP_S"]), time.sleep, settings.batch)
+    return SquareTensors(settings, float(os.environ["BENCH_STEP_S"]), time.sleep, settings.batch)
