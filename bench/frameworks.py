@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from diloco.process import observe
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings, TaskSettings
-from diloco_learner.frameworks import LoadedTask, load, make_model
+from diloco_learner.frameworks import LoadedTask, load
 from diloco_learner.jax.island import Island
 from diloco_learner.task import GptTask, load_task, named
 from diloco_learner.task_api import first_batch
@@ -103,13 +103,14 @@ def bare_torch(task: Any) -> Take:
 def island_of(name: str, loaded: LoadedTask) -> Take:
     """Return a step of the task's island."""
     inner = {"inner.optimizer": "adamw", "inner.clip_norm": 1e9, "fragments.count": 8, "task.name": f"{name}:make"}
-    island, count = make_model(loaded, run_settings(overrides=inner), None), [0]
+    island, count = loaded.framework.make_model(loaded.task, run_settings(overrides=inner), None), [0]
 
     def take(batch: Any) -> float:
         count[0] += 1
         output = island.begin_step(batch, RATE, (0, count[0]))
         island.finish_step()
-        return output.wait()
+        loss: float = output.wait()
+        return loss
 
     return take
 
@@ -143,7 +144,10 @@ def beside_bare(name: str, pairs: int) -> Result:
     """Compare the two loops of an example."""
     settings = run_settings(overrides={"task.name": f"{name}:make", "fragments.count": 8})
     loaded = load(settings.task, None, Path())
-    loops = {"bare": bare_torch(loaded.task) if loaded.torch else bare(loaded.task), "island": island_of(name, loaded)}
+    loops = {
+        "bare": bare_torch(loaded.task) if loaded.framework.name == "torch" else bare(loaded.task),
+        "island": island_of(name, loaded),
+    }
     kept, count, step_s = fitted(loops["bare"], loaded.task.batches(0, 1, 0, 0))
     steps = max(1, round(TURN_S / step_s))
     for take in loops.values():

@@ -30,7 +30,8 @@ def load(settings, data, cache_dir=None):
     return frameworks.load(settings, data, cache_dir).task
 
 if __name__ == "__main__":
-    from diloco_learner import beginning, service
+    from diloco_learner import service
+from diloco_learner.jax import beginning
 
     beginning.load_task = load
     service.main()
