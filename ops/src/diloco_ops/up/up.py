@@ -45,9 +45,7 @@ from diloco_ops.up.supervise import ServiceFailed
 
 MAX_LEARNERS = 4096
 DEFAULT_PRESET = "decoupled"
-SERVICES = {
-    "diloco_learner": "diloco-learner", "diloco_syncer": "diloco-syncer", "diloco_coordinator": "diloco-coordinator",
-}  # fmt: skip
+SERVICES = {name: name.replace("_", "-") for name in ("diloco_learner", "diloco_syncer", "diloco_coordinator")}
 
 TokenBudget = Annotated[
     int | None,
