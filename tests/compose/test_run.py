@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -255,7 +256,8 @@ def check_page(project: Project) -> None:
     assert project.page(None)[0] == project.page("0123456789abcdef0123456789abcdef")[0] == 401
     token = project.compose("exec", "-T", "coordinator", "cat", "/state/page.token").strip()
     assert len(token) == 32
-    assert token not in project.compose("logs", "coordinator")
+    [link] = re.findall(r"page_link\s+link=(\S+)", project.compose("logs", "--no-color", "coordinator"))
+    assert link.endswith(f"/#{token}")
     status, shown = project.page(token)
     assert status == 200
     assert all(name in shown for name in (*LEARNERS, *REGIONS, "data-chart"))
