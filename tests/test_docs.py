@@ -226,7 +226,7 @@ def test_every_promise_is_kept_by_one_test_that_is_listed() -> None:
 def test_commands_and_settings_that_the_docs_name_exist(page: str) -> None:
     text = (ROOT / page).read_text()
     commands = {point.name for point in entry_points(group="diloco.commands")}
-    for command in re.findall(r"^(?:\$ )?diloco ([a-z]+)", text, re.MULTILINE):
+    for command in re.findall(r"^(?:\$ |\./)?diloco ([a-z]+)", text, re.MULTILINE):
         assert command in commands, f"{page} names `diloco {command}`"
     for setting in re.findall(r"--set ([a-z_.]+)=", text):
         assert setting in all_names(), f"{page} names the setting {setting}"
