@@ -35,6 +35,7 @@ METRICS = ROOT / "docs" / "metrics.md"
 SECURITY = ROOT / "docs" / "security.md"
 MAINTAINERS = ROOT / "docs" / "maintainers.md"
 SERVICES_TESTS = ROOT / "tests" / "services"
+PAGES = sorted(str(page.relative_to(ROOT)) for folder in ("docs", ".") for page in (ROOT / folder).glob("*.md"))
 TABLE_BEGINS, TABLE_ENDS = "<!-- made from the code -->\n", "\n<!-- end -->"
 HEAD = """# Settings of a run
 
@@ -221,20 +222,19 @@ def test_every_promise_is_kept_by_one_test_that_is_listed() -> None:
     assert [row for row in rows[2:] if row.count("::") != 1] == []
 
 
-@pytest.mark.parametrize("page", sorted(p.name for p in [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]))
+@pytest.mark.parametrize("page", PAGES)
 def test_commands_and_settings_that_the_docs_name_exist(page: str) -> None:
-    text = (ROOT / page if page == "README.md" else ROOT / "docs" / page).read_text()
+    text = (ROOT / page).read_text()
     commands = {point.name for point in entry_points(group="diloco.commands")}
-    for command in re.findall(r"^(?:\$ )?diloco ([a-z]+)", text, re.MULTILINE):
+    for command in re.findall(r"^(?:\$ |\./)?diloco ([a-z]+)", text, re.MULTILINE):
         assert command in commands, f"{page} names `diloco {command}`"
     for setting in re.findall(r"--set ([a-z_.]+)=", text):
         assert setting in all_names(), f"{page} names the setting {setting}"
     for target in re.findall(r"\]\((?!http)([^)#]+)", text):
-        base = ROOT if page == "README.md" else ROOT / "docs"
-        assert (base / target).exists(), f"{page} links to {target}"
+        assert ((ROOT / page).parent / target).exists(), f"{page} links to {target}"
 
 
-@pytest.mark.parametrize("page", ["glossary.md", "maintainers.md"])
+@pytest.mark.parametrize("page", ["ARCHITECTURE.md", "docs/glossary.md", "docs/maintainers.md"])
 def test_modules_that_the_docs_name_exist(page: str) -> None:
     """With folders, from a distribution's name (``ops/`` for ``diloco_ops/``) or from anywhere below."""
     places = {
@@ -242,7 +242,7 @@ def test_modules_that_the_docs_name_exist(page: str) -> None:
         for path in ROOT.glob("*/**/*.py")
         if ".venv" not in path.parts
     }
-    text = re.sub(r"`[^`]*` at commit [0-9a-f]{8}", "", (ROOT / "docs" / page).read_text())
+    text = re.sub(r"`[^`]*` at commit [0-9a-f]{8}", "", (ROOT / page).read_text())
     for name in re.findall(r"`((?:\w+/)+\w+\.py)`", text):
         assert any(place.endswith("/" + name.removeprefix("diloco_")) for place in places), f"{page} names {name}"
 
@@ -260,9 +260,9 @@ def headings(page: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("page", sorted(p.name for p in [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]))
+@pytest.mark.parametrize("page", PAGES)
 def test_links_to_a_heading_find_it(page: str) -> None:
-    path = ROOT / page if page == "README.md" else ROOT / "docs" / page
+    path = ROOT / page
     for target, anchor in re.findall(r"\]\((?!http)([^)#\s]*\.md|)#([^)\s]+)\)", path.read_text()):
         assert anchor in headings(path.parent / target if target else path), f"{page} links to {target}#{anchor}"
 
