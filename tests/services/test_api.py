@@ -32,7 +32,7 @@ def test_what_is_not_there_is_said_at_once(tmp_path: Path) -> None:
     assert run.report is None
     with pytest.raises(RunError, match="run 'mine' has not been started yet"):
         run.status()
-    with pytest.raises(SettingsError, match="--version 'newest': expected a number, or latest"):
+    with pytest.raises(SettingsError, match="--version 'newest': expected a number, a percentage such as 50%, or latest"):
         run.params("newest")
 
 
