@@ -31,7 +31,7 @@ def load(settings, data, cache_dir=None):
 
 if __name__ == "__main__":
     from diloco_learner import service
-from diloco_learner.jax import beginning
+    from diloco_learner.jax import beginning
 
     beginning.load_task = load
     service.main()
