@@ -34,6 +34,8 @@ SETTINGS = ROOT / "docs" / "settings.md"
 METRICS = ROOT / "docs" / "metrics.md"
 SECURITY = ROOT / "docs" / "security.md"
 MAINTAINERS = ROOT / "docs" / "maintainers.md"
+QUALITY = ROOT / "docs" / "quality.md"
+PAGES = sorted(str(path.relative_to(ROOT)) for path in [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"])
 SERVICES_TESTS = ROOT / "tests" / "services"
 TABLE_BEGINS, TABLE_ENDS = "<!-- made from the code -->\n", "\n<!-- end -->"
 HEAD = """# Settings of a run
@@ -221,17 +223,16 @@ def test_every_promise_is_kept_by_one_test_that_is_listed() -> None:
     assert [row for row in rows[2:] if row.count("::") != 1] == []
 
 
-@pytest.mark.parametrize("page", sorted(p.name for p in [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]))
+@pytest.mark.parametrize("page", PAGES)
 def test_commands_and_settings_that_the_docs_name_exist(page: str) -> None:
-    text = (ROOT / page if page == "README.md" else ROOT / "docs" / page).read_text()
+    text = (ROOT / page).read_text()
     commands = {point.name for point in entry_points(group="diloco.commands")}
     for command in re.findall(r"^(?:\$ )?diloco ([a-z]+)", text, re.MULTILINE):
         assert command in commands, f"{page} names `diloco {command}`"
     for setting in re.findall(r"--set ([a-z_.]+)=", text):
         assert setting in all_names(), f"{page} names the setting {setting}"
     for target in re.findall(r"\]\((?!http)([^)#]+)", text):
-        base = ROOT if page == "README.md" else ROOT / "docs"
-        assert (base / target).exists(), f"{page} links to {target}"
+        assert ((ROOT / page).parent / target).exists(), f"{page} links to {target}"
 
 
 @pytest.mark.parametrize("page", ["glossary.md", "maintainers.md"])
@@ -260,11 +261,19 @@ def headings(page: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("page", sorted(p.name for p in [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]))
+@pytest.mark.parametrize("page", PAGES)
 def test_links_to_a_heading_find_it(page: str) -> None:
-    path = ROOT / page if page == "README.md" else ROOT / "docs" / page
+    path = ROOT / page
     for target, anchor in re.findall(r"\]\((?!http)([^)#\s]*\.md|)#([^)\s]+)\)", path.read_text()):
         assert anchor in headings(path.parent / target if target else path), f"{page} links to {target}#{anchor}"
+
+
+def test_numbers_of_the_page_on_quality_are_those_of_the_trials() -> None:
+    number = r"[+-]\d+\.\d"
+    quoted = re.findall(rf"{number} ± \d+\.\d %|{number} %, at most {number} % with 95 % \(\d+ pairs\)", QUALITY.read_text())
+    trials = "".join(page.read_text() for page in sorted(QUALITY.with_suffix("").glob("*.md")))
+    assert len(quoted) > 20
+    assert [text for text in quoted if text not in trials] == []
 
 
 def test_every_picture_is_made_by_a_command_that_is_named() -> None:
