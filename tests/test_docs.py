@@ -37,6 +37,7 @@ MAINTAINERS = ROOT / "docs" / "maintainers.md"
 QUALITY = ROOT / "docs" / "quality.md"
 PAGES = sorted(str(path.relative_to(ROOT)) for path in [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"])
 SERVICES_TESTS = ROOT / "tests" / "services"
+PAGES = sorted(str(page.relative_to(ROOT)) for folder in ("docs", ".") for page in (ROOT / folder).glob("*.md"))
 TABLE_BEGINS, TABLE_ENDS = "<!-- made from the code -->\n", "\n<!-- end -->"
 HEAD = """# Settings of a run
 
@@ -227,7 +228,7 @@ def test_every_promise_is_kept_by_one_test_that_is_listed() -> None:
 def test_commands_and_settings_that_the_docs_name_exist(page: str) -> None:
     text = (ROOT / page).read_text()
     commands = {point.name for point in entry_points(group="diloco.commands")}
-    for command in re.findall(r"^(?:\$ )?diloco ([a-z]+)", text, re.MULTILINE):
+    for command in re.findall(r"^(?:\$ |\./)?diloco ([a-z]+)", text, re.MULTILINE):
         assert command in commands, f"{page} names `diloco {command}`"
     for setting in re.findall(r"--set ([a-z_.]+)=", text):
         assert setting in all_names(), f"{page} names the setting {setting}"
@@ -235,7 +236,7 @@ def test_commands_and_settings_that_the_docs_name_exist(page: str) -> None:
         assert ((ROOT / page).parent / target).exists(), f"{page} links to {target}"
 
 
-@pytest.mark.parametrize("page", ["glossary.md", "maintainers.md"])
+@pytest.mark.parametrize("page", ["ARCHITECTURE.md", "docs/glossary.md", "docs/maintainers.md"])
 def test_modules_that_the_docs_name_exist(page: str) -> None:
     """With folders, from a distribution's name (``ops/`` for ``diloco_ops/``) or from anywhere below."""
     places = {
@@ -243,7 +244,7 @@ def test_modules_that_the_docs_name_exist(page: str) -> None:
         for path in ROOT.glob("*/**/*.py")
         if ".venv" not in path.parts
     }
-    text = re.sub(r"`[^`]*` at commit [0-9a-f]{8}", "", (ROOT / "docs" / page).read_text())
+    text = re.sub(r"`[^`]*` at commit [0-9a-f]{8}", "", (ROOT / page).read_text())
     for name in re.findall(r"`((?:\w+/)+\w+\.py)`", text):
         assert any(place.endswith("/" + name.removeprefix("diloco_")) for place in places), f"{page} names {name}"
 
