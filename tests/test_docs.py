@@ -34,6 +34,8 @@ SETTINGS = ROOT / "docs" / "settings.md"
 METRICS = ROOT / "docs" / "metrics.md"
 SECURITY = ROOT / "docs" / "security.md"
 MAINTAINERS = ROOT / "docs" / "maintainers.md"
+QUALITY = ROOT / "docs" / "quality.md"
+PAGES = sorted(str(path.relative_to(ROOT)) for path in [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"])
 SERVICES_TESTS = ROOT / "tests" / "services"
 PAGES = sorted(str(page.relative_to(ROOT)) for folder in ("docs", ".") for page in (ROOT / folder).glob("*.md"))
 TABLE_BEGINS, TABLE_ENDS = "<!-- made from the code -->\n", "\n<!-- end -->"
@@ -265,6 +267,14 @@ def test_links_to_a_heading_find_it(page: str) -> None:
     path = ROOT / page
     for target, anchor in re.findall(r"\]\((?!http)([^)#\s]*\.md|)#([^)\s]+)\)", path.read_text()):
         assert anchor in headings(path.parent / target if target else path), f"{page} links to {target}#{anchor}"
+
+
+def test_numbers_of_the_page_on_quality_are_those_of_the_trials() -> None:
+    number = r"[+-]\d+\.\d"
+    quoted = re.findall(rf"{number} ± \d+\.\d %|{number} %, at most {number} % with 95 % \(\d+ pairs\)", QUALITY.read_text())
+    trials = "".join(page.read_text() for page in sorted(QUALITY.with_suffix("").glob("*.md")))
+    assert len(quoted) > 20
+    assert [text for text in quoted if text not in trials] == []
 
 
 def test_every_picture_is_made_by_a_command_that_is_named() -> None:

@@ -257,6 +257,10 @@ def test_a_page_is_made_again_from_raw_results(tiny: Path, tmp_path: Path) -> No
         assert "| equal | 2 | 2.0000 |" in text
         assert "outdated" not in text
     assert "<circle" in (folder / "tiny.svg").read_text()
+    beside_results = folder / "inside.md"
+    beside_results.write_text("<!-- lab: tiny -->\n<!-- end -->\n")
+    assert CliRunner().invoke(lab, ["page", str(file), str(beside_results)]).exit_code == 0
+    assert beside_results.read_text().endswith("(tiny.svg)\n<!-- end -->\n")
     file.write_text("<!-- lab: other -->\n<!-- end -->\n")
     ended = CliRunner().invoke(lab, ["page", str(file)])
     assert isinstance(ended.exception, FormatError)

@@ -177,7 +177,7 @@ def test_a_link_that_is_full_gives_up_bits_then_steps() -> None:
 
 
 def test_bytes_at_a_regions_border_are_those_that_were_measured() -> None:
-    # docs/regions.md: 6.4M parameters, three regions, of what a ring of three would send in each direction
+    # docs/performance.md: 6.4M parameters, three regions, of what a ring of three would send in each direction
     ring = 2 * (2 / 3) * 6_400_000 / 2
     for learners, least, most in ((1, 1.13, 1.15), (2, 1.70, 1.715)):
         border = replace(way(1e9, learners=learners, parameters=6_400_000), regions=3)

@@ -102,15 +102,24 @@ def _narrowed(
 
 @lab.command()
 def page(
-    path: Annotated[Path, typer.Argument(metavar="PAGE.md", help="With blocks <!-- lab: NAME --> ... <!-- end -->.")],
-    results: Annotated[Path | None, typer.Option(help="Folder of NAME.results.json; default: one named as the page.")] = None,
+    paths: Annotated[list[Path], typer.Argument(metavar="PAGE.md...", help="With blocks <!-- lab: NAME --> ... <!-- end -->.")],
+    results: Annotated[
+        Path | None, typer.Option(help="Folder of NAME.results.json; default: one named as the page, or the page's own.")
+    ] = None,
 ) -> None:
-    """Make a page's tables, sentences and pictures again from raw results."""
+    """Make tables, sentences and pictures of pages again from raw results."""
+    for path in paths:
+        _remake(path, results)
+
+
+def _remake(path: Path, results: Path | None) -> None:
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"{path}: cannot be read: {error}") from None
-    filled, drawn = pages.fill(text, results or path.with_suffix(""))
+    named = path.with_suffix("")
+    folder = results or (named if named.is_dir() else path.parent)
+    filled, drawn = pages.fill(text, path.parent, folder)
     for file, picture in drawn.items():
         write(file, picture)
     write(path, filled)

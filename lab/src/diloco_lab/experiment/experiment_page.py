@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -13,11 +14,11 @@ _FINDINGS = re.compile(r"(<!-- findings -->\n).*?(<!-- end -->)", re.DOTALL)
 _BLOCK = re.compile(r"(<!-- lab: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
-def fill(page: str, folder: Path) -> tuple[str, dict[Path, str]]:
+def fill(page: str, shown_in: Path, folder: Path) -> tuple[str, dict[Path, str]]:
     """Return a page with its blocks made from the raw results in ``folder``, and the pictures that it shows, by path.
 
     A block is all between ``<!-- lab: NAME -->`` and ``<!-- end -->``. Between ``<!-- findings -->`` and ``<!-- end -->`` is
-    the table of the papers' findings.
+    the table of the papers' findings. Links to pictures are relative to ``shown_in``, the folder of the page.
 
     Raises:
         FormatError: an experiment's results are missing, or no results.
@@ -33,7 +34,7 @@ def fill(page: str, folder: Path) -> tuple[str, dict[Path, str]]:
         known = record.read(path)
         pictures[folder / f"{name}.svg"] = answer.picture(known.asked, known.played, known.results)
         what = "by seed, with 95 % intervals" if known.asked.curves is None else "by size and tokens, with fitted curves"
-        shown = f"![losses of {name} {what}]({folder.name}/{name}.svg)\n"
+        shown = f"![losses of {name} {what}]({os.path.relpath(folder / name, shown_in)}.svg)\n"
         return f"{block[1]}{answer.markdown(known)}\n{shown}{block[3]}"
 
     page = _FINDINGS.sub(lambda block: f"{block[1]}{findings.table(folder)}{block[2]}", page)

@@ -28,7 +28,7 @@ PRESET = run_settings()
 PRECISIONS: tuple[Bits, ...] = (16, 8, 4)
 FRAGMENTS = tuple(times * PRESET.fragments.count for times in (1, 4, 16, 64))
 OVERLAPS = tuple(times * PRESET.round.overlap_steps for times in (1, 2, 4))
-# docs/regions.md: beside the bodies, headers of TCP/IP and heartbeats
+# docs/performance.md: beside the bodies, headers of TCP/IP and heartbeats
 OVERHEAD = 1.07
 
 

@@ -20,8 +20,8 @@ _PRESETS: dict[str, dict[str, Any]] = {
     # It does not say the outer rate and momentum, the inner settings, granularity, gamma of the grace window, the limit of
     # staleness and the precision of records. Momentum 0.9 is the lineage's. There the rate grows with the learners, as their
     # average shrinks; RDA keeps the norm of one learner, so 0.4, the lineage's lowest, and not the 0.7 of `diloco`
-    # (docs/quality.md, "The rate of published"). Late offers stay for the next version, and there count against the newest
-    # value (docs/user-guide.md): a limit of staleness of 0 would drop them, and with them what slow learners did.
+    # (docs/quality/histories.md, "The rate of published"). Late offers stay for the next version, and there count against the
+    # newest value (docs/user-guide.md): a limit of staleness of 0 would drop them, and with them what slow learners did.
     "published": {
         "inner": _ADAMW,
         "round": {"grace_capped": True},
