@@ -56,7 +56,9 @@ def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def result(weights: Path, task: str, data: str | None = None, **sample: Any) -> dict[str, Any]:
     settings = run_settings(overrides={"task.name": f"evaluated_tasks:{task}", "fragments.count": 2})
-    return evaluate(settings, data, weights, {"seed": 0, "count": 2, "prompt": None} | sample if sample else None)
+    return evaluate(
+        settings, data, weights, {"seed": 0, "count": 2, "prompt": None, "early": True} | sample if sample else None
+    )
 
 
 def test_the_loss_is_the_mean_over_the_batches_that_are_held_out(weights: Path) -> None:
@@ -95,7 +97,9 @@ def test_why_it_is_too_early_for_text_is_said(tmp_path: Path, monkeypatch: pytes
         {jax.tree_util.keystr(keys, simple=True, separator="/"): np.zeros(a.shape, "f4") for keys, a in leaves},
         tmp_path / "file",
     )
-    found = evaluate(settings, str(tmp_path / "text"), tmp_path / "file", {"seed": 0, "count": 2, "prompt": None})
+    found = evaluate(
+        settings, str(tmp_path / "text"), tmp_path / "file", {"seed": 0, "count": 2, "prompt": None, "early": True}
+    )
     # weights of zeros give all 256 bytes the same probability: ln 256 = 5.545
     assert found["early"] == "too early for text: loss 5.55, counting pairs of bytes gives 0.00"
 

@@ -84,7 +84,7 @@ def sample(
     json_: Json = False,
 ) -> None:
     """Draw text from a run's model, or from one in a file."""
-    wanted = {"seed": seed, "count": count, "prompt": prompt}
+    wanted = {"seed": seed, "count": count, "prompt": prompt, "early": True}
     found = result(EvaluationRequest(weights or newest_run("diloco sample"), version, average, data, set_ or []), wanted)
     if found["early"] is not None:
         print(f"diloco: note: {found['early']}", file=sys.stderr)

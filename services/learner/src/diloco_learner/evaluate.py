@@ -2,7 +2,8 @@
 
 Reads ``{"settings": ..., "data": ..., "weights": ..., "sample": ...}`` from stdin. Prints ``{"loss": ..., "units": ...,
 "values": ...}``, or ``{"sample": ..., "prompt": ..., "early": ...}`` where ``sample`` is not null but ``{"seed": ...,
-"count": ..., "prompt": ...}`` (null: the task's own). ``early`` is null, or says why the model has no text to show yet.
+"count": ..., "prompt": ..., "early": ...}`` (``prompt`` null: the task's own). Where ``early``
+is true, the weights are evaluated, and the answer says why the model has no text to show yet, or null.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def evaluate(settings: RunSettings, data: str | None, path: Path, sample: dict[s
         if drawn is None:
             raise SettingsError(f"task.name = {settings.task.name!r}: it has no sample(), which draws from the model")
         prompt = default_prompt(island.task) if sample["prompt"] is None else sample["prompt"]
-        return {"sample": drawn, "prompt": prompt, "early": _early(island)}
+        return {"sample": drawn, "prompt": prompt, "early": _early(island) if sample.get("early") else None}
 
 
 def _early(island: Evaluated) -> str | None:
