@@ -375,7 +375,7 @@ def memory(*, parameters: int = 32_000_000, fragments: int = 24, learners: int =
 
     * **joining**: the run is founded and loaded, with 12 bytes of keyframe a parameter
     * **rounds in turn**: one fragment's round after another, as in a run: each is due once in a cycle of as many steps
-    * **rounds at once**: every fragment's round is due after the same step, as in a run of one fragment
+    * **rounds at once**: every fragment's round is due after the same step, as in a run with a single fragment
 
     A syncer's base is what a shard of a tiny model takes in the same rounds. A learner's is its process before it joins, which
     holds the parameters, and what a learner of a tiny model takes above that in the same rounds. Both include Python, NumPy and

@@ -166,7 +166,7 @@ def beside_bare(name: str, pairs: int) -> Result:
 def examples(
     names: Annotated[Sequence[str], EXAMPLES, "all by default"] = EXAMPLES, *, pairs: Annotated[int, tuple(T95)] = 16
 ) -> Result:
-    """Measure steps a second of the tasks in ``examples/`` as an island takes them, beside the loop that one would write.
+    """Compare an island's steps a second with those of a bare training loop, for each task in ``examples/``.
 
     An example's own batch gives steps of a millisecond, of which a percentage says little: batches are put together until the
     plain loop's step takes 50 ms. Both loops wait for each step, and both have AdamW without clipping, unless the task has its
@@ -312,7 +312,7 @@ def bfloat16(*, width: int = 512, layers: int = 4) -> None:
     """Compare parameters in bfloat16 with float32: bytes a parameter on a device, and what becomes of small updates.
 
     Bytes are XLA's `memory_analysis()` of the built-in model's step: its arguments are all that an island keeps between steps,
-    the temporaries are the rest. Of the small batch of one sequence these are mostly gradients and rounded parameters.
+    the temporaries are the rest. With the small batch, a single sequence, these are mostly gradients and rounded parameters.
 
     Updates are drawn with a trend of a third of their deviation, and added to parameters of 0.02, round by round, in two forms:
     masters in float32, as an island has them; and bfloat16 alone, where parameters are rounded after each step and a
@@ -451,7 +451,7 @@ def sources(root: Path, settings: TaskSettings) -> dict[str, str]:
 
 
 def rate(mix: Any, count: int) -> tuple[float, float]:
-    """Return tokens a second of one share: by processor time, and by the clock."""
+    """Return the tokens of a share that are read in a second: by processor time, and by the clock."""
     batches = mix.batches(0, 4, 0, 0)
     next(batches)
     began_s, used_s = time.perf_counter(), time.process_time()

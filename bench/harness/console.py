@@ -131,7 +131,7 @@ def say(text: str) -> None:
 
 @contextmanager
 def folder(given: Path | None = None) -> Iterator[Path]:
-    """Give a folder for what a bench writes: the one that was given, which stays, or one that is removed at the end."""
+    """Give the folder that a bench writes into. A folder that was given stays; any other is removed at the end."""
     if given is not None:
         given.mkdir(parents=True, exist_ok=True)
         yield given
