@@ -145,7 +145,8 @@ images:
 sbom: setup
 	@mkdir -p $(DIST)
 	@for image in syncer coordinator learner; do \
-	  docker run --rm --entrypoint dpkg $(IMAGES)diloco-$$image$(if $(TAG),:$(TAG)) -l \
+	  docker run --rm --entrypoint sh $(IMAGES)diloco-$$image$(if $(TAG),:$(TAG)) \
+	    -c 'dpkg -l && { ! command -v nats-server > /dev/null || nats-server --version; }' \
 	  | $(BIN)/python deploy/images/sbom $$image > $(DIST)/diloco-$$image.cdx.json || exit; done
 	@ls $(DIST)/*.cdx.json
 

