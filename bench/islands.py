@@ -222,6 +222,7 @@ def keep_states(parameters: int, step_s: float, seconds: float, folder: Path) ->
     import numpy as np
 
     from diloco.member import state
+    from diloco.member.statefolder import StateFolder
     from diloco.process.observe import get_logger
     from diloco.settings.service import LearnerSettings
     from diloco_learner.jax.island import Island
@@ -271,7 +272,7 @@ def keep_states(parameters: int, step_s: float, seconds: float, folder: Path) ->
     keeper.close()
     usual_s, steps = sum(quiet_s) / len(quiet_s), len(quiet_s) + len(saving_s)
     peak_bytes = peak_rss_bytes(os.getpid()) - usual_bytes
-    path, _ = state.generations(folder, "bench")
+    path, _ = StateFolder(folder, "bench").generations()
     began_s = time.perf_counter()
     loaded = state.load(path, bytes(8), "bench")
     for chunk in island.wanted():

@@ -35,8 +35,8 @@ from harness.live_run import DILOCO, Up, Watch, events, up, watching
 from diloco.control import creation
 from diloco.errors import DilocoError, MessageError
 from diloco.log.log import Log
-from diloco.member import state
 from diloco.member.member import Member
+from diloco.member.statefolder import StateFolder
 from diloco.nats.transport import NatsTransport
 from diloco.process import observe
 from diloco.process.observe import get_logger
@@ -180,7 +180,7 @@ async def kill(running: Up, watch: Watch, *, checkpoint: bool, nice: bool) -> Re
     await asyncio.sleep(CHECKPOINT_PAUSE_S)
     pace = others_pace(watch)
     if not checkpoint:
-        for path in state.generations(running.directory, KILLED):
+        for path in StateFolder(running.directory, KILLED).generations():
             path.unlink(missing_ok=True)
     killed = running.pid(KILLED)
     running.signal(signal.SIGKILL, KILLED)

@@ -23,10 +23,11 @@ from diloco.core.learner.learner import Dump
 from diloco.core.learner.markers import MarkerReply
 from diloco.core.run.tape import Borrowed, Copied, Restored, TapeEvent
 from diloco.errors import RunError
-from diloco.member import state
+from diloco.member import state, statefolder
 from diloco.member.member import Member
 from diloco.member.peer import Lendable
 from diloco.member.state import Content
+from diloco.member.statefolder import StateFolder
 from diloco.process import files
 from diloco.process.observe import get_logger
 from diloco.settings.run import ContinuedRun
@@ -94,7 +95,7 @@ class Rig:
         self.island, self.accounts = Island(Slope(), SETTINGS), Bookkeeper()
         self.settings = LearnerSettings(name="ann", state_dir=folder, checkpoint_s=checkpoint_s)
         self.keeper = CheckpointKeeper(self.island, cast(Member, self.accounts), self.settings, get_logger())
-        self.path, self.previous = state.generations(folder, "ann")
+        self.path, self.previous = StateFolder(folder, "ann").generations()
 
     def step(self) -> dict[str, NDArray[Any]]:
         """One step, and its boundary; the state then."""
@@ -306,7 +307,7 @@ def test_a_mark_is_answered_with_a_file_of_its_own(tmp_path: Path) -> None:
     rig.step()
     rig.settle()
     [answer] = rig.accounts.answers
-    path = state.snapshot(tmp_path, 4, "ann")
+    path = StateFolder(tmp_path, "ann").snapshot(4)
     raw = path.read_bytes()
     assert answer == MarkerAnswer("ann", 4, 1, [1], len(raw), blake3(raw).digest())
     assert not rig.path.exists()
@@ -324,7 +325,7 @@ def test_a_mark_at_a_full_disk_is_declined_once_with_the_reason(tmp_path: Path, 
         rig.step()
         rig.settle()
     assert rig.accounts.answers == [MarkerDeclined("ann", 4, "not_saved", "[Errno 28] No space left on device")]
-    assert not state.snapshot(tmp_path, 4, "ann").exists()
+    assert not StateFolder(tmp_path, "ann").snapshot(4).exists()
 
 
 def test_a_peer_gets_the_optimizer_state_of_a_boundary(tmp_path: Path) -> None:
@@ -339,14 +340,14 @@ def test_a_peer_gets_the_optimizer_state_of_a_boundary(tmp_path: Path) -> None:
     assert {whole.name for whole in wholes} == {name for name in now if name.startswith("optimizer/")}
     for whole in wholes:
         np.testing.assert_array_equal(lent.read(whole), now[whole.name], strict=True)
-    assert len(list(state.loans(tmp_path, "ann").iterdir())) == 1
+    assert len(list(StateFolder(tmp_path, "ann").loans().iterdir())) == 1
     lent.drop()
-    assert not list(state.loans(tmp_path, "ann").iterdir())
+    assert not list(StateFolder(tmp_path, "ann").loans().iterdir())
     with pytest.raises(RunError, match="cannot be read"):
         lent.read(wholes[0])
-    state.save(state.loans(tmp_path, "ann") / "7.safetensors", RUN, "ann", {}, Content.of({}))
+    state.save(StateFolder(tmp_path, "ann").loans() / "7.safetensors", RUN, "ann", {}, Content.of({}))
     Rig(tmp_path)
-    assert not state.loans(tmp_path, "ann").exists()  # what a process left behind that was killed
+    assert not StateFolder(tmp_path, "ann").loans().exists()  # what a process left behind that was killed
 
 
 def test_where_no_copy_fits_the_next_step_waits_until_the_state_has_been_read(
@@ -399,7 +400,7 @@ def last_state(rig: Rig, name: str) -> dict[str, NDArray[Any]]:
     """Have the run before end with a state of a learner of this name, which is as the rig's is after one more step."""
     rig.island.step(np.float32(1), 0.1).wait()
     now = rig.island.state()
-    path = state.part_file(state.states_before(rig.settings.state_dir), name, 0)
+    path = statefolder.part_file(statefolder.states_before(rig.settings.state_dir), name, 0)
     path.parent.mkdir(parents=True, exist_ok=True)
     state.save(path, BEFORE, name, {"step": 9}, Content.of(now))
     return now
@@ -417,7 +418,7 @@ def test_a_run_that_continues_another_begins_with_the_optimizers_of_its_learners
 
     assert checkpoint.take_up(new, member, rig.settings.state_dir, get_logger())
 
-    saved = state.load(state.states_before(rig.settings.state_dir) / "ann.safetensors", BEFORE, "ann")
+    saved = state.load(statefolder.states_before(rig.settings.state_dir) / "ann.safetensors", BEFORE, "ann")
     assert taken == [Borrowed("ann", saved.digest)]
     assert of_optimizer(new.state()) == of_optimizer(own)
     np.testing.assert_array_equal(new.state()["params/x"], fresh["params/x"])  # parameters are the log's

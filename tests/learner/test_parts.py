@@ -20,6 +20,7 @@ from diloco.core.tensors.chunks import Chunk
 from diloco.member import state
 from diloco.member.peer import Lendable
 from diloco.member.state import Content, Saved
+from diloco.member.statefolder import StateFolder
 from diloco.process.observe import get_logger
 from diloco.processes.follower import Follower
 from diloco.processes.group import Group
@@ -246,7 +247,7 @@ def keep(folder: Path, step: int) -> str:
     small = {"params/b": np.full(2, step, np.float32), "accounts/0/base": np.full(3, step, np.float32)}
     name, accounts = f"7, kept at boundary {step}", {"step": step, "fragments": [{}, {}]}
     part = state.StateFilePart(0, 3, name)
-    state.save(state.kept(folder, "ann"), RUN, "ann", accounts, content + Content.of(small), part=part)
+    state.save(StateFolder(folder, "ann").kept(), RUN, "ann", accounts, content + Content.of(small), part=part)
     return name
 
 
@@ -261,10 +262,12 @@ def test_all_begin_from_what_was_kept_though_parts_are_missing_until_there_is_a_
     assert again.accounts.whole == name
     saving.generation = 8
     newer = saving.save(whole=name)
-    assert state.kept(tmp_path, "ann").exists(), "it is the newest that all have, until they have the one that is saved now"
+    assert StateFolder(tmp_path, "ann").kept().exists(), (
+        "it is the newest that all have, until they have the one that is saved now"
+    )
     Again(loop, [tmp_path, tmp_path]).began_from(2)
     saving.save(whole=newer)
-    assert not state.kept(tmp_path, "ann").exists()
+    assert not StateFolder(tmp_path, "ann").kept().exists()
 
 
 def test_a_process_that_cannot_save_leaves_the_others_with_the_one_that_all_have(tmp_path: Path, loop: LoopThread) -> None:
@@ -302,13 +305,13 @@ def test_accounts_that_do_not_fit_are_taken_over_by_nobody(tmp_path: Path, loop:
 def test_a_part_for_a_whole_run_is_known_by_its_files_hash_and_replaces_none_of_the_own(tmp_path: Path) -> None:
     saved = Saved2([tmp_path, tmp_path])
     saved.save()
-    own = [state.generations(tmp_path, "ann", index)[0].read_bytes() for index in (0, 1)]
+    own = [StateFolder(tmp_path, "ann").generations(index)[0].read_bytes() for index in (0, 1)]
     saved.save(purpose="whole")
     for index, member in enumerate(saved.members):
-        raw = state.snapshot(tmp_path, 4, "ann", index).read_bytes()
+        raw = StateFolder(tmp_path, "ann").snapshot(4, index).read_bytes()
         assert member.hashes[-1] == blake3(raw).digest()
-        assert state.generations(tmp_path, "ann", index)[0].read_bytes() == own[index]
-    assert state.load(state.snapshot(tmp_path, 4, "ann"), RUN, "ann").missing == 0
+        assert StateFolder(tmp_path, "ann").generations(index)[0].read_bytes() == own[index]
+    assert state.load(StateFolder(tmp_path, "ann").snapshot(4), RUN, "ann").missing == 0
 
 
 def test_a_part_that_is_lent_is_kept_until_it_is_dropped(tmp_path: Path) -> None:
@@ -318,9 +321,9 @@ def test_a_part_that_is_lent_is_kept_until_it_is_dropped(tmp_path: Path) -> None
         lent = member.lent[1]
         assert member.hashes == [lent.content_hash]
         np.testing.assert_array_equal(lent.read(saved.islands[index].chunks[0]), 1)
-        assert len(list(state.loans(tmp_path, "ann", index).iterdir())) == 1
+        assert len(list(StateFolder(tmp_path, "ann").loans(index).iterdir())) == 1
         lent.drop()
-        assert not list(state.loans(tmp_path, "ann", index).iterdir())
+        assert not list(StateFolder(tmp_path, "ann").loans(index).iterdir())
 
 
 def test_without_any_all_begin_from_the_log(tmp_path: Path, loop: LoopThread) -> None:
@@ -331,7 +334,7 @@ def test_without_any_all_begin_from_the_log(tmp_path: Path, loop: LoopThread) ->
 
 def test_the_parts_of_two_processes_are_read_by_one(tmp_path: Path) -> None:
     Saved2([tmp_path, tmp_path]).save()
-    loaded = state.load(state.generations(tmp_path, "ann")[0], RUN, "ann")
+    loaded = state.load(StateFolder(tmp_path, "ann").generations()[0], RUN, "ann")
     assert loaded.accounts == {"step": 1}
     assert {name for name in loaded.layout() if name.startswith("accounts/")} == {"accounts/0/base", "accounts/1/base"}
     check(loaded, cast(Island, Halves(None)))

@@ -19,7 +19,7 @@ import diloco
 from diloco.control import creation
 from diloco.control.whole import WholeCheckpoints, read_whole
 from diloco.errors import RunError
-from diloco.member import state
+from diloco.member.statefolder import StateFolder
 from diloco_learner.tensors import Kind, Tensor
 from diloco_ops.checkpoints import checkpoint, collecting, manifest
 from diloco_ops.reading.attach import attached
@@ -98,7 +98,7 @@ async def test_states_on_other_machines_are_collected_and_older_ones_are_dropped
             await taken(seen)  # on hearing its marker learners drop what is superseded
 
         def kept() -> set[int]:
-            return set(state.snapshots(run.directory, "toy-0"))
+            return set(StateFolder(run.directory, "toy-0").snapshots())
 
         await run.until(lambda: min(kept()) == numbers[0], "states of attempts before the whole ones are gone")
         assert {numbers[0], numbers[1], numbers[2]} <= kept()

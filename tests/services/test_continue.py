@@ -23,7 +23,7 @@ from diloco.control.genesis import await_genesis
 from diloco.core.tensors.fragments import FragmentMap
 from diloco.errors import RunError, SettingsError
 from diloco.log.log import Log
-from diloco.member import state
+from diloco.member import statefolder
 from diloco.process import observe
 from diloco.process.retry import until_available
 from diloco.service.rundir import RunDirectory
@@ -140,7 +140,7 @@ async def test_a_run_that_is_over_goes_on_twice_with_its_model_momentum_and_data
     assert notes == [f"{first.directory / 'checkpoints'}: has no learner's last state: learners' optimizers begin afresh"]
     states, (_, fragments) = await first_states(second), await second.store()
     check_begins(states, ended)
-    weights = load_file(state.weights_before(second.directory))
+    weights = load_file(statefolder.weights_before(second.directory))
     for fragment, log in zip(fragments.fragments, ended, strict=True):
         np.testing.assert_array_equal(fragment.gather(weights), log.theta, strict=True)
     assert second.settings.tokens == 2 * TOKENS
@@ -209,10 +209,10 @@ async def test_nothing_is_left_of_a_continuation_that_fails(make_server: MakeSer
     with pytest.raises(SettingsError, match="another one"):
         await prepared(source, new, refused)
     assert not new.path.exists()
-    state.weights_before(new.path).mkdir(parents=True)  # where a file is to be written
+    statefolder.weights_before(new.path).mkdir(parents=True)  # where a file is to be written
     with pytest.raises(OSError, match="weights"):
         await prepared(source, new)
-    state.weights_before(new.path).rmdir()
+    statefolder.weights_before(new.path).rmdir()
     made = await prepared(source, new)  # of the failed one nothing is at the server
     said = "other data: its shares begin at their beginning, and losses cannot be compared with those before"
     assert said in source.notes

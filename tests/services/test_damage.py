@@ -31,6 +31,7 @@ from diloco import __version__
 from diloco.core.run import tape
 from diloco.core.tensors.fragments import TensorSpec, build_map
 from diloco.member import state
+from diloco.member.statefolder import StateFolder
 from diloco.nats import streams
 from diloco.nats.transport import NatsTransport
 from diloco.service import rundir
@@ -144,7 +145,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     options = [text for name, value in TINY_GPT.items() for text in ("--set", f"{name}={value}")]
     options += ["--set", f"round.steps={ROUND_STEPS}", "--learners", "1", "--shards", "1", "--tokens", str(10**9)]
     running = up(directory, *options, "--data", str(folder / "text.txt"), "--slow", "learner-0=100")
-    saved = state.generations(directory, "learner-0")[0]
+    saved = StateFolder(directory, "learner-0").generations()[0]
     try:
         wait_for_status(
             running,
@@ -339,7 +340,7 @@ def test_an_older_checkpoint_serves_and_it_is_said(source: Path, tmp_path: Path)
 def test_a_stopped_learner_s_newest_whole_state_goes_into_a_checkpoint(source: Path, tmp_path: Path, diloco: Diloco) -> None:
     directory = tmp_path / "run"
     shutil.copytree(source, directory, ignore=shutil.ignore_patterns("whole"))
-    newest, previous = state.generations(directory, "learner-0")
+    newest, previous = StateFolder(directory, "learner-0").generations()
     good = newest.read_bytes()
     for new, old, whole, notes in (
         (good, good, True, []),

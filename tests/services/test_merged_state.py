@@ -21,6 +21,7 @@ from tests.made.fixtures import Diloco
 from tests.pace import DEADLINE_S
 
 from diloco.member import state
+from diloco.member.statefolder import StateFolder
 from diloco.process import tape
 from diloco.wire.entries import Record
 from diloco_ops.audit.refold import refold
@@ -253,7 +254,7 @@ def meet(monkeypatch: pytest.MonkeyPatch, folder: Path, pace_s: float = 0.0) -> 
 def killed_in_the_middle(run: Path, options: Sequence[str]) -> None:
     """Start a run, and kill all its processes once each learner has saved its state twice."""
     up = subprocess.Popen([str(Path(sys.executable).parent / "diloco"), "up", *options], stdout=subprocess.DEVNULL)
-    files = [state.generations(run, name)[1] for name in NAMES]  # the states before the newest
+    files = [StateFolder(run, name).generations()[1] for name in NAMES]  # the states before the newest
     until_s = time.monotonic() + 2 * DEADLINE_S  # both import and compile first
     try:
         while not all(file.exists() for file in files):
@@ -270,7 +271,7 @@ def killed_in_the_middle(run: Path, options: Sequence[str]) -> None:
 
 def own(path: Path, name: str, what: str) -> NDArray[Any]:
     """Return a value of a learner's own from the newest state that it saved."""
-    saved: dict[str, NDArray[Any]] = load_file(state.generations(path, name)[0])
+    saved: dict[str, NDArray[Any]] = load_file(StateFolder(path, name).generations()[0])
     return saved[f"state/own/{what}" if f"state/own/{what}" in saved else f"buffers/own.{what}"]
 
 
@@ -304,7 +305,7 @@ class Left:
                 values[record.version] = np.average(made, axis=0, weights=[member.weight for member in record.members])
         learners = {}
         for name in NAMES:
-            said = state.load(state.generations(path, name)[0], identity, name).accounts["step"]
+            said = state.load(StateFolder(path, name).generations()[0], identity, name).accounts["step"]
             learners[name] = said, int(own(path, name, "steps")), own(path, name, "mean")
         batches: dict[str, list[tuple[int, int]]] = {}
         for read in tape.load_all(path, identity)[0]:

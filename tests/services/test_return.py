@@ -17,6 +17,7 @@ from tests.services.toy import SAMPLES, Regression
 from diloco.control import admission, creation
 from diloco.core.tensors.fragments import build_map
 from diloco.member import state
+from diloco.member.statefolder import StateFolder
 from diloco.wire.control import Heartbeat
 
 JAX_S = 2 * DEADLINE_S  # it is imported, and compiles, too
@@ -126,7 +127,7 @@ async def test_a_restarted_learner_of_a_million_steps_is_believed_by_all(launch:
     await cluster.step_until(20)
     learner.leave()
     last = await left(cluster, "toy-0")
-    file, _ = state.generations(cluster.directory, "toy-0")
+    file, _ = StateFolder(cluster.directory, "toy-0").generations()
     saved = state.load(file, cluster.run_id, "toy-0")
     state.save(file, cluster.run_id, "toy-0", saved.accounts | {"step": 10**6}, state.Content.of(saved.arrays()))
 
@@ -203,7 +204,7 @@ async def test_a_real_learner_returns_with_its_checkpoint_and_without(launch: La
     learner(0)
     killed = learner(1)
     await cluster.link()
-    name, (file, previous) = "learner-1", state.generations(cluster.directory, "learner-1")
+    name, (file, previous) = "learner-1", StateFolder(cluster.directory, "learner-1").generations()
     await cluster.until(
         lambda: previous.exists() and min(cluster.heartbeats[name][-1].versions) >= 2, "checkpoints and versions", JAX_S
     )
@@ -222,7 +223,7 @@ async def test_a_real_learner_returns_with_its_checkpoint_and_without(launch: La
 
     killed.kill()
     second, before = cluster.heartbeats[name][-1], len(cluster.events("state_from_peer", name))
-    for path in state.generations(cluster.directory, name):
+    for path in StateFolder(cluster.directory, name).generations():
         path.unlink(missing_ok=True)
     learner(1)
     await cluster.until(lambda: cluster.heartbeats[name][-1].incarnation > second.incarnation, "it has joined once more", JAX_S)

@@ -24,6 +24,7 @@ from tests.services.cluster import Cluster
 from tests.services.forking import Nursery
 
 from diloco.member import state
+from diloco.member.statefolder import StateFolder
 from diloco.service import rundir
 from diloco.wire import framing
 from diloco_learner.jax import gpt
@@ -119,7 +120,7 @@ def tokens_in_checkpoints(directory: Path) -> int:
     """Return what all learners had processed when they saved their states last."""
     known = rundir.load(directory)
     identity = framing.run_id(known.name, known.settings.digest())
-    saved = [state.load(state.generations(directory, name)[0], identity, name) for name in LEARNERS]
+    saved = [state.load(StateFolder(directory, name).generations()[0], identity, name) for name in LEARNERS]
     return sum(int(each.accounts["step"]) for each in saved) * TOKENS_PER_STEP
 
 

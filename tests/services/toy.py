@@ -33,6 +33,7 @@ from diloco.member import state
 from diloco.member.arrays import Boundary
 from diloco.member.member import Member
 from diloco.member.state import Content
+from diloco.member.statefolder import StateFolder
 from diloco.nats.transport import NatsTransport
 from diloco.process import observe, telemetry
 from diloco.process.observe import Logger
@@ -287,7 +288,7 @@ class Toy:
             return
         member.note_copied(marker)
         plain, arrays = dump
-        path = state.snapshot(self.settings.state_dir, marker.number, self.name)
+        path = StateFolder(self.settings.state_dir, self.name).snapshot(marker.number)
         saved = state.save(path, member.run.identity, self.name, plain, Content.of(arrays | self._params(task)))
         member.answer_marker(
             MarkerAnswer(self.name, marker.number, plain["step"], member.versions(), saved.size_bytes, state.file_hash(path))
@@ -299,7 +300,7 @@ class Toy:
 
     def _save(self, member: Member, task: Regression, dump: Dump) -> None:
         plain, arrays = dump
-        path, previous = state.generations(self.settings.state_dir, self.name)
+        path, previous = StateFolder(self.settings.state_dir, self.name).generations()
         saved = state.save(path, member.run.identity, self.name, plain, Content.of(arrays | self._params(task)), previous)
         member.tape.record(Copied())
         member.note_saved(saved.digest)
@@ -307,7 +308,7 @@ class Toy:
 
     def _restore(self, member: Member, task: Regression) -> None:
         # killed between two renames, it has the generation before alone
-        path = next((each for each in state.generations(self.settings.state_dir, self.name) if each.exists()), None)
+        path = next((each for each in StateFolder(self.settings.state_dir, self.name).generations() if each.exists()), None)
         if path is None:
             return
         saved = state.load(path, member.run.identity, self.name)

@@ -10,6 +10,7 @@ import pytest
 from diloco.core.learner.saving import set_name
 from diloco.member import state
 from diloco.member.state import Content, StateFilePart
+from diloco.member.statefolder import StateFolder
 from diloco.processes import restoring
 from diloco.settings.service import LearnerSettings
 from diloco.wire.process_messages import Save
@@ -40,14 +41,14 @@ def write(path: Path, name: str, time_s: int) -> Path:
 def test_a_state_that_was_kept_stays_until_a_newer_checkpoint_counts(
     tmp_path: Path, generation: int, whole: str, stays: bool
 ) -> None:
-    kept = write(state.kept(tmp_path, "learner-0"), set_name(5, 7, kept=True), 10)
+    kept = write(StateFolder(tmp_path, "learner-0").kept(), set_name(5, 7, kept=True), 10)
     restoring.own_place(learner_settings(tmp_path), RUN, 0, Save("own", set_name(generation, 7), whole, 0))
     assert kept.exists() == stays
 
 
 def test_what_a_generation_keeps_is_newer_than_all_of_its_checkpoints(tmp_path: Path) -> None:
-    kept = write(state.kept(tmp_path, "learner-0"), set_name(5, 9, kept=True), 10)
-    path, previous = state.generations(tmp_path, "learner-0")
+    kept = write(StateFolder(tmp_path, "learner-0").kept(), set_name(5, 9, kept=True), 10)
+    path, previous = StateFolder(tmp_path, "learner-0").generations()
     write(previous, set_name(5, 3), 8)
     write(path, set_name(5, 7), 11)  # it was being saved when a process was lost
     assert restoring.newest_first(learner_settings(tmp_path), RUN) == [kept, path, previous]
@@ -56,7 +57,7 @@ def test_what_a_generation_keeps_is_newer_than_all_of_its_checkpoints(tmp_path: 
 
 
 def test_a_process_that_stood_still_writes_nowhere_and_removes_nothing(tmp_path: Path) -> None:
-    kept = write(state.kept(tmp_path, "learner-0"), set_name(5, 7, kept=True), 10)
+    kept = write(StateFolder(tmp_path, "learner-0").kept(), set_name(5, 7, kept=True), 10)
     save = Save("own", set_name(6, 9), set_name(6, 4), 0)
     assert restoring.own_place(learner_settings(tmp_path), RUN, 0, save, missed=True) is None
     assert kept.exists()

@@ -11,7 +11,7 @@ import pytest
 
 from diloco.control.whole import KEY, WholeCheckpoints, note_whole, read_whole
 from diloco.errors import BrokerError, FenceError
-from diloco.member import state
+from diloco.member import statefolder
 from diloco.member.snapshots import drop_superseded, superseded
 from diloco.process.observe import get_logger
 from diloco.settings.service import LearnerSettings
@@ -103,16 +103,16 @@ def test_a_key_of_a_later_version_is_read() -> None:
 def test_files_are_dropped_of_this_learner_alone(tmp_path: Path) -> None:
     for number in (1, 2, 3):
         for index, name in enumerate(("ann", "ann.part-1", "bob")):
-            path = tmp_path / state.FOLDER / str(number) / f"{name}.safetensors"
+            path = tmp_path / statefolder.FOLDER / str(number) / f"{name}.safetensors"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(b"state")
             os.utime(path, (number, number + index))
-    (tmp_path / state.FOLDER / "ann.safetensors").write_bytes(b"its own")
-    (tmp_path / state.FOLDER / "3" / "bob.safetensors").unlink()
+    (tmp_path / statefolder.FOLDER / "ann.safetensors").write_bytes(b"its own")
+    (tmp_path / statefolder.FOLDER / "3" / "bob.safetensors").unlink()
     settings = LearnerSettings(name="ann", state_dir=tmp_path)
 
     def left() -> list[str]:
-        return sorted(str(path.relative_to(tmp_path / state.FOLDER)) for path in tmp_path.rglob("*.safetensors"))
+        return sorted(str(path.relative_to(tmp_path / statefolder.FOLDER)) for path in tmp_path.rglob("*.safetensors"))
 
     before = left()
     asyncio.run(drop_superseded(bucket(Keys(silent=True)), settings, 5, get_logger()))
@@ -126,4 +126,4 @@ def test_files_are_dropped_of_this_learner_alone(tmp_path: Path) -> None:
         "2/bob.safetensors",
         "ann.safetensors",
     ]
-    assert not (tmp_path / state.FOLDER / "3").exists()  # empty, so it goes too
+    assert not (tmp_path / statefolder.FOLDER / "3").exists()  # empty, so it goes too

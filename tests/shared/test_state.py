@@ -23,6 +23,7 @@ from diloco.core.tensors.chunks import Chunk
 from diloco.errors import RunError
 from diloco.member import state
 from diloco.member.state import Content, StateFilePart
+from diloco.member.statefolder import StateFolder
 
 RUN = b"\x01" * 8
 ACCOUNTS: dict[str, Any] = {"step": 12, "fragments": [{"after": [1, 2], "data": [[0, 3, 4]]}], "loss": 0.1}
@@ -71,7 +72,7 @@ def test_any_arrays_come_back(tmp_path_factory: pytest.TempPathFactory, arrays: 
 
 
 def test_the_one_before_is_kept(tmp_path: Path) -> None:
-    path, previous = state.generations(tmp_path, "learner-0")
+    path, previous = StateFolder(tmp_path, "learner-0").generations()
     for step in (1, 2, 3):
         save(path, previous, step=step)
     assert state.load(path, RUN, "learner-0").accounts["step"] == 3
@@ -80,7 +81,7 @@ def test_the_one_before_is_kept(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_leaves_the_one_before_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, previous = state.generations(tmp_path, "learner-0")
+    path, previous = StateFolder(tmp_path, "learner-0").generations()
     save(path, previous, step=1)
 
     def full(fd: int) -> None:
@@ -189,11 +190,11 @@ def test_a_state_stays_what_was_checked_when_the_next_one_takes_its_place(tmp_pa
 
     def save_parts(set_name: str, values: NDArray[Any], note: str) -> None:
         for index, half in enumerate(halves):
-            path, content = state.generations(tmp_path, "ann", index)[0], Content([half], [values[half.where]])
+            path, content = StateFolder(tmp_path, "ann").generations(index)[0], Content([half], [values[half.where]])
             state.save(path, RUN, "ann", {"note": note}, content, part=StateFilePart(index, 2, set_name))
 
     save_parts("step 1", values, "")
-    own, other = (state.generations(tmp_path, "ann", index)[0] for index in (0, 1))
+    own, other = (StateFolder(tmp_path, "ann").generations(index)[0] for index in (0, 1))
     loaded = state.load(own, RUN, "ann")
     for half in halves:
         loaded.check(half)
@@ -209,12 +210,12 @@ def test_the_parts_of_several_processes_are_one_state(tmp_path: Path) -> None:
     halves = [Chunk("a", (4, 3), "float32", (first, 0), (first + 2, 3)) for first in (0, 2)]
 
     def save_part(index: int, set_name: str) -> None:
-        path, previous = state.generations(tmp_path, "ann", index)
+        path, previous = StateFolder(tmp_path, "ann").generations(index)
         content = Content([halves[index]], [array[halves[index].where]])
         state.save(path, RUN, "ann", {"part": index}, content, previous, StateFilePart(index, 2, set_name))
 
     def load_part(index: int, generation: int = 0) -> state.State:
-        return state.load(state.generations(tmp_path, "ann", index)[generation], RUN, "ann")
+        return state.load(StateFolder(tmp_path, "ann").generations(index)[generation], RUN, "ann")
 
     for index in (0, 1):
         save_part(index, "step 1")
@@ -230,7 +231,7 @@ def test_the_parts_of_several_processes_are_one_state(tmp_path: Path) -> None:
         load_part(0).arrays()
     np.testing.assert_array_equal(load_part(0, 1).arrays()["a"], array - 1, strict=True)
     save_part(1, "step 2")
-    other = state.generations(tmp_path, "ann", 1)[0]
+    other = StateFolder(tmp_path, "ann").generations(1)[0]
     good = other.read_bytes()
     other.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))  # in the file of another process: what is not needed of it is not read
     np.testing.assert_array_equal(load_part(0).read(halves[0]), array[:2], strict=True)

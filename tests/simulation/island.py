@@ -25,6 +25,7 @@ from diloco.core.tensors.fragments import Fragment, Piece
 from diloco.core.tensors.rows import FragmentRows, RowLayout, Where
 from diloco.errors import IslandError
 from diloco.member import state
+from diloco.member.statefolder import StateFolder
 from diloco.processes.group import WATCH_S
 from diloco.processes.leader import Leader
 from diloco.processes.links import PING_S
@@ -410,7 +411,7 @@ class IslandProcess(Process):
 
     def has(self, name: str, place: int) -> bool:
         """Whether its disk has the part of a checkpoint that is that place's."""
-        paths = state.generations(self.settings.state_dir, self.settings.name, place)
+        paths = StateFolder(self.settings.state_dir, self.settings.name).generations(place)
         run = self.world.reference.run
         return any(state.is_of(path, run, self.settings.name, name) for path in paths)
 

@@ -36,6 +36,7 @@ from diloco.member import state
 from diloco.member.arrays import Boundary
 from diloco.member.member import Member
 from diloco.member.state import Content, Saved, State
+from diloco.member.statefolder import StateFolder
 from diloco.process.observe import Counted
 from diloco.process.tape import Unrecorded
 from diloco.processes import restoring
@@ -463,7 +464,7 @@ class Worker:
         if save.purpose == "own":
             place = restoring.own_place(settings, run, self.place, save, missed=self.group.missed)
         else:
-            place = state.snapshot(settings.state_dir, save.marker, settings.name, self.place), None
+            place = StateFolder(settings.state_dir, settings.name).snapshot(save.marker, self.place), None
         saved: Saved | None = None
         full = fate == "lost" or (not self.world.calm and process.rng.random() < self.world.disks_full)
         if place is not None and not full:

@@ -20,8 +20,8 @@ from diloco.core.learner.learner import Learner
 from diloco.core.learner.saving import Ended, Saves
 from diloco.core.tensors.chunks import Chunk
 from diloco.elastic import rescue
-from diloco.member import state
 from diloco.member.statefile import OpenFile, StoredChunk
+from diloco.member.statefolder import StateFolder
 from diloco.processes import restoring
 from diloco.processes.follower import Follower
 from diloco.processes.links import Links
@@ -110,7 +110,7 @@ def counted_is_overwritten(patch: Patch) -> None:
     """A part of the newest checkpoint that counts is overwritten by the next one's."""
 
     def careless(settings: Any, run: bytes, index: int, save: Any, *, missed: bool) -> Any:
-        return state.generations(settings.state_dir, settings.name, index)[0], None
+        return StateFolder(settings.state_dir, settings.name).generations(index)[0], None
 
     patch.setattr(restoring, "own_place", careless)
 

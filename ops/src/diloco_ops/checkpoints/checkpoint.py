@@ -38,7 +38,8 @@ from diloco import __version__
 from diloco.control.changes import read_changes
 from diloco.control.whole import read_whole
 from diloco.errors import MessageError, RunError, SettingsError
-from diloco.member import state
+from diloco.member import state, statefolder
+from diloco.member.statefolder import StateFolder
 from diloco.nats.transport import NatsTransport
 from diloco.process import files
 from diloco.wire.control import MarkerAnswer
@@ -71,7 +72,7 @@ async def take(path: Path, out: Path | None = None, *, of_finished: bool = False
                 f"{path} --tokens N; an earlier checkpoint can be gone on from: diloco up --resume"
             )
         wholes = run.directory.path / manifest.FOLDER
-        used = [*manifest.numbered(wholes), *manifest.numbered(run.directory.path / state.FOLDER)]
+        used = [*manifest.numbered(wholes), *manifest.numbered(run.directory.path / statefolder.FOLDER)]
         known = await read_whole(run.run.registry)  # learners drop states of smaller numbers than this one
         number = max([0, *used, 0 if known is None else known.newest]) + 1
         folder = out or wholes / str(number)
@@ -108,11 +109,11 @@ def _made(folder: Path) -> Iterator[None]:
 def left_states(run: RunReader, problems: list[str]) -> States:
     """Return the states that learners of a run saved when they ended: of each the newest whole one."""
     directory = run.directory.path
-    folder = directory / state.FOLDER
+    folder = directory / statefolder.FOLDER
     names = {path.name.split(".")[0] for path in folder.glob("*.safetensors")} if folder.is_dir() else set()
     found: States = {}
     for name in sorted(names):
-        for path in state.generations(directory, name):
+        for path in StateFolder(directory, name).generations():
             if path.exists() and name not in found:
                 try:
                     loaded = state.load(path, run.run.identity, name)
@@ -141,7 +142,7 @@ class _Saver:
         """
         learners: dict[str, SavedLearner] = {}
         for name, (paths, answer) in states.items():
-            targets = [state.part_file(Path("learners"), name, part) for part in range(len(paths))]
+            targets = [statefolder.part_file(Path("learners"), name, part) for part in range(len(paths))]
             stated = None if answer is None else _stated_files(answer, targets)
             files = []
             try:

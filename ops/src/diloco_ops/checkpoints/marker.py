@@ -14,7 +14,8 @@ from diloco.control.gate import HeartbeatGate
 from diloco.control.hearing import decoding
 from diloco.core.learner.markers import MarkerReply
 from diloco.core.log.chain import NO_ENTRY
-from diloco.member import state
+from diloco.member import statefolder
+from diloco.member.statefolder import StateFolder
 from diloco.process.tasks import end
 from diloco.transport import Heard
 from diloco.wire import framing
@@ -79,7 +80,7 @@ class Marking:
 
     def forget(self) -> None:
         """Drop what learners have saved: an attempt failed, or it is copied."""
-        shutil.rmtree(self.run.directory.path / state.FOLDER / str(self.number), ignore_errors=True)
+        shutil.rmtree(self.run.directory.path / statefolder.FOLDER / str(self.number), ignore_errors=True)
         self._answers.clear()
         self._declined.clear()
 
@@ -112,7 +113,7 @@ class Marking:
 
     def _parts_of(self, answer: MarkerAnswer) -> list[Path]:
         directory, parts = self.run.directory.path, 1 + len(answer.parts or ())
-        return [state.snapshot(directory, self.number, answer.learner, part) for part in range(parts)]
+        return [StateFolder(directory, answer.learner).snapshot(self.number, part) for part in range(parts)]
 
     async def _until_answered(self, versions: list[int]) -> None:
         """Repeat the marker until every living learner has answered.

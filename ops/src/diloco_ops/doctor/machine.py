@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from diloco.core.run import tape as tapes
 from diloco.errors import DilocoError, FormatError
-from diloco.member import state
+from diloco.member import statefolder
 from diloco.process import tape
 from diloco.settings.service import host_and_port
 
@@ -117,7 +117,9 @@ def _made(path: Path) -> Iterator[None]:
 def foreign_files(path: Path, run: bytes) -> list[str]:
     """Return the tapes and checkpoints of other runs in a ``state_dir``, by name; unreadable files are left out."""
     found = [file for file in sorted((path / tape.FOLDER).glob(f"*{tapes.SUFFIX}")) if _tape_run(file) not in (None, run)]
-    found += [file for file in sorted((path / state.FOLDER).glob("*.safetensors")) if _state_run(file) not in (None, run.hex())]
+    found += [
+        file for file in sorted((path / statefolder.FOLDER).glob("*.safetensors")) if _state_run(file) not in (None, run.hex())
+    ]
     return [str(file.relative_to(path)) for file in found]
 
 

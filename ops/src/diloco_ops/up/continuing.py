@@ -24,7 +24,7 @@ from diloco.core.log.chain import Chain
 from diloco.core.tensors.fragments import FragmentMap
 from diloco.errors import RunError
 from diloco.log.log import Log
-from diloco.member import state
+from diloco.member import statefolder
 from diloco.nats import streams
 from diloco.nats.transport import NatsTransport
 from diloco.service import rundir
@@ -202,7 +202,7 @@ async def _found(ended: RunReader, directory: RunDirectory, homes: Sequence[Nats
     for home in homes[1:]:
         await creation.make_streams(home, run.name, settings)
     logs = [Log(home, run.name, run.identity, ended.map, run.created) for home in homes]
-    path = state.weights_before(directory.path)
+    path = statefolder.weights_before(directory.path)
     path.parent.mkdir(parents=True, exist_ok=True)
     hashes = []
     with in_one_file(ended, path) as weights:
@@ -226,9 +226,11 @@ def _copy_states(ended: RunReader, directory: RunDirectory, notes: list[str]) ->
         return
     found = checkpoint.left_states(ended, notes)
     for name, (parts, _) in found.items():
-        resume.copy_state(parts, state.states_before(directory.path), name)
+        resume.copy_state(parts, statefolder.states_before(directory.path), name)
     if not found:
-        notes.append(f"{ended.directory.path / state.FOLDER}: has no learner's last state: learners' optimizers begin afresh")
+        notes.append(
+            f"{ended.directory.path / statefolder.FOLDER}: has no learner's last state: learners' optimizers begin afresh"
+        )
 
 
 def _plain(value: Any) -> Any:

@@ -20,7 +20,7 @@ from diloco.control.changes import read_changes
 from diloco.control.creation import KnownRun
 from diloco.errors import BrokerError, FormatError, RunError, WanError
 from diloco.log.log import Log
-from diloco.member import state
+from diloco.member import statefolder
 from diloco.nats.connection import ask
 from diloco.nats.transport import NatsTransport
 from diloco.process import files, observe
@@ -163,7 +163,7 @@ class Launcher:
                 tracking.conclude(report)
         finally:
             # learners first: at their end they still ask the others
-            saved = directory.path / state.FOLDER
+            saved = directory.path / statefolder.FOLDER
             learners = {program.module for program in self._programs.values()}
             orders = sorted(learners), ["diloco_syncer", "diloco_coordinator"], ["diloco_ops.wan"]
             self.services.end(*orders, writing=lambda: files.drafted_bytes(saved))
@@ -209,7 +209,7 @@ class Launcher:
             self._start_service(name, "diloco_coordinator", values | {"page_address": next(addresses, "")})
         for index in range(syncer_count(settings) + self.asked.standbys):
             self._start_service(f"syncer-{index}", "diloco_syncer", place(index, syncer=True))
-        before = state.weights_before(self.directory.path)  # it may have been moved since it was begun
+        before = statefolder.weights_before(self.directory.path)  # it may have been moved since it was begun
         given = {"data": self.directory.data, "init": self.directory.init, "init_names": self.directory.init_names}
         if before.exists():
             given["init"] = str(before)

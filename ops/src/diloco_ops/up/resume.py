@@ -20,7 +20,7 @@ from typing import Any
 
 from diloco.control import creation
 from diloco.errors import RunError
-from diloco.member import state
+from diloco.member import statefolder
 from diloco.nats.transport import NatsTransport
 from diloco.process import observe
 from diloco.service import rundir
@@ -123,7 +123,7 @@ async def prepare(source: RunCheckpoint, directory: RunDirectory, *, at: int | N
         await restore.restore(source, directory, control, homes, at)
     if at is None:
         for name, learner in source.manifest.learners.items():
-            copy_state([source.path / saved.file for saved in learner.files], directory.path / state.FOLDER, name)
+            copy_state([source.path / saved.file for saved in learner.files], directory.path / statefolder.FOLDER, name)
     directory.save()
 
 
@@ -159,6 +159,6 @@ def copy_state(parts: Sequence[Path], folder: Path, learner: str) -> None:
         OSError: the disk is full.
     """
     for index, part in enumerate(parts):
-        target = state.part_file(folder, learner, index)
+        target = statefolder.part_file(folder, learner, index)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(part, target)

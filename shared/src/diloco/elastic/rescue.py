@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from diloco.errors import IslandError
 from diloco.member import state
 from diloco.member.state import Content, StateFilePart
+from diloco.member.statefolder import StateFolder
 from diloco.process.observe import Logger
 from diloco.processes.follower import ProcessSide
 from diloco.settings.service import LearnerSettings, MeshSettings
@@ -92,7 +93,7 @@ class Rescue:
         if self.process.leads:
             content = self.model() + content
         group = part.group
-        path = state.kept(settings.state_dir, settings.name, group.place)
+        path = StateFolder(settings.state_dir, settings.name).kept(group.place)
         which = StateFilePart(group.place, group.size, kept.name)
         saved = state.save(path, part.run.identity, settings.name, self._accounts, content, part=which)
         self.process.note_saved(saved.digest)

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from diloco.control.whole import WholeCheckpoints, read_whole
 from diloco.errors import BrokerError, FormatError
-from diloco.member import state
 from diloco.member.outbox import Outbox
 from diloco.member.shared import SharedLearner
+from diloco.member.statefolder import StateFolder
 from diloco.process.observe import Logger
 from diloco.settings.service import LearnerSettings
 from diloco.transport import Bucket, Heard
@@ -76,7 +76,7 @@ def superseded(numbers: Sequence[int], whole: WholeCheckpoints | None, current: 
 
 def _drop(state_dir: Path, learner: str, whole: WholeCheckpoints | None, current: int) -> list[int]:
     saved = sorted(
-        state.snapshots(state_dir, learner).items(), key=lambda found: max(path.stat().st_mtime for path in found[1])
+        StateFolder(state_dir, learner).snapshots().items(), key=lambda found: max(path.stat().st_mtime for path in found[1])
     )
     dropped = superseded([number for number, _ in saved], whole, current)
     for number, paths in saved:

@@ -23,11 +23,9 @@ from diloco.core.run.tape import DIGEST_BYTES
 from diloco.core.tensors.chunks import Chunk
 from diloco.errors import DilocoError, RunError
 from diloco.member import statefile
+from diloco.member.statefolder import FOLDER, StateFolder, generations, kept, states_before
 from diloco.process import files
 
-FOLDER = "checkpoints"
-LOANS = "loans"
-BEFORE = "before"  # what a run that continues another has of that one: its weights, and its learners' last states
 # errors of a checkpoint that is none of this learner's
 UNFIT = (DilocoError, LookupError, TypeError, ValueError, OverflowError)
 
@@ -161,47 +159,6 @@ class State:
         return {name: self.read(whole) for name, whole in self.layout(prefix).items()}
 
 
-def generations(state_dir: Path, learner: str, part: int = 0) -> tuple[Path, Path]:
-    """Return the paths of a part of a learner's own checkpoint, and of the one before it."""
-    return _generations(state_dir / FOLDER, learner, part)
-
-
-def kept(state_dir: Path, learner: str, part: int = 0) -> Path:
-    """Return the path of a part of the state that a learner's processes kept when one of them was lost."""
-    return _kept(state_dir / FOLDER, learner, part)
-
-
-def snapshot(state_dir: Path, number: int, learner: str, part: int = 0) -> Path:
-    """Return the path of a part of a learner's state for a checkpoint of the whole run."""
-    return part_file(state_dir / FOLDER / str(number), learner, part)
-
-
-def snapshots(state_dir: Path, learner: str) -> dict[int, list[Path]]:
-    """Return the files of a learner's states for checkpoints of the whole run that are here, by the checkpoint's number."""
-    found: dict[int, list[Path]] = {}
-    for folder in (state_dir / FOLDER).glob("[0-9]*"):
-        paths = [folder / f"{learner}.safetensors", *folder.glob(f"{learner}.part-*.safetensors")]
-        here = [path for path in paths if path.is_file()]
-        if folder.name.isdecimal() and here:
-            found[int(folder.name)] = here
-    return found
-
-
-def part_file(folder: Path, learner: str, part: int) -> Path:
-    """Return the path of a part of a learner's state in a folder of states."""
-    return _generations(folder, learner, part)[0]
-
-
-def weights_before(directory: Path) -> Path:
-    """Return the path of the weights with which the run that this one continues has ended."""
-    return directory / BEFORE / "weights.safetensors"
-
-
-def states_before(directory: Path) -> Path:
-    """Return the folder of the states with which learners of the run that this one continues have ended."""
-    return directory / BEFORE / "learners"
-
-
 def ended_before(state_dir: Path, run: bytes) -> Iterator[tuple[str, Path]]:
     """Yield the name and the state's first file of each learner whose state is there, in order of name.
 
@@ -211,11 +168,6 @@ def ended_before(state_dir: Path, run: bytes) -> Iterator[tuple[str, Path]]:
         name, _, part = path.name.removesuffix(".safetensors").partition(".")
         if not part and set_of(path, run, name) is not None:
             yield name, path
-
-
-def loans(state_dir: Path, learner: str, part: int = 0) -> Path:
-    """Return the folder of what a learner's process lends."""
-    return state_dir / LOANS / _part_name(learner, part)
 
 
 def save(
@@ -291,7 +243,7 @@ def load(path: Path, run: bytes, learner: str) -> State:
         if other == int(index):
             state.files.append(path)
             continue
-        for sibling in (_kept(path.parent, learner, other), *_generations(path.parent, learner, other)):
+        for sibling in (kept(path.parent, learner, other), *generations(path.parent, learner, other)):
             part = _part_of(sibling, run, learner, set_name)
             if part is not None:
                 state.files.append(sibling)
@@ -310,7 +262,8 @@ def load_set(state_dir: Path, run: bytes, learner: str, set_name: str, part: int
     Raises:
         RunError: no part is here, or one is damaged.
     """
-    own = kept(state_dir, learner, part), *generations(state_dir, learner, part)
+    folder = StateFolder(state_dir, learner)
+    own = folder.kept(part), *folder.generations(part)
     others = sorted((state_dir / FOLDER).glob(f"{learner}.*safetensors"))
     for path in (*own, *(other for other in others if other not in own)):
         if set_of(path, run, learner) == set_name:
@@ -339,16 +292,3 @@ def _part_of(path: Path, run: bytes, learner: str, set_name: str) -> list[statef
 def is_of(path: Path, run: bytes, learner: str, set_name: str) -> bool:
     """Whether a file is a part of a learner's state of that name."""
     return set_of(path, run, learner) == set_name
-
-
-def _generations(folder: Path, learner: str, part: int) -> tuple[Path, Path]:
-    name = _part_name(learner, part)
-    return folder / f"{name}.safetensors", folder / f"{name}.previous.safetensors"
-
-
-def _kept(folder: Path, learner: str, part: int) -> Path:
-    return folder / f"{_part_name(learner, part)}.kept.safetensors"
-
-
-def _part_name(learner: str, part: int) -> str:
-    return learner if part == 0 else f"{learner}.part-{part}"

@@ -16,6 +16,7 @@ from diloco.core.learner.saving import same_generation
 from diloco.errors import RunError
 from diloco.member import state
 from diloco.member.state import UNFIT, State
+from diloco.member.statefolder import StateFolder
 from diloco.process.observe import Logger
 from diloco.processes import carrier
 from diloco.processes.leader import Leader
@@ -51,8 +52,9 @@ def own_place(
     """
     if missed:
         return None
-    path, previous = state.generations(settings.state_dir, settings.name, index)
-    kept = state.kept(settings.state_dir, settings.name, index)
+    folder = StateFolder(settings.state_dir, settings.name)
+    path, previous = folder.generations(index)
+    kept = folder.kept(index)
     found = state.set_of(kept, run, settings.name)
     if kept.exists() and found != save.whole and not same_generation(found or "", save.name):
         kept.unlink()
@@ -98,7 +100,8 @@ def newest_first(settings: LearnerSettings, run: bytes) -> list[Path]:
     They go by the time of their files; but what a generation keeps as it ends is newer than all of its checkpoints, though one
     that was being saved meanwhile may be written later.
     """
-    kept, *others = state.kept(settings.state_dir, settings.name), *state.generations(settings.state_dir, settings.name)
+    folder = StateFolder(settings.state_dir, settings.name)
+    kept, others = folder.kept(), folder.generations()
     times = {path: path.stat().st_mtime_ns for path in (kept, *others) if path.exists()}
     name = state.set_of(kept, run, settings.name)
     if name is not None:
@@ -110,7 +113,7 @@ def newest_first(settings: LearnerSettings, run: bytes) -> list[Path]:
 
 def _fitting(settings: LearnerSettings, part: Part, leader: Leader, check: Check, log: Logger) -> Iterator[Fit]:
     """Yield the checkpoints that the leader can begin from, the newest first; name those from which it cannot."""
-    kept = state.kept(settings.state_dir, settings.name)
+    kept = StateFolder(settings.state_dir, settings.name).kept()
     for path in newest_first(settings, part.run.identity):
         try:
             saved = state.load(path, part.run.identity, settings.name)

@@ -23,6 +23,7 @@ from diloco.member import state
 from diloco.member.member import Member
 from diloco.member.peer import Layout
 from diloco.member.state import UNFIT, Content, State
+from diloco.member.statefolder import StateFolder
 from diloco.process.observe import Logger
 from diloco.settings.service import LearnerSettings
 from diloco.wire.control import MarkerAnswer, MarkerDeclined, SnapshotMarker
@@ -41,7 +42,7 @@ class CheckpointKeeper:
         self.saver = Saver(island, member.run.identity, settings.name, log)
         self._pacing = Pacing(settings.checkpoint_s, time.monotonic(), member.step)
         self._saves = False
-        self._loans = state.loans(settings.state_dir, settings.name)
+        self._loans = StateFolder(settings.state_dir, settings.name).loans()
         shutil.rmtree(self._loans, ignore_errors=True)  # what a process left behind that was killed
 
     def at_boundary(self) -> None:
@@ -87,13 +88,13 @@ class CheckpointKeeper:
         self._pacing.begin(time.monotonic(), self.member.step, purpose)
 
     def _save_own(self, dump: Dump, content: Content) -> None:
-        path, previous = state.generations(self.settings.state_dir, self.settings.name)
+        path, previous = StateFolder(self.settings.state_dir, self.settings.name).generations()
         saved = self.saver.save(path, self._name(dump), dump, content, previous)
         if saved is not None:
             self.member.note_saved(saved.digest)
 
     def _answer(self, marker: SnapshotMarker, versions: list[int], dump: Dump, content: Content) -> None:
-        path = state.snapshot(self.settings.state_dir, marker.number, self.settings.name)
+        path = StateFolder(self.settings.state_dir, self.settings.name).snapshot(marker.number)
         saved = self.saver.save(path, self._name(dump), dump, content)
         if saved is None:
             reason = self.saver.failure[:MAX_TEXT]
@@ -171,7 +172,7 @@ def restore(settings: LearnerSettings, island: SavedModel, member: Member, log: 
 
     One that is damaged or foreign is named and left alone.
     """
-    for path in state.generations(settings.state_dir, settings.name):
+    for path in StateFolder(settings.state_dir, settings.name).generations():
         if not path.exists():
             continue
         try:

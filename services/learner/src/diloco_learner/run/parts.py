@@ -14,6 +14,7 @@ from functools import partial
 from diloco.member import state
 from diloco.member.snapshots import drop_superseded
 from diloco.member.state import Content, Saved
+from diloco.member.statefolder import StateFolder
 from diloco.process.observe import Logger
 from diloco.processes import restoring
 from diloco.processes.follower import ProcessSide
@@ -38,7 +39,7 @@ class PartKeeper:
         self.saver = Saver(
             island=island, run=its.part.run.identity, learner=settings.name, log=log, index=group.place, count=group.size
         )
-        self._lent, self._loans = its.part.lent, state.loans(settings.state_dir, settings.name, group.place)
+        self._lent, self._loans = its.part.lent, StateFolder(settings.state_dir, settings.name).loans(group.place)
         shutil.rmtree(self._loans, ignore_errors=True)  # what a process left behind that was killed
 
     def at_boundary(self) -> None:
@@ -65,7 +66,7 @@ class PartKeeper:
             case "whole":
                 if self.saver.index:  # the leader drops what it sees, on hearing the marker; this disk may be another one
                     self._drop_superseded(save.marker)
-                path = state.snapshot(self.settings.state_dir, save.marker, self.settings.name, self.saver.index)
+                path = StateFolder(self.settings.state_dir, self.settings.name).snapshot(save.marker, self.saver.index)
                 saved = self.saver.save(path, save.name, (saving.accounts, saving.arrays), content)
                 file_hash = b"" if saved is None else state.file_hash(path)
         self.saves.part_saved(saving, saved, file_hash or (saved.state_hash if saved else b""))
