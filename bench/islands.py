@@ -221,10 +221,10 @@ def keep_states(parameters: int, step_s: float, seconds: float, folder: Path) ->
     import jax
     import numpy as np
 
-    from diloco.member import state
-    from diloco.member.statefolder import StateFolder
     from diloco.process.observe import get_logger
     from diloco.settings.service import LearnerSettings
+    from diloco.states import state
+    from diloco.states.statefolder import StateFolder
     from diloco_learner.jax.island import Island
     from diloco_learner.run.checkpoint import CheckpointKeeper
     from diloco_learner.task_api import first_batch

@@ -36,13 +36,13 @@ from diloco.control import creation
 from diloco.errors import DilocoError, MessageError
 from diloco.log.log import Log
 from diloco.member.member import Member
-from diloco.member.statefolder import StateFolder
 from diloco.nats.transport import NatsTransport
 from diloco.process import observe
 from diloco.process.observe import get_logger
 from diloco.process.tape import load_all
 from diloco.service.rundir import RunDirectory
 from diloco.settings.service import LearnerSettings
+from diloco.states.statefolder import StateFolder
 from diloco.transport import Heard
 from diloco.wire import framing
 from diloco.wire.control import Announcement, Heartbeat, ShardHeartbeat

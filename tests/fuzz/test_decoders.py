@@ -79,7 +79,6 @@ from diloco.errors import (
     WanError,
 )
 from diloco.log.stream import open_body
-from diloco.member import state, statefile
 from diloco.member.peer import Borrower, Layout
 from diloco.nats import append, grants, identity
 from diloco.nats import clock as server_clock
@@ -90,6 +89,7 @@ from diloco.service import rundir, volume
 from diloco.settings.loading import load_service, parse_assignments
 from diloco.settings.presets import run_settings
 from diloco.settings.service import CoordinatorSettings, LearnerSettings, SyncerSettings
+from diloco.states import state, statefile
 from diloco.wire import framing
 from diloco.wire.assemble import ChunkAssembler, part_index
 from diloco.wire.body import PART_BYTES, Body

@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 from diloco.core.tensors.chunks import Chunk
 from diloco.core.tensors.fragments import FragmentMap, build_map
 from diloco.errors import SettingsError
-from diloco.member import state
 from diloco.settings.presets import run_settings
 from diloco.settings.run import TaskSettings
 from diloco.settings.service import MeshSettings
+from diloco.states import state
 from diloco_learner.api.evaluation import UNNAMED, validation_sets
 from diloco_learner.jax.beginning import prepare_copies
 from diloco_learner.jax.island import Island

@@ -23,15 +23,15 @@ from diloco.core.learner.learner import Dump
 from diloco.core.learner.markers import MarkerReply
 from diloco.core.run.tape import Borrowed, Copied, Restored, TapeEvent
 from diloco.errors import RunError
-from diloco.member import state, statefolder
 from diloco.member.member import Member
 from diloco.member.peer import Lendable
-from diloco.member.state import Content
-from diloco.member.statefolder import StateFolder
 from diloco.process import files
 from diloco.process.observe import get_logger
 from diloco.settings.run import ContinuedRun
 from diloco.settings.service import LearnerSettings
+from diloco.states import state, statefolder
+from diloco.states.state import Content
+from diloco.states.statefolder import StateFolder
 from diloco.wire.control import MarkerAnswer, MarkerDeclined, SnapshotMarker
 from diloco_learner.jax import holding
 from diloco_learner.jax.island import Island

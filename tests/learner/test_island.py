@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from diloco.core.tensors.chunks import Chunk
 from diloco.core.tensors.fragments import FragmentMap, TensorSpec, build_map
 from diloco.errors import RunError, SettingsError
-from diloco.member.state import Content
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
+from diloco.states.state import Content
 from diloco_learner.jax import holding
 from diloco_learner.jax.beginning import prepare_copies
 from diloco_learner.jax.island import Island

@@ -17,10 +17,7 @@ from tests.pace import DEADLINE_S
 
 from diloco.core.run.tape import Restored, TapeEvent
 from diloco.core.tensors.chunks import Chunk
-from diloco.member import state
 from diloco.member.peer import Lendable
-from diloco.member.state import Content, Saved
-from diloco.member.statefolder import StateFolder
 from diloco.process.observe import get_logger
 from diloco.processes.follower import Follower
 from diloco.processes.group import Group
@@ -28,6 +25,9 @@ from diloco.processes.leader import Leader
 from diloco.processes.meeting import free_port
 from diloco.processes.part import Part, Saving
 from diloco.settings.service import LearnerSettings, ProcessesSettings
+from diloco.states import state
+from diloco.states.state import Content, Saved
+from diloco.states.statefolder import StateFolder
 from diloco.wire.process_messages import Pending, Purpose, Save, facts
 from diloco_learner.jax.island import Island
 from diloco_learner.run.checkpoint import check

@@ -19,7 +19,7 @@ import diloco
 from diloco.control import creation
 from diloco.control.whole import WholeCheckpoints, read_whole
 from diloco.errors import RunError
-from diloco.member.statefolder import StateFolder
+from diloco.states.statefolder import StateFolder
 from diloco_learner.tensors import Kind, Tensor
 from diloco_ops.checkpoints import checkpoint, collecting, manifest
 from diloco_ops.reading.attach import attached

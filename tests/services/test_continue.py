@@ -23,10 +23,10 @@ from diloco.control.genesis import await_genesis
 from diloco.core.tensors.fragments import FragmentMap
 from diloco.errors import RunError, SettingsError
 from diloco.log.log import Log
-from diloco.member import statefolder
 from diloco.process import observe
 from diloco.process.retry import until_available
 from diloco.service.rundir import RunDirectory
+from diloco.states import statefolder
 from diloco_ops.audit import verify
 from diloco_ops.checkpoints.manifest import MANIFEST
 from diloco_ops.reading import run_reader

@@ -30,11 +30,11 @@ from tests.services.toy import SAMPLES
 from diloco import __version__
 from diloco.core.run import tape
 from diloco.core.tensors.fragments import TensorSpec, build_map
-from diloco.member import state
-from diloco.member.statefolder import StateFolder
 from diloco.nats import streams
 from diloco.nats.transport import NatsTransport
 from diloco.service import rundir
+from diloco.states import state
+from diloco.states.statefolder import StateFolder
 from diloco.wire import framing
 from diloco.wire.entries import Keyframe
 from diloco_coordinator.monitor import Monitor

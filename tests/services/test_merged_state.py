@@ -20,9 +20,9 @@ from safetensors.numpy import load_file
 from tests.made.fixtures import Diloco
 from tests.pace import DEADLINE_S
 
-from diloco.member import state
-from diloco.member.statefolder import StateFolder
 from diloco.process import tape
+from diloco.states import state
+from diloco.states.statefolder import StateFolder
 from diloco.wire.entries import Record
 from diloco_ops.audit.refold import refold
 from diloco_ops.reading import run_reader

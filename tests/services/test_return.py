@@ -16,8 +16,8 @@ from tests.services.toy import SAMPLES, Regression
 
 from diloco.control import admission, creation
 from diloco.core.tensors.fragments import build_map
-from diloco.member import state
-from diloco.member.statefolder import StateFolder
+from diloco.states import state
+from diloco.states.statefolder import StateFolder
 from diloco.wire.control import Heartbeat
 
 JAX_S = 2 * DEADLINE_S  # it is imported, and compiles, too

@@ -23,9 +23,9 @@ from tests.pace import DEADLINE_S
 from tests.services.cluster import Cluster
 from tests.services.forking import Nursery
 
-from diloco.member import state
-from diloco.member.statefolder import StateFolder
 from diloco.service import rundir
+from diloco.states import state
+from diloco.states.statefolder import StateFolder
 from diloco.wire import framing
 from diloco_learner.jax import gpt
 from diloco_learner.task import GptTask

@@ -29,11 +29,8 @@ from diloco.core.learner.learner import Dump
 from diloco.core.run.leases import RoundRobin
 from diloco.core.run.tape import Copied, End, Restored, state_digest
 from diloco.core.tensors.fragments import FragmentMap, TensorSpec, cut_model
-from diloco.member import state
 from diloco.member.arrays import Boundary
 from diloco.member.member import Member
-from diloco.member.state import Content
-from diloco.member.statefolder import StateFolder
 from diloco.nats.transport import NatsTransport
 from diloco.process import observe, telemetry
 from diloco.process.observe import Logger
@@ -42,6 +39,9 @@ from diloco.process.telemetry import Telemetry
 from diloco.service import skeleton as service
 from diloco.settings.run import RunSettings
 from diloco.settings.service import LearnerSettings
+from diloco.states import state
+from diloco.states.state import Content
+from diloco.states.statefolder import StateFolder
 from diloco.wire.control import MarkerAnswer
 
 Vector = NDArray[np.float32]

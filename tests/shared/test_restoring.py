@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from diloco.core.learner.saving import set_name
-from diloco.member import state
-from diloco.member.state import Content, StateFilePart
-from diloco.member.statefolder import StateFolder
 from diloco.processes import restoring
 from diloco.settings.service import LearnerSettings
+from diloco.states import state
+from diloco.states.state import Content, StateFilePart
+from diloco.states.statefolder import StateFolder
 from diloco.wire.process_messages import Save
 
 RUN = bytes(32)

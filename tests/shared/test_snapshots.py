@@ -11,10 +11,10 @@ import pytest
 
 from diloco.control.whole import KEY, WholeCheckpoints, note_whole, read_whole
 from diloco.errors import BrokerError, FenceError
-from diloco.member import statefolder
 from diloco.member.snapshots import drop_superseded, superseded
 from diloco.process.observe import get_logger
 from diloco.settings.service import LearnerSettings
+from diloco.states import statefolder
 from diloco.transport import Bucket
 
 

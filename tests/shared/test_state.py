@@ -21,9 +21,9 @@ from safetensors.numpy import load_file, save_file
 
 from diloco.core.tensors.chunks import Chunk
 from diloco.errors import RunError
-from diloco.member import state
-from diloco.member.state import Content, StateFilePart
-from diloco.member.statefolder import StateFolder
+from diloco.states import state
+from diloco.states.state import Content, StateFilePart
+from diloco.states.statefolder import StateFolder
 
 RUN = b"\x01" * 8
 ACCOUNTS: dict[str, Any] = {"step": 12, "fragments": [{"after": [1, 2], "data": [[0, 3, 4]]}], "loss": 0.1}

@@ -24,13 +24,13 @@ from tests.simulation.world import RUN, Listener, Process
 from diloco.core.tensors.fragments import Fragment, Piece
 from diloco.core.tensors.rows import FragmentRows, RowLayout, Where
 from diloco.errors import IslandError
-from diloco.member import state
-from diloco.member.statefolder import StateFolder
 from diloco.processes.group import WATCH_S
 from diloco.processes.leader import Leader
 from diloco.processes.links import PING_S
 from diloco.processes.restoring import Fit
 from diloco.settings.service import LearnerSettings, MeshSettings, ProcessesSettings
+from diloco.states import state
+from diloco.states.statefolder import StateFolder
 from diloco.testing import threads
 from diloco.testing.sockets import Host
 from diloco.wire.process_messages import Candidate, Decided, Kept

@@ -25,11 +25,11 @@ import diloco.processes.meeting
 import diloco.processes.part
 from diloco.core.run import changes
 from diloco.core.run.changes import Changes, Set
-from diloco.member import state
-from diloco.member.state import Saved
 from diloco.process import observe
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
+from diloco.states import state
+from diloco.states.state import Saved
 from diloco.testing import threads
 from diloco.testing.sockets import Network
 from diloco.testing.virtual_transport import VirtualMessage

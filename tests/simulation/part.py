@@ -32,11 +32,8 @@ from diloco.elastic.renewing import Renewing
 from diloco.elastic.rescue import Rescue
 from diloco.errors import IslandError
 from diloco.log.log import Log
-from diloco.member import state
 from diloco.member.arrays import Boundary
 from diloco.member.member import Member
-from diloco.member.state import Content, Saved, State
-from diloco.member.statefolder import StateFolder
 from diloco.process.observe import Counted
 from diloco.process.tape import Unrecorded
 from diloco.processes import restoring
@@ -44,6 +41,9 @@ from diloco.processes.follower import Follower, ProcessSide
 from diloco.processes.group import WATCH_S, Group
 from diloco.processes.leader import Leader
 from diloco.processes.part import Part, Saving
+from diloco.states import state
+from diloco.states.state import Content, Saved, State
+from diloco.states.statefolder import StateFolder
 from diloco.testing import threads
 from diloco.wire.process_messages import Decided, Kept, Ping, Purpose, facts
 

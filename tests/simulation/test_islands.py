@@ -20,13 +20,13 @@ from diloco.core.learner.learner import Learner
 from diloco.core.learner.saving import Ended, Saves
 from diloco.core.tensors.chunks import Chunk
 from diloco.elastic import rescue
-from diloco.member.statefile import OpenFile, StoredChunk
-from diloco.member.statefolder import StateFolder
 from diloco.processes import restoring
 from diloco.processes.follower import Follower
 from diloco.processes.links import Links
 from diloco.processes.meeting import Meeting
 from diloco.processes.part import Part
+from diloco.states.statefile import OpenFile, StoredChunk
+from diloco.states.statefolder import StateFolder
 from diloco.wire.process_messages import Decided, PartSaved
 
 Patch = pytest.MonkeyPatch

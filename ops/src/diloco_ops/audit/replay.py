@@ -32,9 +32,9 @@ from diloco.core.run.lives import Life
 from diloco.core.tensors import codec
 from diloco.errors import ChainError, RunError, SettingsError
 from diloco.log.stream import LogEntry
-from diloco.member import state
 from diloco.process import observe, tape
 from diloco.settings.run import Bits
+from diloco.states import state
 from diloco_ops.audit.refold import FragmentLog, refold
 from diloco_ops.audit.retraining import MakeModel, Retraining, State, TrainableModel
 from diloco_ops.reading.run_reader import opened

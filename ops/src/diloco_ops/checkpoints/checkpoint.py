@@ -38,10 +38,10 @@ from diloco import __version__
 from diloco.control.changes import read_changes
 from diloco.control.whole import read_whole
 from diloco.errors import MessageError, RunError, SettingsError
-from diloco.member import state, statefolder
-from diloco.member.statefolder import StateFolder
 from diloco.nats.transport import NatsTransport
 from diloco.process import files
+from diloco.states import state, statefolder
+from diloco.states.statefolder import StateFolder
 from diloco.wire.control import MarkerAnswer
 from diloco_ops.audit import residuals
 from diloco_ops.broker import snapshot

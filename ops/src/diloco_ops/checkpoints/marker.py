@@ -14,9 +14,9 @@ from diloco.control.gate import HeartbeatGate
 from diloco.control.hearing import decoding
 from diloco.core.learner.markers import MarkerReply
 from diloco.core.log.chain import NO_ENTRY
-from diloco.member import statefolder
-from diloco.member.statefolder import StateFolder
 from diloco.process.tasks import end
+from diloco.states import statefolder
+from diloco.states.statefolder import StateFolder
 from diloco.transport import Heard
 from diloco.wire import framing
 from diloco.wire.control import Heartbeat, MarkerAnswer, MarkerDeclined, SnapshotMarker

@@ -20,9 +20,9 @@ from safetensors import SafetensorError, safe_open
 
 from diloco.core.run import tape as tapes
 from diloco.errors import DilocoError, FormatError
-from diloco.member import statefolder
 from diloco.process import tape
 from diloco.settings.service import host_and_port
+from diloco.states import statefolder
 
 SYNCS = 16
 BLOCK_BYTES = 4096

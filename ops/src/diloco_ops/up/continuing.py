@@ -24,7 +24,6 @@ from diloco.core.log.chain import Chain
 from diloco.core.tensors.fragments import FragmentMap
 from diloco.errors import RunError
 from diloco.log.log import Log
-from diloco.member import statefolder
 from diloco.nats import streams
 from diloco.nats.transport import NatsTransport
 from diloco.service import rundir
@@ -32,6 +31,7 @@ from diloco.service.rundir import RunDirectory
 from diloco.settings.presets import changed_settings
 from diloco.settings.run import ContinuedRun, RunSettings
 from diloco.settings.validation import value_of
+from diloco.states import statefolder
 from diloco.wire.subjects import Subjects
 from diloco_ops.checkpoints import checkpoint, manifest
 from diloco_ops.reading import run_reader

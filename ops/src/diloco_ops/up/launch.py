@@ -20,7 +20,6 @@ from diloco.control.changes import read_changes
 from diloco.control.creation import KnownRun
 from diloco.errors import BrokerError, FormatError, RunError, WanError
 from diloco.log.log import Log
-from diloco.member import statefolder
 from diloco.nats.connection import ask
 from diloco.nats.transport import NatsTransport
 from diloco.process import files, observe
@@ -30,6 +29,7 @@ from diloco.service import rundir
 from diloco.service.rundir import RunDirectory
 from diloco.settings.run import RunSettings
 from diloco.settings.service import may_lead
+from diloco.states import statefolder
 from diloco.wire.subjects import Subjects
 from diloco_ops import cuts
 from diloco_ops.broker.server import CONNECT_TIMEOUT_S, free_ports

@@ -20,13 +20,13 @@ from typing import Any
 
 from diloco.control import creation
 from diloco.errors import RunError
-from diloco.member import statefolder
 from diloco.nats.transport import NatsTransport
 from diloco.process import observe
 from diloco.service import rundir
 from diloco.service.rundir import RunDirectory
 from diloco.settings.presets import changed_settings
 from diloco.settings.run import DEPLOYMENT, RunSettings
+from diloco.states import statefolder
 from diloco_ops.broker.server import CONNECT_TIMEOUT_S
 from diloco_ops.checkpoints import checkpoint, manifest, restore
 from diloco_ops.checkpoints.manifest import RunCheckpoint

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from diloco.core.tensors.float_mode import exact
 from diloco.core.tensors.fragments import Fragment
 from diloco.errors import RunError
-from diloco.member.statefile import header_of
+from diloco.states.statefile import header_of
 from diloco.weights_files.naming import Naming, RowRange
 
 Precision = Literal["float32", "bfloat16", "float16"]

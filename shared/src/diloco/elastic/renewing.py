@@ -15,12 +15,12 @@ from typing import NoReturn, Protocol, TypeVar
 from diloco.core.tensors.rows import LEADER
 from diloco.elastic.rescue import OTHERS_S, Changing, Rescue, keeps
 from diloco.errors import IslandError
-from diloco.member.state import Content
 from diloco.process import renewal
 from diloco.processes.follower import ProcessSide
 from diloco.processes.group import Group
 from diloco.processes.links import BYE_LOOK_S
 from diloco.settings.service import LearnerSettings, MeshSettings
+from diloco.states.state import Content
 from diloco.wire.process_messages import Again, Kept
 
 KEEP_S = 60.0  # in which they write what they keep

@@ -15,12 +15,12 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from diloco.errors import IslandError
-from diloco.member import state
-from diloco.member.state import Content, StateFilePart
-from diloco.member.statefolder import StateFolder
 from diloco.process.observe import Logger
 from diloco.processes.follower import ProcessSide
 from diloco.settings.service import LearnerSettings, MeshSettings
+from diloco.states import state
+from diloco.states.state import Content, StateFilePart
+from diloco.states.statefolder import StateFolder
 from diloco.wire.process_messages import Kept
 
 T = TypeVar("T")

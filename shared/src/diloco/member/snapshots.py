@@ -16,9 +16,9 @@ from diloco.control.whole import WholeCheckpoints, read_whole
 from diloco.errors import BrokerError, FormatError
 from diloco.member.outbox import Outbox
 from diloco.member.shared import SharedLearner
-from diloco.member.statefolder import StateFolder
 from diloco.process.observe import Logger
 from diloco.settings.service import LearnerSettings
+from diloco.states.statefolder import StateFolder
 from diloco.transport import Bucket, Heard
 from diloco.wire.control import SnapshotMarker
 

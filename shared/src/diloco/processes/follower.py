@@ -14,11 +14,11 @@ from diloco.core.tensors.fragments import FragmentMap
 from diloco.errors import IslandError
 from diloco.member.arrays import Boundary
 from diloco.member.peer import Loan
-from diloco.member.state import Saved
 from diloco.process.retry import until_available
 from diloco.process.tape import Unrecorded
 from diloco.processes.leader import Leader
 from diloco.processes.part import Part, Saving
+from diloco.states.state import Saved
 from diloco.wire import process_messages as island
 
 

@@ -36,8 +36,8 @@ from diloco.wire.process_messages import (
 
 WATCH_S = 0.25  # small beside the least `processes.silent_s`
 if TYPE_CHECKING:
-    from diloco.member.state import Content
     from diloco.processes.follower import ProcessSide
+    from diloco.states.state import Content
 
 S = TypeVar("S", LeaderAnswer, LoanPeers, Candidate)
 

@@ -30,12 +30,12 @@ from diloco.errors import IslandError
 from diloco.member.arrays import Boundary, Initial
 from diloco.member.member import LEAVE_TIMEOUT_S, Member
 from diloco.member.peer import Layout, Loan
-from diloco.member.state import Saved
 from diloco.process.observe import Logger
 from diloco.process.tape import Recorder
 from diloco.processes.lending import Owners, SharedState
 from diloco.processes.part import Part, Saving
 from diloco.settings.service import LearnerSettings
+from diloco.states.state import Saved
 from diloco.wire import process_messages as island
 from diloco.wire.control import MarkerAnswer, MarkerDeclined
 from diloco.wire.entries import Genesis

@@ -26,7 +26,6 @@ from diloco.core.tensors.rows import LEADER, RowLayout
 from diloco.errors import IslandError
 from diloco.log.log import Log
 from diloco.member.member_tracing import MemberTraces
-from diloco.member.state import Saved
 from diloco.process.observe import Counted, Logger
 from diloco.process.tasks import Tasks
 from diloco.process.telemetry import Telemetry
@@ -34,6 +33,7 @@ from diloco.processes.carrier import Carrier
 from diloco.processes.group import Group
 from diloco.processes.lending import LentParts
 from diloco.processes.shipping import Shipping
+from diloco.states.state import Saved
 from diloco.transport import Transport
 from diloco.wire import process_messages as island
 from diloco.wire.framing import Message

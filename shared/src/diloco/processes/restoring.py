@@ -14,14 +14,14 @@ from pathlib import Path
 from diloco.core.learner.learner import ACCOUNTS
 from diloco.core.learner.saving import same_generation
 from diloco.errors import RunError
-from diloco.member import state
-from diloco.member.state import UNFIT, State
-from diloco.member.statefolder import StateFolder
 from diloco.process.observe import Logger
 from diloco.processes import carrier
 from diloco.processes.leader import Leader
 from diloco.processes.part import Part
 from diloco.settings.service import LearnerSettings
+from diloco.states import state
+from diloco.states.state import UNFIT, State
+from diloco.states.statefolder import StateFolder
 from diloco.wire.process_messages import Candidate, Pending, Save
 
 Check = Callable[[State], None]  # raises one of them where this process does not find the values that its devices need

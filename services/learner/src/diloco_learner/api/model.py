@@ -21,7 +21,7 @@ from diloco.core.tensors.fragments import Fragment, FragmentMap, TensorSpec
 from diloco.core.tensors.rows import RowLayout
 from diloco.errors import RunError
 from diloco.member.peer import Layout
-from diloco.member.state import Content
+from diloco.states.state import Content
 from diloco_learner.api.evaluation import Evaluation
 
 Vector = NDArray[np.float32]

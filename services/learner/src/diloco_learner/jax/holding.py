@@ -17,7 +17,7 @@ from jax.sharding import SingleDeviceSharding
 from numpy.typing import NDArray
 
 from diloco.core.tensors.chunks import Chunk
-from diloco.member.state import Content
+from diloco.states.state import Content
 from diloco_learner.api.model import COPY_BYTES
 from diloco_learner.jax.leaves import path_of
 

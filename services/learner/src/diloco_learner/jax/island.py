@@ -25,8 +25,8 @@ from diloco.core.tensors.fragments import Fragment, FragmentMap, TensorSpec, cut
 from diloco.core.tensors.rows import RowLayout, at
 from diloco.errors import SettingsError
 from diloco.member.peer import Layout
-from diloco.member.state import Content
 from diloco.settings.run import RunSettings
+from diloco.states.state import Content
 from diloco_learner.api import members
 from diloco_learner.api.evaluation import Evaluation
 from diloco_learner.api.model import Capture, Vector, compare_states

@@ -25,8 +25,8 @@ from diloco.core.tensors.chunks import Chunk
 from diloco.core.tensors.fragments import FixedSpec, Fragment, FragmentMap, TensorSpec, cut_model
 from diloco.errors import SettingsError
 from diloco.member.peer import Layout
-from diloco.member.state import Content
 from diloco.settings.run import RunSettings
+from diloco.states.state import Content
 from diloco_learner.api import members
 from diloco_learner.api.evaluation import Evaluation, evaluated, own_values, validation_sets
 from diloco_learner.api.model import COPY_BYTES, Capture, Vector, compare_states

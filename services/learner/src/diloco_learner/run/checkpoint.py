@@ -19,13 +19,13 @@ from diloco.core.learner.learner import ACCOUNTS, Dump
 from diloco.core.run import tape as events
 from diloco.core.tensors.chunks import Chunk
 from diloco.errors import RunError
-from diloco.member import state
 from diloco.member.member import Member
 from diloco.member.peer import Layout
-from diloco.member.state import UNFIT, Content, State
-from diloco.member.statefolder import StateFolder
 from diloco.process.observe import Logger
 from diloco.settings.service import LearnerSettings
+from diloco.states import state
+from diloco.states.state import UNFIT, Content, State
+from diloco.states.statefolder import StateFolder
 from diloco.wire.control import MarkerAnswer, MarkerDeclined, SnapshotMarker
 from diloco.wire.fields import MAX_TEXT
 from diloco.wire.process_messages import Purpose

@@ -11,16 +11,16 @@ import shutil
 import time
 from functools import partial
 
-from diloco.member import state
 from diloco.member.snapshots import drop_superseded
-from diloco.member.state import Content, Saved
-from diloco.member.statefolder import StateFolder
 from diloco.process.observe import Logger
 from diloco.processes import restoring
 from diloco.processes.follower import ProcessSide
 from diloco.processes.leader import Leader
 from diloco.processes.part import Part, Saving
 from diloco.settings.service import LearnerSettings
+from diloco.states import state
+from diloco.states.state import Content, Saved
+from diloco.states.statefolder import StateFolder
 from diloco.wire.process_messages import Purpose
 from diloco_learner.api.model import SharedModel
 from diloco_learner.run import checkpoint

@@ -20,9 +20,9 @@ from typing import Any
 from numpy.typing import NDArray
 
 from diloco.core.learner.learner import Dump
-from diloco.member import state
-from diloco.member.state import Content, Saved, StateFilePart
 from diloco.process.observe import Logger
+from diloco.states import state
+from diloco.states.state import Content, Saved, StateFilePart
 from diloco_learner.api.model import SavedModel
 
 

@@ -2,7 +2,7 @@
 
 Each process of a learner writes one file, of the chunks (:mod:`diloco.core.tensors.chunks`) that it holds: its *part*. A file
 is a safetensors file, and a chunk is one tensor in it; an array that fits one chunk is there under its name, as anybody reads
-such files (:mod:`diloco.member.statefile`).
+such files (:mod:`diloco.states.statefile`).
 
 Values are asked for chunk by chunk while the file is written, and read chunk by chunk: a host never holds more than a few.
 """
@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from diloco.core.run.tape import DIGEST_BYTES
 from diloco.core.tensors.chunks import Chunk
 from diloco.errors import DilocoError, RunError
-from diloco.member import statefile
-from diloco.member.statefolder import FOLDER, StateFolder, generations, kept, states_before
 from diloco.process import files
+from diloco.states import statefile
+from diloco.states.statefolder import FOLDER, StateFolder, generations, kept, states_before
 
 # errors of a checkpoint that is none of this learner's
 UNFIT = (DilocoError, LookupError, TypeError, ValueError, OverflowError)

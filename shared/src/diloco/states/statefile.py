@@ -1,4 +1,4 @@
-"""One file of a learner's state: a safetensors file whose tensors are chunks (:mod:`diloco.member.state` has what it is for).
+"""One file of a learner's state: a safetensors file whose tensors are chunks (:mod:`diloco.states.state` has what it is for).
 
 Its metadata hold ``format``, ``run`` (the run's identity), ``learner``, ``part`` and ``set`` (which part of which state),
 ``accounts`` (JSON), ``chunks`` (JSON: of each tensor that is a part of an array, its name, shape and place), ``hashes`` (JSON:
