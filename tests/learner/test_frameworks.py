@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests.made.third_framework import install
 
@@ -17,6 +18,7 @@ from diloco.settings.run import TaskSettings
 from diloco_learner import frameworks, task
 from diloco_learner.check import PlannedRun, check
 from diloco_learner.examine import examine
+from diloco_learner.joining import parameters_of
 
 TASKS = """
 import itertools
@@ -73,6 +75,18 @@ def test_a_distribution_adds_a_framework(
     seen = examine(settings, None)
     assert (seen.framework, seen.devices) == ("third", ["abacus"])
     assert seen.parameters == 6
+
+
+def test_a_distribution_adds_parameters_that_a_loop_may_hand_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SettingsError, match="expected an array of JAX or NumPy"):
+        parameters_of({"weight": object()})
+    install(tmp_path, monkeypatch)
+    from third_framework import Weight  # type: ignore[import-not-found]
+
+    [tensor] = parameters_of(Weight(np.ones((2, 3), np.float32))).tensors(None)
+    assert (tensor.path, tensor.shape) == ("weight", (2, 3))
+    [tensor] = parameters_of({"bias": np.ones(3, np.float32)}).tensors(None)  # a tree of arrays is no framework's
+    assert (tensor.path, tensor.shape) == ("bias", (3,))
 
 
 def test_a_task_that_two_frameworks_claim_says_which_it_is_of(

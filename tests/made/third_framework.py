@@ -10,6 +10,11 @@ import pytest
 THIRD = '''
 from diloco_learner.jax_framework import JaxFramework
 
+class Weight:
+    """A third framework's parameters: one array that it holds itself."""
+
+    def __init__(self, array): self.array = array
+
 class Third(JaxFramework):
     """Tasks with begin(), which JAX computes in truth."""
 
@@ -22,6 +27,11 @@ class Third(JaxFramework):
         return super().load(type(kind.__name__, (kind,), {"init": kind.begin})(), settings, data, cache_dir)
 
     def devices(self): return ["abacus"]
+
+    def parameters(self, params):
+        from diloco_learner.api.trees import Tree
+
+        return Tree({"weight": params.array}) if isinstance(params, Weight) else None
 '''
 LEARNER = """
 from diloco_learner import frameworks

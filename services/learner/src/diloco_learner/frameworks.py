@@ -23,7 +23,7 @@ from diloco_learner.task_api import made
 
 if TYPE_CHECKING:
     from diloco_learner.api.examination import TaskExamination
-    from diloco_learner.api.model import Model
+    from diloco_learner.api.model import JoinedParameters, Model
 
 GROUP = "diloco.frameworks"
 Task: TypeAlias = Any  # of one of them
@@ -84,6 +84,16 @@ class Framework(FrameworkChecks, ABC):
 
     def __init__(self, name: str) -> None:
         self.name = name
+
+    def parameters(self, params: Any) -> JoinedParameters | None:
+        """Return what ``diloco.join`` is given as this framework's parameters, or None where it is none of its objects.
+
+        A tree of arrays of JAX or NumPy is no framework's. A framework's library is imported by now if the objects are its own.
+
+        Raises:
+            SettingsError: its objects cannot be trained.
+        """
+        return None
 
     @abstractmethod
     def claims(self, task: object) -> bool:
@@ -175,6 +185,16 @@ def claimant(task: object, settings: TaskSettings) -> Framework:
     raise SettingsError(
         f"{what} has no member by which a framework claims it: {wanted or 'none is installed'}{failed}: {remedy}{where}"
     )
+
+
+def parameters_of(params: Any) -> JoinedParameters | None:
+    """Return the parameters that a framework makes of what ``diloco.join`` is given; None where no framework knows it.
+
+    Raises:
+        SettingsError: a framework's objects cannot be trained.
+    """
+    installed, _ = _installed()
+    return next((found for each in installed.values() if (found := each.parameters(params)) is not None), None)
 
 
 def refuse_others(task: object, settings: TaskSettings, own: str) -> None:

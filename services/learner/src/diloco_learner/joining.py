@@ -16,9 +16,8 @@ import asyncio
 import math
 import os
 import re
-import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,7 @@ from typing import Any, Literal, Protocol, Self, TypeAlias, TypeVar, get_args
 from blake3 import blake3
 
 from diloco.core.learner.accounts import STUCK_STEPS, StepDone
-from diloco.core.tensors.fragments import FixedSpec, TensorSpec, cut_model
+from diloco.core.tensors.fragments import FixedSpec, cut_model
 from diloco.errors import DilocoError, RunError, SettingsError
 from diloco.member.arrays import Boundary
 from diloco.member.member import Member
@@ -41,7 +40,8 @@ from diloco.settings.service import LearnerSettings
 from diloco.settings.validation import nearest, parse
 from diloco.transport import Transport
 from diloco.wire.control import MarkerDeclined
-from diloco_learner.api.model import SharedParameters
+from diloco_learner import frameworks
+from diloco_learner.api.model import JoinedParameters
 from diloco_learner.data.feed import Batch, BatchFeed
 from diloco_learner.run.process import LoopThread
 from diloco_learner.run.trainer import IDLE_S, carry_out
@@ -53,46 +53,15 @@ Data: TypeAlias = Literal["dealt", "own"]
 T = TypeVar("T")
 
 
-class Parameters(SharedParameters, Protocol):
-    """The parameters of a loop."""
-
-    @property
-    def tree(self) -> Any:
-        """The parameters, as they were handed over."""
-
-    def tensors(self, said: object) -> list[TensorSpec]:
-        """Return each array as the log has it; ``said`` may have the task API's ``tensor``.
-
-        Raises:
-            SettingsError: it says what cannot be.
-        """
-
-    def fixed(self) -> list[FixedSpec]:
-        """Return the parameters that are frozen, with their hashes; all learners of a run have the same."""
-
-    def take(self, params: Any) -> None:
-        """Take over the values of the same model; its arrays may be other ones than before.
-
-        Raises:
-            SettingsError: an array is missing, new, of another shape or type, or shares memory with another one.
-        """
-
-    def sample(self) -> Any:
-        """Return a number that is finite if the values of the smallest array are, which may be on its way from a device."""
-
-
-def parameters_of(params: Any) -> Parameters:
-    """Return the parameters that a loop hands over, of whichever framework; the other one is not imported.
+def parameters_of(params: Any) -> JoinedParameters:
+    """Return the parameters that a loop hands over: those of a framework that knows them, or else a tree of arrays.
 
     Raises:
         SettingsError: there is no array, or one of another type or kind.
     """
-    torch = sys.modules.get("torch")  # a module or tensor of it exists only once it is imported
-    values = params.values() if isinstance(params, Mapping) else ()
-    if torch is not None and (isinstance(params, torch.nn.Module) or any(isinstance(value, torch.Tensor) for value in values)):
-        from diloco_learner.pytorch.parameters import TorchParameters
-
-        return TorchParameters(params)
+    found = frameworks.parameters_of(params)
+    if found is not None:
+        return found
     from diloco_learner.api.trees import Tree
 
     return Tree(params)

@@ -5,7 +5,8 @@ This module is beside the package ``pytorch``, which cannot be imported where Py
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from diloco_learner.frameworks import Framework, Task
 
 if TYPE_CHECKING:
     from diloco_learner.api.examination import TaskExamination
-    from diloco_learner.api.model import Model
+    from diloco_learner.api.model import JoinedParameters, Model
 
 
 class TorchFramework(Framework):
@@ -23,6 +24,15 @@ class TorchFramework(Framework):
 
     wants = "module()"
     module = "diloco_learner.pytorch"
+
+    def parameters(self, params: Any) -> JoinedParameters | None:
+        torch = sys.modules.get("torch")
+        values = params.values() if isinstance(params, Mapping) else ()
+        if torch is None or not (isinstance(params, torch.nn.Module) or any(isinstance(each, torch.Tensor) for each in values)):
+            return None
+        from diloco_learner.pytorch.parameters import TorchParameters
+
+        return TorchParameters(params)
 
     def claims(self, task: object) -> bool:
         return hasattr(task, "module") and not hasattr(task, "init")

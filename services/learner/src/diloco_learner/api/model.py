@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from diloco.core.learner.delta import Baseline
 from diloco.core.run import tape
 from diloco.core.tensors.chunks import Chunk
-from diloco.core.tensors.fragments import Fragment, FragmentMap, TensorSpec
+from diloco.core.tensors.fragments import FixedSpec, Fragment, FragmentMap, TensorSpec
 from diloco.core.tensors.rows import RowLayout
 from diloco.errors import RunError
 from diloco.member.peer import Layout
@@ -69,6 +69,34 @@ class SharedParameters(Protocol):
 
     def snapshot(self, fragment: Fragment) -> FragmentCopy:
         """Queue a copy of what an offer of a fragment is made of."""
+
+
+class JoinedParameters(SharedParameters, Protocol):
+    """The parameters of a loop that is not a task: those that ``diloco.join`` is given."""
+
+    @property
+    def tree(self) -> Any:
+        """The parameters, as they were handed over."""
+
+    def tensors(self, said: object) -> list[TensorSpec]:
+        """Return each array as the log has it; ``said`` may have the task API's ``tensor``.
+
+        Raises:
+            SettingsError: it says what cannot be.
+        """
+
+    def fixed(self) -> list[FixedSpec]:
+        """Return the parameters that are frozen, with their hashes; all learners of a run have the same."""
+
+    def take(self, params: Any) -> None:
+        """Take over the values of the same model; its arrays may be other ones than before.
+
+        Raises:
+            SettingsError: an array is missing, new, of another shape or type, or shares memory with another one.
+        """
+
+    def sample(self) -> Any:
+        """Return a number that is finite if the values of the smallest array are, which may be on its way from a device."""
 
 
 class Stepping(SharedParameters, Protocol):
