@@ -95,7 +95,14 @@ class ExperimentRecord(msgspec.Struct, frozen=True):
         """Return the file's text."""
         trials = [PlayedTrial(arm, seed, measured) for (arm, seed), measured in sorted(self.results.measured.items())]
         trials += [PlayedTrial(arm, seed, failed=reason) for (arm, seed), reason in sorted(self.results.failed.items())]
-        said = _File(self.name, self.asked.model_dump(exclude_defaults=True), self.tried, trials, self.where, self.text)
+        said = _File(
+            name=self.name,
+            experiment=self.asked.model_dump(exclude_defaults=True),
+            tried=self.tried,
+            trials=trials,
+            where=self.where,
+            text=self.text,
+        )
         return msgspec.json.format(msgspec.json.encode(said), indent=1).decode() + "\n"
 
 

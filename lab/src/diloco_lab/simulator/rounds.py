@@ -67,7 +67,7 @@ def simulate(scenario: Scenario, rounds: RoundTerms) -> Outcome:
             )
     events, uptime = Events(scenario.duration_us), Uptime(len(scenario.learners), scenario.duration_us)
     syncer = (ReportSyncer if rounds.by_reports else SimulatedSyncer)(events, rounds, scenario.on_version)
-    members = [_Member(events, syncer, scenario, rounds, index, uptime) for index in range(len(scenario.learners))]
+    members = [_Member(events, syncer, scenario, rounds, index=index, uptime=uptime) for index in range(len(scenario.learners))]
     syncer.listeners.extend(members)
     for member in members:
         member.begin()

@@ -428,7 +428,7 @@ def _resumed(
     learners = _learners(overrides)
     settings = resume.changed(found.checkpoint, overrides)
     data = manifest.data if data is None else data_source(data, settings)
-    directory = RunDirectory(path.resolve(), manifest.run, nats_url or "", data, settings, learners)
+    directory = RunDirectory(path.resolve(), manifest.run, nats_url or "", data, settings, learners=learners)
     if (source / "run.json").exists():  # its learners' states are those of such learners
         directory = directory.with_learners_of(rundir.load(source))
     return found.checkpoint, directory
@@ -452,7 +452,7 @@ def _continued(
         )
     given = old.data if data is None else data_source(data, settings)
     learners = old.learners if learners is None else learners
-    directory = RunDirectory(new.resolve(), _name_of(new), nats_url or "", given, settings, learners)
+    directory = RunDirectory(new.resolve(), _name_of(new), nats_url or "", given, settings, learners=learners)
     return source, directory.with_learners_of(old)
 
 

@@ -72,7 +72,7 @@ class Shard:
         store = Log(transport, run.name, run.identity, fragment_map, run.created)
         self.subjects = store.subjects
         region = settings.region or ""
-        regions = Regions(region, store, run, fragment_map, connect or {}, settings.name) if run.regions else None
+        regions = Regions(region, store, run, fragment_map, connect or {}, name=settings.name) if run.regions else None
         roster = Roster(run.in_force, claims.step_bounds(run.created, fragment_map))
         refused, refusals = Counted(log), RefusalReporter(run, log)
         self.context = Context(
@@ -106,7 +106,9 @@ class Shard:
         self._news = asyncio.Event()
         self.intake = Intake(self.context, self.aggregator, self._news.set)
         tape = tape or Unrecorded()
-        self.governor = Governor(self.context, self.ownership, self.intake, tape, self._news.set, self._send_heartbeat)
+        self.governor = Governor(
+            self.context, self.ownership, self.intake, tape, changed=self._news.set, announce=self._send_heartbeat
+        )
         changed = self.governor.news.set
         self.links = LinkWatch(self.context, self.owned, self.intake.collectors, self.ownership, changed)
         self.follower = ChangesFollower(transport, run, log, self._change)

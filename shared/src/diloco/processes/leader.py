@@ -53,7 +53,9 @@ class Leader:
     def __init__(self, part: Part, fragment_map: FragmentMap, settings: LearnerSettings, log: Logger, tape: Recorder) -> None:
         """Begin; ``part`` is this process's own."""
         self.part, self.settings, self.log, self.tape = part, settings, log, tape
-        self.member = Member(part.transport, part.run, fragment_map, settings, log, tape, arrays=self, refused=part.refused)
+        self.member = Member(
+            part.transport, part.run, fragment_map, settings, log, tape=tape, arrays=self, refused=part.refused
+        )
         self.learner, self.shared = self.member.learner, self.member.shared
         part.lead = self._hear_process
         group = part.group
@@ -294,13 +296,14 @@ class Leader:
                 self.decisions.submit(fragment)
             self._moment = decisions.moment(decided)
             self._stage()
-        return Boundary(writes, list(decided.reads), decided.stop, decided.wait, decided.finished, decided.ended)
+        return Boundary(
+            writes, [*decided.reads], stop=decided.stop, wait=decided.wait, finished=decided.finished, ended=decided.ended
+        )
 
     def wait(self, timeout_s: float) -> None:
         """Sleep until there is something new, at most ``timeout_s``, and until no process is behind.
 
-        Steps are taken together, but nothing else keeps a leader that waits from deciding on and on while another process
-        stands still: it is missed only once it has been silent for too long.
+        Else a leader that waits would decide on and on while another process stands still, until that has been silent too long.
         """
         self.shared.wait_for_news(timeout_s)
         self.shared.wait_until(lambda: self.decisions.is_followed or self.shared.failure is not None, None)

@@ -79,9 +79,8 @@ class Learner:
     def seat(self, version: FragmentVersion, *, state: bool = False) -> FragmentState:
         """Begin the next fragment with the log's state, which the first boundary applies; ``state``: it is of state."""
         chain, settings = version.chain, self.settings
-        after = chain.cursor(self.name)
-        counts = DeltaState(self.name, self.incarnation, settings.carry.overlap, chain.version, chain.state_hash, after)
-        counts.state = state
+        counts = DeltaState(self.name, self.incarnation, settings.carry.overlap, chain.version, chain.state_hash)
+        counts.after, counts.state = chain.cursor(self.name), state
         values = None
         if version.theta is not None:
             values = DeltaValues.of(version.theta, settings, self.error_bits, state=state)
