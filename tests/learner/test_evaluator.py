@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from diloco.core.learner.schedule import Moment
 from diloco.errors import SettingsError
 from diloco.process.observe import get_logger
 from diloco.settings.presets import run_settings
@@ -64,6 +65,7 @@ class FakeMember:
         self.task, self.broken, self.healed, self.boundaries = task, broken, healed, 0
         self.losses, self.failures = list[Any](), list[Any]()
         self.samples: list[str] = []
+        self.sampled_at: list[int] = []  # boundary of each
 
     def boundary(self, done: None) -> Any:
         self.boundaries += 1
@@ -71,12 +73,16 @@ class FakeMember:
         applied = SimpleNamespace(theta=np.array([self.boundaries], np.float32))
         return SimpleNamespace(applies=[(0, applied)], finished=self.boundaries == self.boundaries_until_the_end)
 
+    def moment(self) -> Moment:
+        return Moment(self.boundaries, self.boundaries_until_the_end)
+
     def report_evaluation(self, loss: float | None, failure: str | None) -> None:
         self.losses.append(loss)
         self.failures.append(failure)
 
     def report_sample(self, text: str) -> None:
         self.samples.append(text)
+        self.sampled_at.append(self.boundaries)
 
     def wait(self, timeout_s: float) -> None:
         pass
@@ -144,14 +150,15 @@ def test_samples_are_told_while_the_run_goes_on(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(FakeMember, "boundaries_until_the_end", 12)
     Clock(monkeypatch, 0.0)
     assert play(tmp_path, "", sample_every_s=0)[0].samples == []
-    assert len(play(tmp_path, "", sample_every_s=30)[0].samples) == 3  # at 30, 60 and 90 s; the run ends at 110 s
+    # the second boundary, at 10 s, has a tenth of the tokens, the sixth a half; others come 30 s after the one before
+    assert play(tmp_path, "", sample_every_s=30)[0].sampled_at == [2, 5, 6, 9]
 
 
 def test_samples_that_take_long_are_fewer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeMember, "boundaries_until_the_end", 12)
     Clock(monkeypatch, 1.0)
-    # at 10 and at 61 s: 50 s after it began the next one may
-    assert play(tmp_path, "", sample_every_s=10)[0].samples == ["t", "t"]
+    # a tenth and a half of the tokens at 10 and 51 s; by the clock the next one may 50 s after the last one began
+    assert play(tmp_path, "", sample_every_s=10)[0].sampled_at == [2, 6, 11]
 
 
 def test_an_error_of_sample_in_mid_run_is_told_and_the_evaluator_goes_on(

@@ -25,7 +25,8 @@ IDLE_S = 0.5  # news wake it earlier; it then looks whether it is asked to end
 NGRAMS = {1: "unigram", 2: "bigram", 3: "3-gram", 4: "4-gram"}
 SAMPLE_TOKENS = 400
 NOTHING = Evaluation(None, {})
-SAMPLE_SHARE = 0.02  # of an evaluator's time that samples take at most while the run goes on
+SAMPLE_SHARE = 0.02  # of an evaluator's time that samples take at most while the run goes on, beside those at these parts of it
+SAMPLE_PARTS = (0.1, 0.5)  # of the run's tokens: a run's summary compares text from there with the last one
 
 
 class Evaluator:
@@ -51,6 +52,7 @@ class Evaluator:
         self._sample_every_s = sample_every_s
         self._sample_s = math.inf  # that one takes: the quickest of them, as the first one compiles its program
         self._sample_due_s = time.monotonic() + sample_every_s if sample_every_s else math.inf
+        self._part = 1.0  # of the run's tokens that the model has: those before the first boundary are past
 
     def run(self) -> None:
         """Evaluate until the run is over or this process is asked to end.
@@ -75,7 +77,7 @@ class Evaluator:
                 if boundary.finished:
                     self._save()
                     return
-            if now_s >= self._sample_due_s:
+            if self._reaches_part() or now_s >= self._sample_due_s:
                 self._tell_sample()
             self.member.wait(IDLE_S)
 
@@ -97,6 +99,12 @@ class Evaluator:
         found, failure = self._newest, self._failure
         self.member.report_evaluation(found.loss, None if failure is None else str(failure))
         self.log.debug("evaluated", val_loss=_rounded(found.loss), values=_shown(found), finished=finished)
+
+    def _reaches_part(self) -> bool:
+        """Whether the model has come to one of the parts of the run at which samples are drawn."""
+        moment, before = self.member.moment(), self._part
+        self._part = moment.tokens / moment.budget
+        return self._sample_due_s < math.inf and any(before < part <= self._part for part in SAMPLE_PARTS)
 
     def _tell_sample(self) -> None:
         """Draw a sample and tell it; the longer one takes, the later is the next one. After an error only the last one is."""
