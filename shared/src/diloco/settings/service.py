@@ -238,8 +238,8 @@ class LearnerSettings(ServiceSettings):
     sample_every_s: float = Field(
         60.0,
         ge=0,
-        description="an evaluator draws text from the model so often, if the task can, in at most a fiftieth of its time, and at "
-        "10 and 50 % of the run; 0: only at the end",
+        description="an evaluator draws text from the model so often, if the task can, in at most a fiftieth of its time, and "
+        "at 10 and 50 % of the run; 0: only at the end",
     )
     cache_dir: Path = Field(
         CACHE_DIR,
