@@ -219,19 +219,11 @@ def running(run_settings: RunSettings, parameters: int, trace: bool = False) -> 
         started: list[Party] = []
 
         def start(target: Callable[..., None], name: str, *args: Any) -> Party:
-            ours, theirs = _spawn.Pipe()
-            process = _spawn.Process(
-                target=target,
-                name=name,
-                args=(theirs, server.url, run_settings.model_dump(), parameters, trace, *args),
-                daemon=True,
-            )
-            process.start()
-            started.append(Party(process, ours))
+            started.append(spawn(target, name, server.url, run_settings.model_dump(), parameters, trace, *args))
             return started[-1]
 
         try:
-            asyncio.run(_create(server.url, run_settings))
+            asyncio.run(create(server.url, run_settings))
             learners = [start(learner_main, f"learner-{k}", k) for k in range(run_settings.learners)]
             syncer = start(syncer_main, "syncer-0")
             yield Parties(server, syncer, learners, run_settings, parameters)
@@ -243,7 +235,15 @@ def running(run_settings: RunSettings, parameters: int, trace: bool = False) -> 
             server.kill()
 
 
-async def _create(url: str, run_settings: RunSettings) -> None:
+def spawn(target: Callable[..., None], name: str, *args: Any) -> Party:
+    """Start a process of its own, whose function is given its end of a pipe and these arguments."""
+    ours, theirs = _spawn.Pipe()
+    process = _spawn.Process(target=target, name=name, args=(theirs, *args), daemon=True)
+    process.start()
+    return Party(process, ours)
+
+
+async def create(url: str, run_settings: RunSettings) -> None:
     link = await NatsTransport.open(url, url, "bench", observe.get_logger(), give_up_after_s=10)
     try:
         await creation.create(link, RUN, run_settings)
@@ -252,7 +252,7 @@ async def _create(url: str, run_settings: RunSettings) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _joined(url: str, name: str) -> AsyncIterator[tuple[NatsTransport, creation.KnownRun, observe.Logger]]:
+async def joined(url: str, name: str) -> AsyncIterator[tuple[NatsTransport, creation.KnownRun, observe.Logger]]:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     observe.configure(name, RUN, level="warning", fmt="console", file=None)
     log = observe.get_logger()
@@ -273,7 +273,7 @@ def syncer_main(pipe: Connection, url: str, settings: Mapping[str, Any], paramet
         _trace_syncer(tracer)
 
     async def main() -> None:
-        async with _joined(url, "syncer-0") as (link, run, log):
+        async with joined(url, "syncer-0") as (link, run, log):
             shard = Shard(link, run, await creation.find_map(run), SyncerSettings(name="syncer-0", run=RUN), log)
             serving = asyncio.create_task(shard.serve())
             loop = asyncio.get_running_loop()
@@ -323,7 +323,7 @@ def learner_main(pipe: Connection, url: str, settings: Mapping[str, Any], parame
         island.step(rng)  # what a step needs is there before anything is measured
         pipe.send("island")
         await asyncio.to_thread(pipe.recv)
-        async with _joined(url, f"learner-{share}") as (link, run, log):
+        async with joined(url, f"learner-{share}") as (link, run, log):
             began_s = time.monotonic()
             name = f"learner-{share}"
             member = Member(link, run, fragment_map, LearnerSettings(name=name, run=RUN, share=share), log)

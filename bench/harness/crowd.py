@@ -1,0 +1,248 @@
+"""A run of many learners without a framework, each a process, whose services are those that everybody deploys.
+
+A learner's step is asleep for a set time and changes nothing, so what its process takes is the protocol's. Learners talk to the
+script over a pipe, syncers and the coordinator are ``python -m diloco_syncer`` and ``python -m diloco_coordinator``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import nats
+import psutil
+import tomli_w
+
+from diloco.core.learner.accounts import StepDone
+from diloco.core.run.leases import RoundRobin
+from diloco.core.tensors.fragments import cut_model
+from diloco.member.member import Member
+from diloco.nats.connection import malloc_environment
+from diloco.settings.run import RunSettings
+from diloco.settings.service import LearnerSettings
+from diloco_ops.broker.server import Server, free_port
+from harness.host import cpu_s, rss_bytes
+from harness.parties import RUN, Island, Party, create, joined, model, spawn
+
+STEP_TOKENS = 1024
+IDLE_S = 0.5
+LOOK_S = 0.05
+PATIENCE_S = 300.0  # only ends what hangs
+MAX_CONNECTIONS = 1024
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What processes have taken so far, by name; ``messages`` and ``bytes``: those that the server has sent to each."""
+
+    at_s: float
+    cpu_s: dict[str, float]
+    messages: dict[str, int]
+    bytes: dict[str, int]
+    versions: int  # of all fragments, that learner-0 has applied
+    steps: int  # that learner-0 has taken
+    step_cpu_s: float  # processor time of its thread that were in them
+    busy: float = 0.0  # processor time of the whole machine so far, in seconds of one core
+
+
+@dataclass
+class Crowd:
+    """The processes of a run."""
+
+    server: Server
+    folder: Path
+    learners: list[Party]
+    services: dict[str, subprocess.Popen[bytes]]
+    page: str
+    joined_s: list[float] = field(default_factory=list)  # that each learner took, all at once
+
+    def pids(self) -> dict[str, int]:
+        """Return the number of each process by name."""
+        found = {"server": self.server.pid} | {name: process.pid for name, process in self.services.items()}
+        return found | {f"learner-{index}": party.pid for index, party in enumerate(self.learners)}
+
+    def figures(self) -> Figures:
+        """Return what everything has taken so far."""
+        steps, step_cpu_s, versions = self.learners[0].ask("figures")
+        sent = asyncio.run(self._sent())
+        times = psutil.cpu_times()
+        return Figures(
+            at_s=time.monotonic(),
+            cpu_s={name: cpu_s(pid) for name, pid in self.pids().items()},
+            messages={name: messages for name, (messages, _) in sent.items()},
+            bytes={name: size for name, (_, size) in sent.items()},
+            versions=sum(versions),
+            steps=steps,
+            step_cpu_s=step_cpu_s,
+            busy=sum(times) - times.idle - times.iowait - times.guest - times.guest_nice,
+        )
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Return the resident memory of each process."""
+        return {name: rss_bytes(pid) for name, pid in self.pids().items()}
+
+    def events(self, service: str) -> list[dict[str, Any]]:
+        """Return the events that a service has logged."""
+        lines = (self.folder / service / "logs" / f"{service}.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    def opened_s(self) -> float:
+        """Return how long the run's page takes to come, with its data."""
+        began_s = time.monotonic()
+        with urllib.request.urlopen(self.page, timeout=PATIENCE_S) as answer:
+            answer.read()
+        return time.monotonic() - began_s
+
+    async def _sent(self) -> dict[str, tuple[int, int]]:
+        """Return messages and bytes that the server has sent over all connections of each name."""
+        client = await nats.connect(self.server.admin_file.read_text().strip(), connect_timeout=5)
+        try:
+            asked = json.dumps({"limit": MAX_CONNECTIONS}).encode()
+            answer = await client.request("$SYS.REQ.SERVER.PING.CONNZ", asked, timeout=10)
+        finally:
+            await client.close()
+        found: dict[str, tuple[int, int]] = {}
+        for each in json.loads(answer.data)["data"]["connections"]:
+            name = str(each.get("name", "")).partition("/")[0]
+            messages, size = found.get(name, (0, 0))
+            found[name] = messages + each["out_msgs"], size + each["out_bytes"]
+        return found
+
+
+@contextlib.contextmanager
+def crowd(settings: RunSettings, *, learners: int, parameters: int, step_s: float) -> Iterator[Crowd]:
+    """Begin a run with its services and learners, and wait until all have joined; ``step_s`` is 0 for learners at rest."""
+    os.environ.update(malloc_environment())
+    with tempfile.TemporaryDirectory(prefix="diloco-bench-") as name, contextlib.ExitStack() as ends:
+        server = Server(Path(name))
+        server.start()
+        ends.callback(server.kill)
+        asyncio.run(create(server.url, settings))
+        port = free_port()
+        begun = Crowd(server, Path(name), [], {}, f"http://127.0.0.1:{port}/data.json")
+        for index in range(settings.shards):
+            begun.services[f"syncer-{index}"] = _service(begun, "syncer", f"syncer-{index}", {}, ends)
+        page = {"settings": settings.model_dump(mode="json", exclude_defaults=True), "page_address": f"127.0.0.1:{port}"}
+        begun.services["coordinator"] = _service(begun, "coordinator", "coordinator", page, ends)
+        for index in range(learners):
+            words = server.url, settings.model_dump(), parameters, step_s, index
+            party = spawn(learner_main, f"learner-{index}", *words)
+            ends.callback(party.process.join, 10)
+            ends.callback(party.process.kill)
+            begun.learners.append(party)
+        for party in begun.learners:
+            party.hear()
+        for party in begun.learners:  # all at once, with their imports behind them
+            party.pipe.send("join")
+        begun.joined_s = [float(party.hear()) for party in begun.learners]
+        yield begun
+
+
+def _service(
+    begun: Crowd, kind: str, name: str, settings: Mapping[str, Any], ends: contextlib.ExitStack
+) -> subprocess.Popen[bytes]:
+    folder = begun.folder / name
+    folder.mkdir()
+    file = folder / "service.toml"
+    common = {"run": RUN, "name": name, "nats_url": begun.server.url, "state_dir": str(folder)}
+    file.write_text(tomli_w.dumps(common | {"log_to": "file", "log_format": "json"} | dict(settings)))
+    with (folder / "output").open("wb") as output:
+        command = [sys.executable, "-m", f"diloco_{kind}", "--config", str(file)]
+        process = subprocess.Popen(command, stdout=output, stderr=output)
+    ends.callback(process.wait, 10)
+    ends.callback(process.kill)
+    return process
+
+
+def learner_main(pipe: Any, url: str, settings: Mapping[str, Any], parameters: int, step_s: float, index: int) -> None:
+    """Run a learner in a process of its own.
+
+    It says that it is there, joins when it is told to, says how long that took, and trains. It answers each word with its
+    steps, the processor time of its training thread, and the versions that it has applied.
+    """
+    run_settings = RunSettings.model_validate(dict(settings))
+    fragment_map = cut_model(model(parameters), run_settings.fragments)
+    island, name = Island.make(fragment_map), f"learner-{index}"
+
+    async def main() -> None:
+        pipe.send("here")
+        await asyncio.to_thread(pipe.recv)
+        async with joined(url, name) as (link, run, log):
+            began_s = time.monotonic()
+            member = Member(link, run, fragment_map, LearnerSettings(name=name, run=RUN), log)
+            await member.join(island.initial)
+            pipe.send(time.monotonic() - began_s)
+            trainer = Trainer(member, island, step_s)
+            threading.Thread(target=trainer.train, name="trainer", daemon=True).start()
+            while True:
+                await asyncio.to_thread(pipe.recv)
+                pipe.send((member.step, trainer.cpu_s, member.versions()))
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    asyncio.run(main())
+
+
+class Trainer:
+    """The thread of a learner that takes steps; ``cpu_s``: its processor time."""
+
+    def __init__(self, member: Member, island: Island, step_s: float) -> None:
+        self.member, self.island, self.step_s, self.cpu_s = member, island, step_s, 0.0
+
+    def train(self) -> None:
+        """Take steps; without a time of a step, apply what has come and rest."""
+        dealt, done = RoundRobin(), None
+        while True:
+            boundary = self.member.boundary(done)
+            done = None
+            self.island.write(boundary)
+            for fragment in boundary.reads:
+                values = self.island.reader(self.island.map.fragments[fragment])()
+                self.member.submit(fragment, lambda values=values: values)  # type: ignore[misc]
+            leased = self.member.leased()
+            if not self.step_s:
+                time.sleep(PATIENCE_S)
+            elif boundary.stop or boundary.wait or not leased:
+                self.member.wait(IDLE_S)
+            else:
+                batch = dealt.next(leased)
+                time.sleep(self.step_s)
+                done = StepDone(STEP_TOKENS, *batch, 1.0, self.step_s, 0.0)
+            self.cpu_s = time.thread_time()
+
+
+def wait_until(true: Callable[[], bool], what: str) -> float:
+    """Wait for something, and return how long that took."""
+    began_s = time.monotonic()
+    while not true():
+        if time.monotonic() - began_s > PATIENCE_S:
+            raise TimeoutError(f"{what}: not within {PATIENCE_S:.0f} s")
+        time.sleep(LOOK_S)
+    return time.monotonic() - began_s
+
+
+def of_kind(values: Mapping[str, float], kind: str) -> list[float]:
+    """Return the values of the processes of one kind, such as ``syncer``."""
+    return [value for name, value in values.items() if name.rstrip("0123456789").rstrip("-") == kind]
+
+
+def difference(after: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
+    """Return by how much each value has grown."""
+    return {name: value - before.get(name, 0) for name, value in after.items()}
+
+
+def mean(values: Sequence[float]) -> float:
+    """Return the mean; 0 of none."""
+    return sum(values) / len(values) if values else 0.0
