@@ -526,7 +526,7 @@ async def lose_disk(running: Up, watch: Watch, away_s: float) -> Result:
     await asyncio.sleep(CURRENT_TARGET_S)
     return {
         "versions_missed": missed, "read_bytes": read_bytes, "brought_s": brought_s - back_s, "stepping_s": stepping_s,
-        "first_step_behind": int(np.max(wanted - first)), "current_s": current_s, "server_back_at_s": back_s,
+        "first_step_behind": max(0, int(np.max(wanted - first))), "current_s": current_s, "server_back_at_s": back_s,
     }  # fmt: skip
 
 
@@ -547,7 +547,7 @@ def answers(url: str) -> bool:
         return False
 
 
-async def verified(watch: Watch, seen: Path) -> tuple[bool, list[str]]:
+async def verified(watch: Watch, seen: Path) -> tuple[bool, str]:
     """Return whether ``diloco verify`` through the lost region's server holds, and its last line."""
     run = watch.run
     shutil.rmtree(seen, ignore_errors=True)
@@ -560,7 +560,7 @@ async def verified(watch: Watch, seen: Path) -> tuple[bool, list[str]]:
         said, _ = await process.communicate()
         if process.returncode:
             break
-    return not process.returncode, said.decode().strip().splitlines()[-1:]
+    return not process.returncode, " ".join(said.decode().strip().splitlines()[-1:])
 
 
 def show_back(result: dict[str, Any]) -> None:
