@@ -29,6 +29,7 @@ from diloco.errors import SettingsError, WanError
 from diloco.nats import opening
 from diloco.nats.connection import NatsLink, subscribe
 from diloco.process import observe
+from diloco_ops import cuts
 from diloco_ops.broker.server import Server
 from diloco_ops.wan import control, relay
 from diloco_ops.wan.config import checked
@@ -431,6 +432,28 @@ async def test_an_operator_heals_what_a_schedule_cut() -> None:
         await reader.readline()
         await there.ask(control.Heal())
         assert there.link("us-eu")["state"] == "up"
+
+
+async def test_cuts_and_heals_of_a_relay_are_told_to_the_one_who_began_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuts, "LOOK_S", 0.01)
+    told: asyncio.Queue[str] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    async with relay_world() as there, asyncio.TaskGroup() as tasks:
+        looked = asyncio.Event()
+
+        def links() -> dict[str, Any]:
+            [answer] = control.asked(there.at, control.Status())
+            loop.call_soon_threadsafe(looked.set)
+            return dict(answer["links"])
+
+        watching = tasks.create_task(cuts.watch(links, lambda names, what: told.put_nowait(f"{names} {what}")))
+        await asyncio.wait_for(looked.wait(), DEADLINE_S)
+        await there.ask(control.Cut(["eu"]))
+        assert await asyncio.wait_for(told.get(), DEADLINE_S) == "links eu-us, us-eu are cut"
+        await there.ask(control.Heal())
+        assert await asyncio.wait_for(told.get(), DEADLINE_S) == "links eu-us, us-eu are healed"
+        assert told.empty()
+        watching.cancel()
 
 
 # ---- as a user sees it

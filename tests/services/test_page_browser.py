@@ -60,6 +60,9 @@ def look_and_act(address: str, cluster: Cluster) -> list[str]:
         act(tab, "set", {"key": "tokens", "value": str(budget), "reason": "enough"}, f"tokens = {budget}")
         cluster.gate.open()
         tab.get_by_text("Steps blocked").first.wait_for()  # the run is over, and the page is its report
+        with tab.expect_download() as saved:
+            tab.get_by_text("Save its report").click()
+        assert "Steps blocked" in saved.value.path().read_text()
         browser.close()
     return complaints
 

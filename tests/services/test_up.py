@@ -232,6 +232,11 @@ def test_report_has_what_it_promises(story: Story) -> None:
     for learner in report["learners"].values():
         lost = learner["tokens_processed"] - learner["tokens_merged"] - learner["tokens_lost"]
         assert abs(lost) <= 2  # nothing is outstanding at the end
+    gauges = report["series"]["gauges"]  # what each learner said of its own process
+    assert sorted(gauges) == LEARNERS
+    assert all(gauges.values())
+    assert {learner["host"] for learner in report["learners"].values()} == {socket.gethostname()}
+    assert all(learner["device"].startswith("cpu") for learner in report["learners"].values())
     page = (story.directory / "report.html").read_text()
     assert "<svg" in page or "<canvas" in page
     assert 'src="http' not in page
