@@ -309,6 +309,7 @@ async def pictures(
     counts: Annotated[Path | None, "file for the versions in each second of even-rounds, of which nothing is drawn"] = None,
 ) -> None:
     """Make pictures."""
+    out.mkdir(parents=True, exist_ok=True)
     if "even-rounds" in parts:
         even_rounds(out, counts)
     live = [part for part in parts if part != "even-rounds"]
