@@ -1,4 +1,4 @@
-"""What a run costs each of its processes, by the number of learners: per version while they train, and per second at rest.
+"""Costs of a run in each of its processes, by the number of learners: per version while they train, per second at rest.
 
     python bench/scale.py rounds --learners 1 4 16 64 --due-s 0.5 1 2
     python bench/scale.py rest --learners 4 16 32 64
@@ -160,7 +160,7 @@ def rest(
     parameters: Parameters = 200_000,
     window_s: Annotated[float, "that is measured"] = 30.0,
 ) -> Result:
-    """Measure what learners that have joined cost in a second in which nobody steps."""
+    """Measure what learners that have joined cost in a second without steps."""
     rows = []
     for count in learners:
         rows.append(_rest(count, syncers, parameters, window_s))
@@ -238,5 +238,7 @@ def show_times(result: Result) -> None:
     print(*map(_times_line, result["rows"]), sep="\n")
 
 
+SCRIPT = Script(__doc__, Bench(rounds, show_rounds), Bench(rest, show_rest), Bench(times, show_times))
+
 if __name__ == "__main__":
-    Script(__doc__, Bench(rounds, show_rounds), Bench(rest, show_rest), Bench(times, show_times)).run()
+    SCRIPT.run()

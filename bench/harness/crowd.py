@@ -1,4 +1,4 @@
-"""A run of many learners without a framework, each a process, whose services are those that everybody deploys.
+"""A run of many learners without a framework, each a process, whose services are those of a deployed run.
 
 A learner's step is asleep for a set time and changes nothing, so what its process takes is the protocol's. Learners talk to the
 script over a pipe, syncers and the coordinator are ``python -m diloco_syncer`` and ``python -m diloco_coordinator``.
@@ -46,7 +46,7 @@ MAX_CONNECTIONS = 1024
 
 @dataclass(frozen=True)
 class Figures:
-    """What processes have taken so far, by name; ``messages`` and ``bytes``: those that the server has sent to each."""
+    """Totals of processes so far, by name; ``messages`` and ``bytes``: those that the server has sent to each."""
 
     at_s: float
     cpu_s: dict[str, float]
