@@ -5,8 +5,8 @@
     python bench/scale.py times --learners 4 32
 
 Learners have no framework, and their steps are asleep: processor time is the protocol's. Everything is on one machine, so
-the processors' time is counted, not the clock's. Where the machine is more than four fifths busy, fragments are due half as
-often.
+the processors' time is counted, not the clock's. Where the run's processes take more than four fifths of it, fragments are due
+half as often.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def taken(before: Figures, after: Figures) -> dict[str, Any]:
     heard, sizes = difference(after.messages, before.messages), difference(after.bytes, before.bytes)
     return {
         "took_s": after.at_s - before.at_s,
-        "busy": (after.busy - before.busy) / (after.at_s - before.at_s) / (psutil.cpu_count() or 1),
+        "busy": sum(cpu.values()) / (after.at_s - before.at_s) / (psutil.cpu_count() or 1),
         "versions": after.versions - before.versions,
         "cpu_s": {kind: sum(of_kind(cpu, kind)) for kind in KINDS if kind != "learner"}
         | {"learner": mean(of_kind(cpu, "learner"))},

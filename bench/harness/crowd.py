@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import nats
-import psutil
 import tomli_w
 
 from diloco.core.learner.accounts import StepDone
@@ -55,7 +54,6 @@ class Figures:
     versions: int  # of all fragments, that learner-0 has applied
     steps: int  # that learner-0 has taken
     step_cpu_s: float  # processor time of its thread that were in them
-    busy: float = 0.0  # processor time of the whole machine so far, in seconds of one core
 
 
 @dataclass
@@ -78,7 +76,6 @@ class Crowd:
         """Return what everything has taken so far."""
         steps, step_cpu_s, versions = self.learners[0].ask("figures")
         sent = asyncio.run(self._sent())
-        times = psutil.cpu_times()
         return Figures(
             at_s=time.monotonic(),
             cpu_s={name: cpu_s(pid) for name, pid in self.pids().items()},
@@ -87,7 +84,6 @@ class Crowd:
             versions=sum(versions),
             steps=steps,
             step_cpu_s=step_cpu_s,
-            busy=sum(times) - times.idle - times.iowait - times.guest - times.guest_nice,
         )
 
     def memory_bytes(self) -> dict[str, int]:
@@ -116,7 +112,7 @@ class Crowd:
             await client.close()
         found: dict[str, tuple[int, int]] = {}
         for each in json.loads(answer.data)["data"]["connections"]:
-            name = str(each.get("name", "")).partition("/")[0]
+            name = str(each.get("name", "")).removesuffix("-control").removesuffix("-bulk")
             messages, size = found.get(name, (0, 0))
             found[name] = messages + each["out_msgs"], size + each["out_bytes"]
         return found

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from diloco.errors import RunError, SettingsError
+from diloco.service import rundir
 from diloco.service.rundir import RunDirectory
 from diloco.settings.presets import run_settings
 from diloco_ops.compare.compare_command import compare, read_all
+from diloco_ops.compare.reading import read
 from diloco_report.side_by_side import MAX_RUNS, LossSample
 
 TEXT = "7d2a5b8e" * 8
@@ -87,6 +89,17 @@ def test_a_run_that_is_over_is_read_from_its_report(tmp_path: Path) -> None:
     assert entry.settings["seed"] == 5
     assert entry.settings["round.steps"] == run_settings("decoupled", {}).round.steps
     assert (entry.changes, entry.notes) == (["tokens = 1000"], [])
+
+
+def test_a_local_run_goes_on_as_long_as_diloco_up_is_at_work_on_it(tmp_path: Path) -> None:
+    going_on(tmp_path / "a")
+    (tmp_path / "a" / "services").mkdir()
+    assert read(tmp_path / "a").state == "stopped"  # its series is new
+    hour_ago_s = time.time() - 3600
+    os.utime(tmp_path / "a" / "series.json", (hour_ago_s, hour_ago_s))
+    with rundir.locked(tmp_path / "a"):
+        assert read(tmp_path / "a").state == "going on"
+    assert read(tmp_path / "a").state == "stopped"
 
 
 def test_a_run_that_goes_on_or_was_stopped_is_read_from_its_series(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 from diloco.errors import RunError
 from diloco.service import rundir
 from diloco.service.rundir import RunDirectory
+from diloco_ops.reading.local_runs import standing_of
 from diloco_ops.report.build import load_json
 from diloco_report.side_by_side import ComparedRun, LossSample
 from diloco_report.units import finite
@@ -72,6 +73,14 @@ def text_hash(path: Path) -> str | None:
     """Return the hash of the text that a run's evaluator has evaluated on; None: not known, or another task's data."""
     text = load_json(path / "evaluation.json").get("text")
     return text if isinstance(text, str) else None
+
+
+def _state(directory: RunDirectory, series: Path) -> str:
+    """Return whether a run that is not over goes on: by the lock of `diloco up`, or without one by the age of its series."""
+    standing = standing_of(directory)
+    if standing == "stopped":
+        return "stopped"
+    return "going on" if standing == "running" or time.time() - series.stat().st_mtime < WRITTEN_S else "stopped"
 
 
 def _no_series(path: Path) -> str:
@@ -135,7 +144,7 @@ def _going_on(directory: RunDirectory, series: Mapping[str, Any], file: Path) ->
     begun = any(named.values())
     return _entry(
         directory,
-        "going on" if time.time() - file.stat().st_mtime < WRITTEN_S else "stopped",
+        _state(directory, file),
         validation=_samples(validation, bytes_),
         training=_samples(_points(named), bytes_),
         ends={
