@@ -128,7 +128,7 @@ def crowd(settings: RunSettings, *, learners: int, parameters: int, step_s: floa
         ends.callback(server.kill)
         asyncio.run(create(server.url, settings))
         port = free_port()
-        begun = Crowd(server, Path(name), [], {}, f"http://127.0.0.1:{port}/data.json")
+        begun = Crowd(server, Path(name), [], {}, f"http://127.0.0.1:{port}/")
         for index in range(settings.shards):
             begun.services[f"syncer-{index}"] = _service(begun, "syncer", f"syncer-{index}", {}, ends)
         page = {"settings": settings.model_dump(mode="json", exclude_defaults=True), "page_address": f"127.0.0.1:{port}"}
