@@ -22,9 +22,9 @@ from typing import Annotated, Any
 
 import psutil
 from harness.console import Bench, Result, Script, say
-from harness.crowd import Crowd, Figures, crowd, difference, mean, of_kind, wait_until
+from harness.crowd import Crowd, Figures, crowd, difference, of_kind, wait_until
 from harness.host import MB, machine
-from harness.live_run import DILOCO, ENDLESS
+from harness.live_run import DILOCO, ENDLESS, events
 from harness.parties import RUN
 
 from diloco.settings.presets import run_settings
@@ -64,10 +64,11 @@ def taken(before: Figures, after: Figures) -> dict[str, Any]:
         "took_s": after.at_s - before.at_s,
         "busy": sum(cpu.values()) / (after.at_s - before.at_s) / (psutil.cpu_count() or 1),
         "versions": after.versions - before.versions,
+        "step_cpu_s": (after.step_cpu_s - before.step_cpu_s) / max(1, after.steps - before.steps),
         "cpu_s": {kind: sum(of_kind(cpu, kind)) for kind in KINDS if kind != "learner"}
-        | {"learner": mean(of_kind(cpu, "learner"))},
-        "messages": mean(of_kind(heard, "learner")),
-        "bytes": mean(of_kind(sizes, "learner")),
+        | {"learner": statistics.fmean(of_kind(cpu, "learner"))},
+        "messages": statistics.fmean(of_kind(heard, "learner")),
+        "bytes": statistics.fmean(of_kind(sizes, "learner")),
     }
 
 
@@ -102,7 +103,6 @@ def _rounds(
         window(run, due_s * fragments)  # until all fragments are in turn
         found = taken(*window(run, max(window_s, LEAST_CYCLES * due_s * fragments), LEAST_CYCLES * fragments))
         memory = run.memory_bytes()
-        figures = run.figures()
         joined_s = max(run.joined_s)
     if found["busy"] > BUSY and due_s < 60:
         return _rounds(learners, syncers, parameters, fragments, step_s, 2 * due_s, window_s)
@@ -114,12 +114,12 @@ def _rounds(
         "busy": found["busy"],
         "versions": versions,
         "joined_s": joined_s,
-        # of one learner and version, in milliseconds
+        # milliseconds for each version; of the services, also for each learner
         "syncer_ms": 1e3 * cpu["syncer"] / versions / learners,
         "server_ms": 1e3 * cpu["server"] / versions / learners,
         "coordinator_ms": 1e3 * cpu["coordinator"] / versions / learners,
         "learner_ms": 1e3 * cpu["learner"] / versions,
-        "step_ms": 1e3 * figures.step_cpu_s / max(1, figures.steps),
+        "step_ms": 1e3 * found["step_cpu_s"],
         "messages": found["messages"] / versions,
         "bytes": found["bytes"] / versions,
         "memory_bytes": {kind: statistics.median(of_kind(memory, kind)) for kind in KINDS},
@@ -222,8 +222,8 @@ def _times(run: Crowd) -> Result:
 
 
 def _taken(run: Crowd, syncer: str) -> list[int]:
-    """Return the fragments that a syncer has taken over, one that it took again as often."""
-    return [event["fragment"] for event in run.events(syncer) if event["event"] == "taken_over"]
+    """Return a fragment for each time that a syncer has taken it over."""
+    return [event["fragment"] for event in events(run.folder / syncer, syncer, "taken_over")]
 
 
 def _times_line(row: Result) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -17,12 +16,11 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import nats
 import tomli_w
 
 from diloco.core.learner.accounts import StepDone
@@ -32,15 +30,14 @@ from diloco.member.member import Member
 from diloco.nats.connection import malloc_environment
 from diloco.settings.run import RunSettings
 from diloco.settings.service import LearnerSettings
+from diloco_ops.broker.admin import administrator
 from diloco_ops.broker.server import Server, free_port
 from harness.host import cpu_s, rss_bytes
-from harness.parties import RUN, Island, Party, create, joined, model, spawn
+from harness.parties import RUN, STEP_TOKENS, Island, Party, create, joined, model, spawn
 
-STEP_TOKENS = 1024
 IDLE_S = 0.5
 LOOK_S = 0.05
 PATIENCE_S = 300.0  # only ends what hangs
-MAX_CONNECTIONS = 1024
 
 
 @dataclass(frozen=True)
@@ -90,11 +87,6 @@ class Crowd:
         """Return the resident memory of each process."""
         return {name: rss_bytes(pid) for name, pid in self.pids().items()}
 
-    def events(self, service: str) -> list[dict[str, Any]]:
-        """Return the events that a service has logged."""
-        lines = (self.folder / service / "logs" / f"{service}.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines]
-
     def opened_s(self) -> float:
         """Return how long the run's page takes to come, with its data."""
         began_s = time.monotonic()
@@ -104,14 +96,10 @@ class Crowd:
 
     async def _sent(self) -> dict[str, tuple[int, int]]:
         """Return messages and bytes that the server has sent over all connections of each name."""
-        client = await nats.connect(self.server.admin_file.read_text().strip(), connect_timeout=5)
-        try:
-            asked = json.dumps({"limit": MAX_CONNECTIONS}).encode()
-            answer = await client.request("$SYS.REQ.SERVER.PING.CONNZ", asked, timeout=10)
-        finally:
-            await client.close()
+        async with administrator(self.server.admin_file.read_text().strip()) as admin:
+            connections = await admin.of_connections(lambda answer: answer["data"]["connections"])
         found: dict[str, tuple[int, int]] = {}
-        for each in json.loads(answer.data)["data"]["connections"]:
+        for each in connections:
             name = str(each.get("name", "")).removesuffix("-control").removesuffix("-bulk")
             messages, size = found.get(name, (0, 0))
             found[name] = messages + each["out_msgs"], size + each["out_bytes"]
@@ -230,15 +218,10 @@ def wait_until(true: Callable[[], bool], what: str) -> float:
 
 
 def of_kind(values: Mapping[str, float], kind: str) -> list[float]:
-    """Return the values of the processes of one kind, such as ``syncer``."""
+    """Return the values of all syncers, of all learners, or of the processes of another kind, by its name."""
     return [value for name, value in values.items() if name.rstrip("0123456789").rstrip("-") == kind]
 
 
 def difference(after: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
     """Return by how much each value has grown."""
     return {name: value - before.get(name, 0) for name, value in after.items()}
-
-
-def mean(values: Sequence[float]) -> float:
-    """Return the mean; 0 of none."""
-    return sum(values) / len(values) if values else 0.0

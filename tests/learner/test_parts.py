@@ -262,9 +262,7 @@ def test_all_begin_from_what_was_kept_though_parts_are_missing_until_there_is_a_
     assert again.accounts.whole == name
     saving.generation = 8
     newer = saving.save(whole=name)
-    assert StateFolder(tmp_path, "ann").kept().exists(), (
-        "it is the newest that all have, until they have the one that is saved now"
-    )
+    assert StateFolder(tmp_path, "ann").kept().exists(), "all parts have it, and not yet the state that is saved now"
     Again(loop, [tmp_path, tmp_path]).began_from(2)
     saving.save(whole=newer)
     assert not StateFolder(tmp_path, "ann").kept().exists()

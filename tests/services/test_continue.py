@@ -209,7 +209,7 @@ async def test_nothing_is_left_of_a_continuation_that_fails(make_server: MakeSer
     with pytest.raises(SettingsError, match="another one"):
         await prepared(source, new, refused)
     assert not new.path.exists()
-    statefolder.weights_before(new.path).mkdir(parents=True)  # where a file is to be written
+    statefolder.weights_before(new.path).mkdir(parents=True)  # a folder in the place of the file
     with pytest.raises(OSError, match="weights"):
         await prepared(source, new)
     statefolder.weights_before(new.path).rmdir()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import nats
 import nats.errors
@@ -23,6 +23,7 @@ SERVER_AWAY = (BrokerError, nats.errors.Error, TimeoutError)
 
 ATTEMPTS_S = 30.0  # a server that was killed is back by then
 RETRY_S = 0.5  # between two attempts
+T = TypeVar("T")
 ANSWER_S = 2.0  # a server on this machine answers in milliseconds
 MAX_CONNECTIONS = 4096
 
@@ -67,14 +68,26 @@ class Admin:
         Raises:
             BrokerError: no answer, or one that is no list of connections.
         """
+
+        def doomed(answer: Mapping[str, Any]) -> tuple[str, list[int]]:
+            found = [each["cid"] for each in answer["data"]["connections"] if each.get("name") in names]
+            return answer["server"]["id"], found
+
+        server, connections = await self.of_connections(doomed)
+        for connection in connections:
+            await self._ask(f"$SYS.REQ.SERVER.{server}.KICK", {"cid": connection})
+
+    async def of_connections(self, read: Callable[[Mapping[str, Any]], T]) -> T:
+        """Return what ``read`` finds in the server's answer to CONNZ, its list of connections.
+
+        Raises:
+            BrokerError: no answer, or one that is no list of connections.
+        """
         answer = await self._ask("$SYS.REQ.SERVER.PING.CONNZ", {"limit": MAX_CONNECTIONS})
         try:
-            server = answer["server"]["id"]
-            doomed = [each["cid"] for each in answer["data"]["connections"] if each.get("name") in names]
+            return read(answer)
         except (LookupError, TypeError, AttributeError) as error:
             raise BrokerError(f"the server's list of connections cannot be read: {error!r}") from None
-        for connection in doomed:
-            await self._ask(f"$SYS.REQ.SERVER.{server}.KICK", {"cid": connection})
 
     async def _ask(self, subject: str, request: dict[str, Any]) -> dict[str, Any]:
         try:

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from diloco.core.run.run_length import SAMPLE_PARTS
 from diloco_report import compared
 from diloco_report.facts import natural
 from diloco_report.samples import trimmed
 from diloco_report.units import count, decimal, duration, share, size, times
 
-SAMPLE_PARTS, SAMPLE_NEAR = (0.1, 0.5), 0.15  # of the merged tokens: where samples are wanted, and how far one may be away
+SAMPLE_NEAR = 0.15  # of the merged tokens: how far from one of the parts a sample may have been drawn
 SAMPLE_LINES = 5  # of each of several samples
 MISSED = 0.1  # of its rounds, by each learner: worth a sentence
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 FOLDER = "checkpoints"
 LOANS = "loans"
-BEFORE = "before"  # what a run that continues another has of that one: its weights, and its learners' last states
+BEFORE = "before"  # weights and learners' last states of the run that this one continues
 
 
 @dataclass(frozen=True)

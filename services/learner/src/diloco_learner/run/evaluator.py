@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from diloco.core.run.run_length import SAMPLE_PARTS
 from diloco.errors import SettingsError
 from diloco.member.arrays import Boundary
 from diloco.member.member import Member
@@ -25,8 +26,7 @@ IDLE_S = 0.5  # news wake it earlier; it then looks whether it is asked to end
 NGRAMS = {1: "unigram", 2: "bigram", 3: "3-gram", 4: "4-gram"}
 SAMPLE_TOKENS = 400
 NOTHING = Evaluation(None, {})
-SAMPLE_SHARE = 0.02  # of an evaluator's time that samples take at most while the run goes on, beside those at these parts of it
-SAMPLE_PARTS = (0.1, 0.5)  # of the run's tokens: a run's summary compares text from there with the last one
+SAMPLE_SHARE = 0.02  # of an evaluator's time for samples while the run goes on, at most; those at SAMPLE_PARTS do not count
 
 
 class Evaluator:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from diloco.settings.run import RunSettings
 
+# of a run's tokens: an evaluator draws text there, which the run's summary shows beside the last text
+SAMPLE_PARTS = (0.1, 0.5)
 FEW_ROUNDS = 10  # an outer momentum of 0.9, the papers' value, gathers over ten versions
 
 
