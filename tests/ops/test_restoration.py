@@ -13,7 +13,8 @@ from diloco.errors import RunError, SettingsError
 from diloco.settings.presets import run_settings
 from diloco_ops.checkpoints import manifest
 from diloco_ops.checkpoints.manifest import FragmentCut, Manifest, SavedFile, SavedStream
-from diloco_ops.checkpoints.restoration import region_urls, restore_to
+from diloco_ops.checkpoints.restoration import restore_to
+from diloco_ops.reading.region_logs import urls_of
 
 REGIONS = ("ap", "eu", "us")
 
@@ -41,11 +42,11 @@ def restored(path: Path, *bulk: str, overrides: dict[str, object] | None = None)
 
 
 def test_servers_are_named_by_region() -> None:
-    assert region_urls(["us=tls://us:4222", "ap=tls://ap:4222"], ["us", "ap"]) == {
+    assert urls_of(["us=tls://us:4222", "ap=tls://ap:4222"], ["us", "ap"]) == {
         "ap": "tls://ap:4222",
         "us": "tls://us:4222",
     }
-    assert region_urls([], []) == {}
+    assert urls_of([], []) == {}
 
 
 @pytest.mark.parametrize(
@@ -65,7 +66,7 @@ def test_servers_that_are_missing_or_unknown_are_refused(tmp_path: Path, bulk: l
 
 def test_a_run_without_regions_has_one_server() -> None:
     with pytest.raises(SettingsError, match=r"it has no regions, so --nats is enough"):
-        region_urls(["us=tls://us:4222"], [])
+        urls_of(["us=tls://us:4222"], [])
 
 
 def test_a_checkpoint_of_another_version_is_refused(tmp_path: Path) -> None:

@@ -59,15 +59,17 @@ class Operator:
         return self.keys.identity_file("operator")
 
     async def attach(self, path: Path) -> Path:
-        bulk = self.cluster.servers[self.cluster.regions[0]].url
-        await attached(path, RUN, self.cluster.url, bulk, str(self.identity))
+        await attached(path, RUN, self.cluster.url, self.bulk, str(self.identity))
         return path
+
+    @property
+    def bulk(self) -> list[str]:
+        return [f"{region}={self.cluster.servers[region].url}" for region in self.cluster.regions]
 
     async def restore(self, source: RunCheckpoint, **overrides: Any) -> list[str]:
         said: list[str] = []
-        bulk = [f"{region}={self.cluster.servers[region].url}" for region in self.cluster.regions]
         given = {key.replace("__", "."): value for key, value in overrides.items()}
-        await restore_to(source.path, self.cluster.url, bulk, self.identity, given, said.append)
+        await restore_to(source.path, self.cluster.url, self.bulk, self.identity, given, said.append)
         return said
 
     @contextlib.asynccontextmanager
@@ -211,7 +213,7 @@ def cutting(calls: int, *, amid: bool) -> Callable[[pytest.MonkeyPatch], None]:
         if seen[0] != calls:
             return await send(link, subject, path, stream)
         with path.open("rb") as file:
-            await snapshot._request(link, subject, file.read(10_000), stream)
+            await snapshot._request(link, subject, file.read(path.stat().st_size // 2), stream)
         raise CutOffError
 
     def patch(monkeypatch: pytest.MonkeyPatch) -> None:

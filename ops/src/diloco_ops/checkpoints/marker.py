@@ -93,7 +93,8 @@ class Marking:
             await self._until_answered(versions)
             beyond = [name for name, answer in self._answers.items() if answer.versions != versions]
             without_residual = await self._without_residual()
-            if (not beyond and not without_residual and await self._kept()) or last:
+            lacking = without_residual and not self._unread()  # a newer cut brings no log that is not read
+            if (not beyond and not lacking and await self._kept()) or last:
                 break
             self.forget()
             self.number += 1
@@ -103,7 +104,9 @@ class Marking:
             )
         if without_residual:
             names = ", ".join(map(str, without_residual))
-            self.problems.append(f"fragments {names}: what rounding has left over of their last merge begins at zero")
+            unread = self._unread()
+            reason = f": the logs of the regions {', '.join(unread)} were not read" if unread else ""
+            self.problems.append(f"fragments {names}: what rounding has left over of their last merge begins at zero{reason}")
         for name, declined in sorted(self._declined.items()):
             if declined.reason == "keeps_own":
                 self.keeps_own.append(name)
@@ -178,6 +181,10 @@ class Marking:
             if oldest is None or oldest.entry_sequence > cut.sequence:
                 return False
         return True
+
+    def _unread(self) -> list[str]:
+        """Regions whose logs are not read: no server of theirs was given, or none answers."""
+        return [region for region in self.run.run.created.regions.names if region not in self.run.regions]
 
     async def _without_residual(self) -> list[int]:
         """Fragments whose owner did not keep the residual of the cut's version; it may have gone on to the next one."""

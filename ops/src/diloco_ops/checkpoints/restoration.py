@@ -33,7 +33,6 @@ from diloco.service.rundir import RunDirectory
 from diloco.settings import folders
 from diloco.settings.loading import parse_assignments
 from diloco.settings.run import RunSettings
-from diloco.settings.validation import nearest
 from diloco.wire.subjects import Subjects
 from diloco_ops.broker import snapshot
 from diloco_ops.broker.server import CONNECT_TIMEOUT_S, Server
@@ -42,9 +41,11 @@ from diloco_ops.checkpoints import manifest
 from diloco_ops.checkpoints import restore as prepared
 from diloco_ops.checkpoints.manifest import RunCheckpoint
 from diloco_ops.operate.changing import Say
+from diloco_ops.reading import region_logs
 from diloco_ops.up import resume
 from diloco_report.units import duration, size
 
+LEFT_OUT = "; a region that is to be left out goes by --set 'regions.names=[...]'"
 COMMAND = "diloco restore"
 SETTLED_S = 1.0  # another restore that has deleted an empty log has made its own by then
 TAG, MADE_BY, CONTENT = "diloco_restore", "diloco_restore_by", "diloco_restore_content"  # names in a stream's metadata
@@ -90,7 +91,7 @@ async def restore_to(
     source.check_run()
     settings = resume.changed(source, overrides, COMMAND)
     run = source.manifest.run
-    urls = region_urls(bulk, settings.regions.names)
+    urls = region_logs.urls_of(bulk, settings.regions.names, LEFT_OUT)
     own = None if identity is None else of_command(identity, run)
     for name in source.absent():
         say(f"note: the state of {name} is not in this checkpoint; put the copy of its team back, or it begins from the log")
@@ -110,32 +111,6 @@ async def restore_to(
         f"run {run} is restored at versions {min(versions)} to {max(versions)}, in {duration(time.monotonic() - began_s)}; put "
         "the learners' states back, then start its services"
     )
-
-
-def region_urls(bulk: Sequence[str], regions: Sequence[str]) -> dict[str, str]:
-    """Return the server of each region, in the order of their names; none for a run without regions.
-
-    Raises:
-        SettingsError: one is no ``REGION=URL``, or a region is missing, unknown, or named twice.
-    """
-    urls: dict[str, str] = {}
-    for each in bulk:
-        region, equals, url = each.partition("=")
-        if not equals or not url:
-            raise SettingsError(f"--bulk {each}: expected REGION=URL, such as us=tls://us.example.org:4222")
-        if region not in regions:
-            there = f"there are {', '.join(regions)}" if regions else "it has no regions, so --nats is enough"
-            raise SettingsError(f"--bulk {each}: no region {region!r} of this run{nearest(region, regions)}; {there}")
-        if region in urls:
-            raise SettingsError(f"--bulk {each}: region {region!r} has {urls[region]} already")
-        urls[region] = url
-    missing = [region for region in regions if region not in urls]
-    if missing:
-        raise SettingsError(
-            f"{COMMAND}: the servers of {', '.join(missing)} are missing: give each with --bulk REGION=URL; a region that is "
-            "to be left out goes by --set 'regions.names=[...]'"
-        )
-    return dict(sorted(urls.items()))
 
 
 @asynccontextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -16,7 +17,7 @@ from diloco.nats.transport import NatsTransport
 from diloco.service.rundir import RunDirectory
 from diloco.settings.run import RunSettings
 from diloco.wire.subjects import Subjects
-from diloco_ops.reading import run_reader
+from diloco_ops.reading import region_logs, run_reader
 
 
 def attach(
@@ -25,8 +26,14 @@ def attach(
     nats_url: Annotated[
         str, typer.Option("--nats", envvar="DILOCO_NATS_URL", help="Its NATS server; in a run with regions, its control store.")
     ] = "nats://127.0.0.1:4222",
-    bulk_url: Annotated[
-        str | None, typer.Option("--bulk", envvar="DILOCO_NATS_BULK_URL", help="In a run with regions: the server of one.")
+    bulk: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--bulk",
+            metavar="[REGION=]URL",
+            envvar="DILOCO_NATS_BULK_URL",
+            help="With regions: the server of one; or of each with its name, repeatable, which checkpoints need.",
+        ),
     ] = None,
     identity: Annotated[
         Path | None, typer.Option(envvar="DILOCO_IDENTITY", help="File that `diloco keys` made: an operator's or observer's.")
@@ -36,26 +43,30 @@ def attach(
     if (directory / "report.json").exists():
         raise RunError(f"{directory}: holds a finished run; choose another directory")
     file = None if identity is None else str(identity.resolve())
-    asyncio.run(attached(directory, run, nats_url, bulk_url, file))
+    asyncio.run(attached(directory, run, nats_url, bulk or (), file))
     print(f"run {run} at {nats_url}: diloco status {directory}")
 
 
-async def attached(directory: Path, run: str, nats_url: str, bulk_url: str | None = None, identity: str | None = None) -> None:
-    """Write ``run.json`` of a run that is at a server.
+async def attached(directory: Path, run: str, nats_url: str, bulk: Sequence[str] = (), identity: str | None = None) -> None:
+    """Write ``run.json`` of a run that is at a server. ``bulk``: the server of one region, or of each as ``REGION=URL``.
 
     Raises:
+        SettingsError: regions' servers are given, but not one for each.
         RunError: the server does not have it; or it has regions, and the server of none is given.
         BrokerError: the server does not answer.
     """
-    seen = RunDirectory(directory, run, nats_url, None, RunSettings(), nats_bulk_url=bulk_url, identity=identity)
+    named = len(bulk) > 1 or any("=" in each for each in bulk)
+    first_url = bulk[0].rpartition("=")[2] if bulk else None
+    seen = RunDirectory(directory, run, nats_url, None, RunSettings(), nats_bulk_url=first_url, identity=identity)
     transport = await run_reader.connect(seen, "attach", run_reader.ANSWER_TIMEOUT_S)
     try:
         settings = await stored_settings(transport, seen)
     finally:
         await transport.close()
-    if settings.regions.names and bulk_url is None:
+    if settings.regions.names and not bulk:
         raise RunError(f"run {run!r} has the regions {', '.join(settings.regions.names)}: give the server of one with --bulk")
-    replace(seen, settings=settings).save()
+    urls = region_logs.urls_of(bulk, settings.regions.names) if named else None
+    replace(seen, settings=settings, region_urls=urls).save()
 
 
 async def stored_settings(transport: NatsTransport, seen: RunDirectory) -> RunSettings:

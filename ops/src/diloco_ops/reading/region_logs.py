@@ -18,13 +18,14 @@ from diloco.control import creation
 from diloco.control.creation import KnownRun
 from diloco.control.genesis import decided_genesis
 from diloco.core.log.quorum import NOTICE_EVERY, LogHead, best, majority
-from diloco.errors import BrokerError, MessageError, RunError
+from diloco.errors import BrokerError, MessageError, RunError, SettingsError
 from diloco.log.log import Log
 from diloco.log.stream import Packed
 from diloco.nats import streams
 from diloco.nats.transport import NatsTransport
 from diloco.process.observe import Logger
 from diloco.service.rundir import RunDirectory
+from diloco.settings.validation import nearest
 from diloco.wire.entries import Genesis
 from diloco_ops.broker import snapshot
 from diloco_ops.broker.server import CONNECT_TIMEOUT_S
@@ -178,3 +179,26 @@ async def give_back(directory: RunDirectory, url: str, region_urls: Mapping[str,
 async def log_of(transport: NatsTransport, run: KnownRun) -> Log:
     """Return the log that a transport reaches, of a run that has a fragment map."""
     return Log(transport, run.name, run.identity, await creation.find_map(run), run.created)
+
+
+def urls_of(bulk: Sequence[str], regions: Sequence[str], advice: str = "") -> dict[str, str]:
+    """Return the server of each region that ``--bulk`` gives, in the order of their names; none for a run without regions.
+
+    Raises:
+        SettingsError: one is no ``REGION=URL``, or a region is missing, unknown, or named twice.
+    """
+    urls: dict[str, str] = {}
+    for each in bulk:
+        region, equals, url = each.partition("=")
+        if not equals or not url:
+            raise SettingsError(f"--bulk {each}: expected REGION=URL, such as us=tls://us.example.org:4222")
+        if region not in regions:
+            there = f"there are {', '.join(regions)}" if regions else "it has no regions, so --nats is enough"
+            raise SettingsError(f"--bulk {each}: no region {region!r} of this run{nearest(region, regions)}; {there}")
+        if region in urls:
+            raise SettingsError(f"--bulk {each}: region {region!r} has {urls[region]} already")
+        urls[region] = url
+    missing = [region for region in regions if region not in urls]
+    if missing:
+        raise SettingsError(f"--bulk: the servers of {', '.join(missing)} are missing: give each with --bulk REGION=URL{advice}")
+    return dict(sorted(urls.items()))
