@@ -213,7 +213,8 @@ def cutting(calls: int, *, amid: bool) -> Callable[[pytest.MonkeyPatch], None]:
         if seen[0] != calls:
             return await send(link, subject, path, stream)
         with path.open("rb") as file:
-            await snapshot._request(link, subject, file.read(path.stat().st_size // 2), stream)
+            whole = file.read()
+        await snapshot._request(link, subject, whole[: len(whole) // 2], stream)
         raise CutOffError
 
     def patch(monkeypatch: pytest.MonkeyPatch) -> None:

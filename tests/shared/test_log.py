@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -30,6 +32,7 @@ from diloco.log.reader import LoadedState
 from diloco.log.stream import RefusedEntry
 from diloco.nats import streams
 from diloco.nats.transport import NatsTransport
+from diloco.process.tasks import end
 from diloco.settings.presets import run_settings
 from diloco.transport import Stored
 from diloco.wire import framing, subjects
@@ -209,6 +212,32 @@ async def test_messages_that_are_lost_while_they_are_read_are_left_out(
     monkeypatch.setattr(stream, "LOOK_S", 0.05)
     async with asyncio.timeout(DEADLINE_S):
         assert await written.log.reader.keyframe_sequences(0) == [written.first, *written.heads[:2]]
+
+
+async def test_a_message_that_is_slow_to_come_is_looked_for_ever_more_rarely(
+    written: Written, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each look brings that message once more: a process that has no time to read would have nothing else to read."""
+    log_stream, looked_s = written.log.reader.stream, [time.monotonic()]
+    newest = await log_stream.last(log_stream.subjects.keyframe(0))
+
+    async def pull(*_: Any, **__: Any) -> AsyncIterator[Stored]:
+        await asyncio.Event().wait()
+        yield newest
+
+    async def get(sequence: int) -> Stored | None:
+        looked_s.append(time.monotonic())
+        return newest
+
+    monkeypatch.setattr(log_stream.transport, "pull", pull)
+    monkeypatch.setattr(log_stream, "get", get)
+    monkeypatch.setattr(stream, "LOOK_S", 0.05)
+    reading = asyncio.ensure_future(written.log.reader.keyframe_sequences(0, newest))
+    async with asyncio.timeout(DEADLINE_S):
+        while len(looked_s) < 5:
+            await asyncio.sleep(0.01)
+    await end(reading)
+    assert [after - before >= 0.05 * 2**i for i, (before, after) in enumerate(pairwise(looked_s))] == 4 * [True]
 
 
 async def test_the_state_at_a_version_is_what_it_was_then(link: NatsTransport) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import shutil
 import signal
+import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ from diloco.nats import streams
 from diloco.nats.append import append
 from diloco.nats.connection import NatsLink
 from diloco.nats.pull import OVERHEAD_BYTES, PulledMessage, Puller
+from diloco.process.tasks import end
 from diloco_ops.broker.server import Server
 
 pytestmark = pytest.mark.services
@@ -120,6 +123,34 @@ async def test_the_largest_messages_through_the_smallest_window(link: NatsLink, 
     await fill(link, stream, bodies)
     messages = await take(Puller(link, stream, [f"{stream}.>"], 1, window_bytes=1), 8)
     assert [message.data for message in messages] == bodies
+
+
+async def test_messages_come_without_their_data_where_only_their_sequences_are_asked_for(link: NatsLink, stream: str) -> None:
+    await fill(link, stream, [bytes(1 << 18)] * 10)
+    before = link.bytes_in
+    messages = await take(Puller(link, stream, [f"{stream}.>"], 3, headers_only=True), 8)
+    assert [(message.sequence, message.data) for message in messages] == [(sequence, b"") for sequence in range(3, 11)]
+    assert link.bytes_in - before < 1 << 18
+
+
+async def test_a_consumer_from_which_nothing_comes_is_given_up_after_ever_longer_silences(
+    link: NatsLink, stream: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answers may wait in this process, which has no time to read them: to ask again would only make more of them."""
+    monkeypatch.setattr("diloco.nats.pull.SILENCE_S", 0.05)
+    made_s: list[float] = []
+
+    async def unasked(puller: Puller, consumer: str, inbox: str, number: int) -> None:
+        if number == 0:
+            made_s.append(time.monotonic())
+
+    monkeypatch.setattr(Puller, "_request", unasked)
+    reading = asyncio.ensure_future(take(Puller(link, stream, [f"{stream}.>"], 1), 1))
+    async with asyncio.timeout(DEADLINE_S):
+        while len(made_s) < 5:
+            await asyncio.sleep(0.01)
+    await end(reading)
+    assert [after - before >= 0.05 * 2**i for i, (before, after) in enumerate(pairwise(made_s))] == 4 * [True]
 
 
 async def test_a_slow_reader_is_sent_no_more_than_the_window(nats_server: Server, link: NatsLink, stream: str) -> None:

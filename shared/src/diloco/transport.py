@@ -189,11 +189,17 @@ class Transport(Protocol):
         """Drop a subject's messages (wildcards allowed) with a smaller sequence."""
 
     def pull(
-        self, stream: str, subjects: Sequence[str], start_sequence: int, read: Stored | None = None
+        self,
+        stream: str,
+        subjects: Sequence[str],
+        start_sequence: int,
+        read: Stored | None = None,
+        *,
+        headers_only: bool = False,
     ) -> AsyncIterator[Stored]:
         """Yield every message on ``subjects`` from ``start_sequence`` on, once, in order, for ever.
 
-        ``read``: the last message that was read before, if any.
+        ``read``: the last message that was read before, if any. ``headers_only``: messages come without their data.
 
         Raises (while iterating):
             RewoundError: the stream lost the last message read.

@@ -23,7 +23,7 @@ from typing import Annotated, Any
 import typer
 from blake3 import blake3
 
-from diloco.errors import BrokerError, RunError, SettingsError
+from diloco.errors import BrokerError, RunError
 from diloco.nats import streams
 from diloco.nats.identity import Identity, of_command
 from diloco.nats.opening import checked, shown

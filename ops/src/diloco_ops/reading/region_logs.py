@@ -200,5 +200,7 @@ def urls_of(bulk: Sequence[str], regions: Sequence[str], advice: str = "") -> di
         urls[region] = url
     missing = [region for region in regions if region not in urls]
     if missing:
-        raise SettingsError(f"--bulk: the servers of {', '.join(missing)} are missing: give each with --bulk REGION=URL{advice}")
+        raise SettingsError(
+            f"--bulk: the servers of {', '.join(missing)} are missing: give each with --bulk REGION=URL{advice}"
+        )
     return dict(sorted(urls.items()))

@@ -272,7 +272,7 @@ class Reader:
         yield newest
         if not await self.head_sequence(fragment):
             return  # none stands after an entry
-        for sequence in reversed(await self.keyframe_sequences(fragment)):
+        for sequence in reversed(await self.keyframe_sequences(fragment, newest)):
             older = await self.stream.get(sequence) if sequence < newest.sequence else None
             if older is not None:
                 yield older
@@ -280,7 +280,7 @@ class Reader:
     async def begins_with(self, fragment: int, genesis_check: bytes) -> bool:
         """Whether the log still has the fragment's first entry, or never had any; what is no entry does not count."""
         nothing = True
-        async for stored in self.stream.by_now(self.stream.subjects.record(fragment)):
+        async for stored in self.stream.from_first(self.stream.subjects.record(fragment)):
             with contextlib.suppress(MessageError):
                 if self.stream.head(stored).previous == genesis_check:
                     return True
@@ -303,9 +303,10 @@ class Reader:
             return False
         return (head.entry_hash, head.record.state_hash) == (chain.head, chain.state_hash)
 
-    async def keyframe_sequences(self, fragment: int) -> list[int]:
-        """Return the stream sequences of the fragment's keyframes, the oldest first."""
-        return [stored.sequence async for stored in self.stream.by_now(self.stream.subjects.keyframe(fragment))]
+    async def keyframe_sequences(self, fragment: int, newest: Stored | None = None) -> list[int]:
+        """Return the stream sequences of the fragment's keyframes, the oldest first. ``newest``: the last one, if known."""
+        subject = self.stream.subjects.keyframe(fragment)
+        return [stored.sequence async for stored in self.stream.by_now(subject, newest=newest, headers_only=True)]
 
     async def newest(self, fragment: int) -> EntryHead | None:
         """Return the head of the fragment's last entry; None before there is one.

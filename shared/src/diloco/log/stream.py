@@ -41,7 +41,7 @@ class RefusedEntry:
 
 
 MOST_BEHIND, MOST_BEHIND_BYTES = 10_000, 64 << 20  # of messages behind a fence: reading them takes less than a second
-LOOK_S = 2.0  # how often to ask whether a message that does not come is still there: longer than a usual reconnection
+LOOK_S = 2.0  # before the first question whether a message that does not come is still there: longer than a usual reconnection
 
 Of = TypeVar("Of", Record, Keyframe, CommitNotice, Claim)
 Refuse: TypeAlias = Callable[[RefusedEntry], None]
@@ -124,26 +124,33 @@ class LogStream:
         return await self.transport.get(self.subjects.log_stream, sequence)
 
     async def pull(
-        self, filters: list[str], start_sequence: int, stop_sequence: int | None, stop: Stored | None = None
+        self,
+        filters: list[str],
+        start_sequence: int,
+        stop_sequence: int | None,
+        stop: Stored | None = None,
+        *,
+        headers_only: bool = False,
     ) -> AsyncIterator[Stored]:
         """Yield messages for ever, or up to and with the one to stop at, as long as that is there: lost, it never comes.
 
-        ``stop``: the message to stop at, where it was read before; it may be large.
+        ``stop``: the message to stop at, where it was read before; it may be large. ``headers_only``: without their data.
 
         Raises (while iterating):
             RewoundError: the stream lost messages that were read, or the message to stop at.
         """
         name = self.subjects.log_stream
-        pulled = aiter(self.transport.pull(name, filters, start_sequence))
+        pulled = aiter(self.transport.pull(name, filters, start_sequence, headers_only=headers_only))
         if stop_sequence is None:
             async for message in pulled:
                 yield message
             return
         expected = stop or await self.get(stop_sequence)
         while True:
-            coming = asyncio.ensure_future(anext(pulled))
+            coming, pause_s = asyncio.ensure_future(anext(pulled)), LOOK_S
             try:
-                while not (await asyncio.wait([coming], timeout=LOOK_S))[0]:
+                while not (await asyncio.wait([coming], timeout=pause_s))[0]:
+                    pause_s *= 2  # a process without time to read would otherwise spend it on the answers
                     with contextlib.suppress(AppendUncertainError):  # the server is away
                         if expected is None or await self.get(stop_sequence) != expected:
                             raise RewoundError(f"stream {name}: message {stop_sequence} is gone, up to which it is read")
@@ -154,15 +161,18 @@ class LogStream:
             if message.sequence >= stop_sequence:
                 return
 
-    async def by_now(self, subject: str, start_sequence: int = 1) -> AsyncIterator[Stored]:
+    async def by_now(
+        self, subject: str, start_sequence: int = 1, newest: Stored | None = None, *, headers_only: bool = False
+    ) -> AsyncIterator[Stored]:
         """Yield the messages stored on a subject by now, from ``start_sequence`` on, the oldest first.
 
-        Those that are lost meanwhile are left out.
+        Those that are lost meanwhile are left out. ``newest``: the last one, where it was read before. ``headers_only``:
+        without their data.
         """
-        newest = await self.last(subject)
+        newest = newest or await self.last(subject)
         if newest is not None and newest.sequence >= start_sequence:
             with contextlib.suppress(RewoundError):
-                async for stored in self.pull([subject], start_sequence, newest.sequence, newest):
+                async for stored in self.pull([subject], start_sequence, newest.sequence, newest, headers_only=headers_only):
                     yield stored
 
     async def from_first(self, subject: str) -> AsyncIterator[Stored]:

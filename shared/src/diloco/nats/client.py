@@ -16,7 +16,8 @@ member                   what for
 ``_transport``           the way to a server (``tcp.py``); the library chooses between two of its own
 ``_public_nkey``         a key without the library's ``nkeys_seed_str``, which needs PyNaCl
 ``_pings_outstanding``   any packet is a sign of life, not only a pong, which waits behind all else on a thin link
-``_attempt_reconnect``   a lost connection is aborted: a peer that is cut off would be waited for, 30 s with TLS
+``_attempt_reconnect``   a lost connection is aborted: a peer that is cut off would be waited for, 30 s with TLS; and readers
+                         hear that it was remade
 ``_reconnection_task``   an end that waits for it
 =======================  =====================================================================================================
 """
@@ -36,7 +37,7 @@ from diloco.core.syncer.bandwidth import Moved
 from diloco.nats.identity import Identity
 from diloco.nats.received import Delivered, delivered, headers
 from diloco.nats.tcp import TcpTransport
-from diloco.process.tasks import give_up
+from diloco.process.tasks import give_up, heeding
 from diloco.wire.plain import json_object
 
 CLOSE_S = 5.0  # for what waits to be sent; no peer can keep a connection from being closed for longer
@@ -114,6 +115,7 @@ class Client(library.Client):  # type: ignore[misc]  # nats-py is not typed
         self._identity = identity
         self._public_nkey = None if identity is None else identity.public_key
         self.has_jetstream = False  # by the server's configuration, which may still be starting it
+        self.told_of_reconnects: set[asyncio.Queue[Any]] = set()  # each gets a None when the connection was remade
         self.denied = 0  # requests that the server denied to this identity
 
     @property
@@ -154,6 +156,15 @@ class Client(library.Client):  # type: ignore[misc]  # nats-py is not typed
             case _:
                 raise nats.errors.ProtocolError
 
+    async def request(self, *request: Any, **options: Any) -> Any:
+        return await heeding(super().request(*request, **options))
+
+    async def flush(self, *given: Any, **options: Any) -> None:
+        await heeding(super().flush(*given, **options))
+
+    async def publish(self, *message: Any, **options: Any) -> None:
+        await heeding(super().publish(*message, **options))
+
     async def close(self) -> None:
         """Close for good, at whatever moment.
 
@@ -181,6 +192,8 @@ class Client(library.Client):  # type: ignore[misc]  # nats-py is not typed
         # a peer that is cut off never takes what waits to be sent, nor the end of TLS, for which asyncio waits 30 s
         self._tcp.abort()
         await super()._attempt_reconnect()
+        for queue in self.told_of_reconnects:
+            queue.put_nowait(None)
 
     async def _process_headers(self, block: bytes) -> dict[str, str] | None:
         return headers(block) if block else None

@@ -21,7 +21,7 @@ from diloco.nats.identity import Identity
 from diloco.nats.opening import COMPLAIN_EVERY_S, FLUSH_TIMEOUT_S, RETRY_S, Opening, checked, shown
 from diloco.nats.server_list import ListWatch
 from diloco.process.observe import Logger
-from diloco.process.tasks import end
+from diloco.process.tasks import end, heeding
 from diloco.wire import subjects
 
 JETSTREAM_TIMEOUT_S = 2.0  # a cluster that has no leader yet does not answer
@@ -221,7 +221,7 @@ async def ask(client: Client, name: str, subject: str, data: bytes, timeout_s: f
         subscription = await client.subscribe(answer_subject, max_msgs=1)
         try:
             await client.publish(subject, data, reply=answer_subject)
-            answer = await subscription.next_msg(timeout_s)
+            answer = await heeding(subscription.next_msg(timeout_s))
         finally:
             with contextlib.suppress(nats.errors.Error):
                 await subscription.unsubscribe()

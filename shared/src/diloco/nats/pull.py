@@ -1,8 +1,11 @@
 """Reading a stream: a windowed pull loop that survives the loss of the server or of its consumer.
 
 Two requests of half a window overlap, so that the next messages are on their way while the reader works on these. The server
-sends nothing without a request, so the window bounds memory, however slow the reader is. The consumer is ephemeral: when it
-is lost, another one continues behind the last sequence that was read.
+sends nothing without a request, so the window bounds memory, however slow the reader is. The window begins small and doubles
+with each half that was read, since a process with little time to read loses its connection, and all that is on its way.
+
+The consumer is ephemeral: when it is lost, another one continues behind the last sequence that was read. A consumer from which
+nothing comes is given up after ever longer silences: the answers may wait in this process.
 
 A process has a few names for its consumers of a stream, since a server grants it these alone. A reader takes one that is free;
 with all of them in use it waits. A consumer that the process had before it was restarted, or that another process of its name
@@ -18,7 +21,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import math
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,8 +43,11 @@ OVERHEAD_BYTES = 1 << 16  # the server counts subject and reply subject of a mes
 EXPIRES_S = 5.0  # of a request, which is then made again: one that a server lost is not waited for longer
 HEARTBEAT_S = 0.5  # of an idle consumer: four fit into SILENCE_S
 SILENCE_S = 2.0  # without message or heartbeat for so long, the consumer or the server is gone
+MOST_SILENCE_S = 60.0  # of consumers from which nothing comes at all
 FAR_SILENCE_S = 20.0  # over thin links, where a part of 512 KiB may share one with others
-LOOK_S = 0.1  # a connection that was remade is noticed so soon
+SILENCE_PARTS = (
+    4  # a silence is so many waits: what came meanwhile is taken in between two of them, however busy the machine is
+)
 INACTIVE_S = 30.0  # a consumer that is not read for so long is removed: longer than a connection needs to be remade
 REQUESTS = 2
 
@@ -67,7 +72,7 @@ class Puller:
     """``async for message in Puller(...)``: every message on ``subjects`` from ``start_sequence`` on, once, in order, for ever.
 
     Messages that were purged before they could be read are left out; their sequences are missing. ``read`` is the last message
-    that another puller read; this one continues behind it.
+    that another puller read; this one continues behind it. ``headers_only``: messages come without their data.
 
     Raises (while iterating):
         BrokerError: the stream does not exist, the filters overlap, or the connection was closed for good.
@@ -82,14 +87,20 @@ class Puller:
         start_sequence: int,
         window_bytes: int | None = None,
         read: Stored | None = None,
+        *,
+        headers_only: bool = False,
     ) -> None:
         self.link, self.stream, self.subjects = link, stream, list(subjects)
         self.next_sequence = max(1, start_sequence)
         self._newest = read  # the last message read
+        self._headers_only = headers_only
         # a request that cannot hold the next message would be answered at once, for ever
         window_bytes = window_bytes or (FAR_WINDOW_BYTES if link.far else WINDOW_BYTES)
         largest_bytes = link.bulk.max_payload + OVERHEAD_BYTES
-        self.half_bytes = max(largest_bytes, window_bytes // REQUESTS)
+        self._least_bytes, self._most_bytes = largest_bytes, max(largest_bytes, window_bytes // REQUESTS)
+        self._half_bytes = self._least_bytes
+        self._first_silence_s = self._silence_s = FAR_SILENCE_S if link.far else SILENCE_S
+        self._heard = False  # something came from the present consumer
         self._singles = max(REQUESTS, window_bytes // largest_bytes)  # requests of one message each that fit into the window
         self._singly = False
 
@@ -97,9 +108,11 @@ class Puller:
         names = self.link.consumer_names(self.stream)
         while True:
             consumer = await self._take(names)
+            self._heard = False
             queue: asyncio.Queue[Any] = asyncio.Queue()
             inbox, first = self.link.bulk.new_inbox(), self.next_sequence
             subscription, pause = None, True
+            self.link.bulk.told_of_reconnects.add(queue)
             try:
                 # no limits here: requests have them
                 subscription = await self.link.bulk.subscribe(
@@ -110,9 +123,12 @@ class Puller:
                     if message.subject.isascii():  # any other is none of a run's, and may read otherwise when looked up
                         self._newest = message
                         yield message
+                self._half_bytes = self._least_bytes
+                self._silence_s = self._first_silence_s if self._heard else min(2 * self._silence_s, MOST_SILENCE_S)
             except _AgainError as error:
                 self._singly, pause = error.singly, error.singly and self.next_sequence == first
             finally:
+                self.link.bulk.told_of_reconnects.discard(queue)
                 names.remove(consumer)
                 if subscription is not None:
                     with contextlib.suppress(nats.errors.Error):
@@ -150,6 +166,7 @@ class Puller:
             "num_replicas": 1,
             # two requests for the same consumer are answered alike: without this, two readers would share one, half each
             "metadata": {"attempt": attempt},
+            "headers_only": self._headers_only,
         }
         config |= {"filter_subject": subjects[0]} if len(subjects) == 1 else {"filter_subjects": subjects}
         call = ".".join([f"CONSUMER.CREATE.{self.stream}.{name}", *(subjects if len(subjects) == 1 else [])])
@@ -196,15 +213,15 @@ class Puller:
             info = await self.link.bulk.jetstream(timeout=streams.TIMEOUT_S).stream_info(self.stream)
             kept = info.state.last_seq >= newest.sequence  # purged, or replaced by a newer one
         else:
-            kept = (stored.subject, stored.data) == (newest.subject, newest.data)
+            kept = stored.subject == newest.subject and (self._headers_only or stored.data == newest.data)
         if not kept:
             raise RewoundError(f"stream {self.stream}: it lost message {newest.sequence}, which had been stored")
 
     async def _request(self, consumer: str, inbox: str, number: int) -> None:
         request = {
             # many are never reached: bytes or time end a request, and the server says so
-            "batch": 1 if self._singly else self.half_bytes,
-            "max_bytes": self.half_bytes,
+            "batch": 1 if self._singly else self._half_bytes,
+            "max_bytes": self._half_bytes,
             "expires": int(EXPIRES_S * 1e9),
             "idle_heartbeat": int(HEARTBEAT_S * 1e9),
         }
@@ -217,12 +234,15 @@ class Puller:
         Raises (while iterating):
             _AgainError: messages were lost on the way, or will be; or the reader has caught up.
         """
-        reconnects, delivered = self.link.bulk.stats["reconnects"], 0
+        delivered = 0
         try:
             for number in range(self._singles if self._singly else REQUESTS):
                 await self._request(consumer, inbox, number)
             while True:
-                raw = await self._wait(queue, reconnects) if queue.empty() else queue.get_nowait()
+                raw = await self._wait(queue) if queue.empty() else queue.get_nowait()
+                if raw is None:  # the connection was remade: the server has forgotten the requests
+                    return
+                self._heard = True
                 if not raw.subject.startswith(f"{inbox}."):  # stored, whatever its headers say
                     delivered += 1
                     message = self._take_in(raw, delivered)
@@ -235,6 +255,8 @@ class Puller:
                 elif not self._goes_on(raw.headers or {}, delivered):
                     return
                 elif (raw.headers or {}).get("Status") != "100":
+                    if "MaxBytes" in (raw.headers or {}).get("Description", ""):  # it was all used
+                        self._half_bytes = min(2 * self._half_bytes, self._most_bytes)
                     await self._request(consumer, inbox, int(raw.subject.rsplit(".", 1)[-1]))
         except (nats.errors.Error, TimeoutError):
             return
@@ -265,16 +287,14 @@ class Puller:
         # this request has had its bytes or its time
         return headers.get("Status") in ("408", "409") and "Consumer" not in (headers.get("Description") or "")
 
-    async def _wait(self, queue: asyncio.Queue[Any], reconnects: int) -> Any:
-        """Return the next message.
+    async def _wait(self, queue: asyncio.Queue[Any]) -> Any:
+        """Return the next message; None if the connection was remade.
 
         Raises:
-            TimeoutError: none for too long, or the connection was remade, after which the server has forgotten the requests.
+            TimeoutError: nothing for too long.
         """
-        for _ in range(math.ceil((FAR_SILENCE_S if self.link.far else SILENCE_S) / LOOK_S)):
+        for _ in range(SILENCE_PARTS):
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_S):
+                async with asyncio.timeout(self._silence_s / SILENCE_PARTS):
                     return await queue.get()
-            if self.link.bulk.stats["reconnects"] != reconnects:
-                break
         raise TimeoutError

@@ -167,9 +167,15 @@ class NatsTransport(NatsLink):
         await self._asked(partial(streams.purge, self, stream, subject, below_sequence), stream)
 
     def pull(
-        self, stream: str, subjects: Sequence[str], start_sequence: int, read: Stored | None = None
+        self,
+        stream: str,
+        subjects: Sequence[str],
+        start_sequence: int,
+        read: Stored | None = None,
+        *,
+        headers_only: bool = False,
     ) -> AsyncIterator[Stored]:
-        return aiter(Puller(self, stream, subjects, start_sequence, read=read))
+        return aiter(Puller(self, stream, subjects, start_sequence, read=read, headers_only=headers_only))
 
     async def bucket(self, name: str, *, create: bool, replicas: int = 1) -> Registry:
         return await Registry.open(self, name, create=create, replicas=replicas)

@@ -81,6 +81,22 @@ class Tasks:
         await end(*self._running)
 
 
+async def heeding(work: Awaitable[T]) -> T:
+    """Await a library's work in this task, and end with a cancellation that came meanwhile and was swallowed.
+
+    Before Python 3.12, ``asyncio.wait_for`` swallows one that comes together with its result. A task group cancels its tasks
+    once, and would wait for ever for one that goes on.
+    """
+    task = asyncio.current_task()
+    assert task is not None  # else nothing could be awaited
+    before = task.cancelling()
+    try:
+        return await work
+    finally:
+        if task.cancelling() > before:
+            raise asyncio.CancelledError
+
+
 async def unbroken(work: Awaitable[T]) -> T:
     """Await work that must not be left half done: if this task is cancelled meanwhile, it ends when the work has ended."""
     task: asyncio.Future[T] = asyncio.ensure_future(work)

@@ -7,7 +7,7 @@ import contextlib
 import math
 import types
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -278,7 +278,13 @@ class VirtualTransport:
         await self.ask(drop, READ_TIMEOUT_S, what, lossy=True)
 
     async def pull(
-        self, stream: str, subjects: Sequence[str], start_sequence: int, read: Stored | None = None
+        self,
+        stream: str,
+        subjects: Sequence[str],
+        start_sequence: int,
+        read: Stored | None = None,
+        *,
+        headers_only: bool = False,
     ) -> AsyncIterator[Stored]:
         held, newest, position = self._stream(stream), read, max(1, start_sequence) - 1
         rewinds = held.rewinds if newest is None else -1
@@ -293,12 +299,13 @@ class VirtualTransport:
                 await self.world.news(self.loop, held, subjects)
                 continue
             await asyncio.sleep(self.world.delay_s())
-            for stored in new:
+            for found in new:
+                stored = replace(found, data=b"") if headers_only else found
                 crossing_s = self.world.wires.crossing_s(self.region, self.process.region, len(stored.data), self.world.now_s)
                 if crossing_s:
                     await asyncio.sleep(crossing_s)
                     self.incoming = Moved(self.incoming.bytes + len(stored.data), self.incoming.busy_s + crossing_s)
-                position, newest = stored.sequence, stored
+                position, newest = found.sequence, found
                 self.bytes_in += len(stored.data)
                 if self.region != self.process.region and stored.subject.endswith(".head"):
                     self.world.stats[f"{stored.subject.split('.')[2]} crossed"] += 1

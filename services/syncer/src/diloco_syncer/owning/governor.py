@@ -14,6 +14,7 @@ from diloco.core.syncer.ownership import Ownership
 from diloco.errors import AppendUncertainError, RunError
 from diloco.process.retry import until_available
 from diloco.process.tape import Recorder
+from diloco.process.tasks import end
 from diloco_syncer.context import Context, clock_s, wait
 from diloco_syncer.offers.intake import Intake
 from diloco_syncer.owning.copies import Copies
@@ -22,6 +23,7 @@ from diloco_syncer.owning.standby import Standby
 from diloco_syncer.owning.table import OwnersRegistry
 from diloco_syncer.owning.takeover import Takeover
 
+SLOW_TAKEOVER_S = 10.0  # a fragment of the largest size is read sooner over any link that a run is made for
 TAKEOVERS_AT_ONCE = 8  # loads of fragments that overlap: enough to hide round trips, few enough for memory
 
 
@@ -243,12 +245,25 @@ class Governor:
                 self.news.set()
                 self.changed()
 
-        async with asyncio.TaskGroup() as taking:
-            for index in indices:
-                taking.create_task(take_over(index))
+        slow = asyncio.create_task(self._complain_of_slowness(indices))
+        try:
+            async with asyncio.TaskGroup() as taking:
+                for index in indices:
+                    taking.create_task(take_over(index))
+        finally:
+            await end(slow)
         parameters = sum(owner.fragment.size for owner in self.owned.values())
         self.context.log.info("serving", fragments=len(self.owned), parameters=parameters, taken=len(indices))
         self.news.set()
+
+    async def _complain_of_slowness(self, indices: list[int]) -> None:
+        """Log that fragments are still being taken over, ever more rarely: nothing of theirs is merged until then."""
+        began_s, pause_s = clock_s(), SLOW_TAKEOVER_S
+        while True:
+            await asyncio.sleep(pause_s)
+            pause_s *= 2
+            left = sorted(self.taking.intersection(indices))
+            self.context.log.warning("takeover_slow", fragments=left, waited_s=round(clock_s() - began_s, 1))
 
     async def _hand_over(self, owner: FragmentOwner) -> None:
         """Let go of a fragment; its residual, which no other process knows, stays in a keyframe."""
