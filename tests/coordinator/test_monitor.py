@@ -66,6 +66,32 @@ def test_a_fragment_is_without_owner_while_no_syncer_that_is_heard_says_that_it_
     assert made.unowned(1000.0) == set()
 
 
+def test_a_syncer_that_is_gone_has_the_fragments_that_no_other_one_took_over() -> None:
+    made = monitor()
+    made.hear_shard(shard_heartbeat("s", fragments=[0, 1]), 1.0)
+    made.hear_shard(shard_heartbeat("t", fragments=[]), 1.0)
+    for fragment in (0, 1):
+        made.entry(entry_record(fragment, 1, "s", "ann"), 2.0)
+    late_s = 2.0 + made.gone_s
+    made.entry(entry_record(0, 2, "t", "ann"), late_s)
+    made.hear_shard(shard_heartbeat("t", fragments=[0]), late_s)
+    shards = made.status(late_s)["shards"]
+    assert {name: shard["fragments"] for name, shard in shards.items()} == {"s": 1, "t": 1}
+
+
+def test_a_learner_that_begins_again_has_sent_what_all_its_processes_sent() -> None:
+    made = monitor()
+    made.hear(replace(learner_heartbeat("ann", 1, incarnation=5), bytes_up=100, bytes_down=10), 1.0)
+    made.hear(replace(learner_heartbeat("ann", 1, incarnation=8), bytes_up=30, bytes_down=40), 2.0)
+    row = made.status(2.0)["learners"]["ann"]
+    assert (row["bytes_up"], row["bytes_down"]) == (130, 50)
+    after = monitor()
+    after.resume(json.loads(json.dumps(made.series(3.0))))
+    after.hear(replace(learner_heartbeat("ann", 2, incarnation=8), bytes_up=31, bytes_down=40), 4.0)
+    row = after.status(4.0)["learners"]["ann"]
+    assert (row["bytes_up"], row["bytes_down"]) == (131, 50)
+
+
 def test_a_run_without_regions_has_none() -> None:
     made = monitor()
     made.hear(learner_heartbeat("ann", 1), 1.0)

@@ -40,6 +40,19 @@ def test_another_coordinator_goes_on_with_the_totals_whether_learners_began_agai
     assert second.until(4.0)[-1] == [4.0, 250, 23]
 
 
+def test_what_a_learner_sent_is_the_sum_over_its_processes() -> None:
+    traffic = TrafficTotals()
+    traffic.hear("ann", 5, 100, 10, 1.0)
+    traffic.hear("ann", 8, 30, 40, 2.0)
+    assert traffic.of("ann") == {"bytes_up": 130, "bytes_down": 50, "bytes_counted": [8, 30, 40]}
+    assert traffic.of("eve") == {"bytes_up": 0, "bytes_down": 0, "bytes_counted": [0, 0, 0]}
+    again = TrafficTotals.resumed(traffic.until(3.0), {"ann": json.loads(json.dumps(traffic.of("ann")))})
+    again.hear("ann", 8, 35, 40, 4.0)  # the process that had begun again
+    again.hear("ann", 9, 2, 1, 5.0)
+    assert again.of("ann") == {"bytes_up": 137, "bytes_down": 51, "bytes_counted": [9, 2, 1]}
+    assert again.until(5.0)[-1] == [5.0, 137, 51]
+
+
 def test_before_any_learner_is_heard_nothing_is_known() -> None:
     assert TrafficTotals().until(9.0) == []
 

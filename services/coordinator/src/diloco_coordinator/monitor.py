@@ -30,6 +30,7 @@ from diloco_coordinator.presence import Absence, RegionPresence
 from diloco_coordinator.samples import Samples
 from diloco_coordinator.spikes import Spike
 from diloco_coordinator.thinning import evenly, halved
+from diloco_coordinator.time_left import RecentPace
 from diloco_coordinator.traffic import TrafficTotals
 
 MAX_POINTS = 2000  # of a learner's loss, or of the validation's; every second one goes when there are more
@@ -69,6 +70,7 @@ class Monitor:
         self.presence = RegionPresence(settings.regions.names, settings.regions.away_s)
         self.crossing = Crossing(settings.regions.names, len(fragment_map.fragments))
         self.traffic = TrafficTotals()
+        self.pace = RecentPace()
         self.validation: list[tuple[float, int, float]] = []
         self.failures: dict[str, str] = {}  # by member: why what it does is in vain, as it says
         self.samples, self.gauges = Samples(), GaugeCurves()
@@ -151,6 +153,8 @@ class Monitor:
         self.times.setdefault(heartbeat.learner, TrainedTime(now_s, now_s)).hear(heartbeat, now_s)
         fresh = heartbeat.step != known.heartbeat.step or heartbeat.incarnation != known.heartbeat.incarnation
         known.heartbeat, known.seen_s = heartbeat, now_s
+        if self.pace.is_due(now_s):
+            self.pace.note(self.tokens_processed(), now_s)
         self._note_failure(heartbeat)
         if fresh and heartbeat.loss is not None:
             known.points.append((now_s, self.tokens_processed(), heartbeat.step, heartbeat.loss))
@@ -275,7 +279,6 @@ class Monitor:
     def facts(self, now_s: float) -> dict[str, Any]:
         """Return the status without its curves."""
         processed = self.tokens_processed()
-        rate = self.tokens_per_s(now_s)
         left, removed = max(0, self.settings.tokens - processed), _removed(self, now_s)
         return {
             "run": self.name,
@@ -291,7 +294,7 @@ class Monitor:
             "state_values": self.map.state_values,
             "versions": sum(self.versions),
             "rounds": sum(heartbeat.rounds for heartbeat, _ in self.shards.values()),
-            "eta_s": left / rate if rate > 0 else None,
+            "eta_s": self.pace.left_s(left),
             "nats_url": self.nats_url,
             "changes": self.now.number,
             "ejected": {name: change.label for name, change in sorted(self.now.ejected.items())},
@@ -300,11 +303,7 @@ class Monitor:
             "learners": {
                 name: self._learner(learner, now_s) for name, learner in sorted(self.learners.items()) if name not in removed
             },
-            "shards": {
-                name: of_syncer(heartbeat, now_s - seen_s)
-                for name, (heartbeat, seen_s) in sorted(self.shards.items())
-                if name not in removed
-            },
+            "shards": {name: shard for name, shard in _syncers(self, now_s).items() if name not in removed},
             "fragments": [
                 {"fragment": i, "version": self.versions[i], "tokens_merged": self.tokens[i], "owner": self.owners[i]}
                 for i in range(len(self.versions))
@@ -328,11 +327,12 @@ class Monitor:
                     **self._learner(learner, now_s),
                     "points": learner.points[:],
                     "activity": learner.activity[:],
+                    "bytes_counted": self.traffic.of(name)["bytes_counted"],
                     "trained_time": self.times[name].dump(),
                 }
                 for name, learner in sorted(self.learners.items())
             },
-            "shards": {name: of_syncer(heartbeat, now_s - seen_s) for name, (heartbeat, seen_s) in sorted(self.shards.items())},
+            "shards": _syncers(self, now_s),
             "validation": self.validation[:],
             "samples": self.samples.dump(),
             "gauges": self.gauges.dump(),
@@ -378,8 +378,10 @@ class Monitor:
         said = of_learner(heartbeat, now_s - learner.seen_s, self.gone_s) | self.gauges.places.get(heartbeat.learner, {})
         by_kind = (("ejected", self.now.ejected), ("quarantined", self.now.quarantined))
         excluded = next((kind for kind, learners in by_kind if heartbeat.learner in learners), None)
-        state = excluded or said["state"]
+        state, sent = excluded or said["state"], self.traffic.of(heartbeat.learner)
         return said | {
+            "bytes_up": sent["bytes_up"],
+            "bytes_down": sent["bytes_down"],
             "state": state,
             "steps": heartbeat.tokens // heartbeat.batch_tokens if heartbeat.batch_tokens else heartbeat.step,
             "tokens_merged": _mean(self.map, {index: tokens for index, (_, tokens) in merged.items()}),
@@ -410,6 +412,16 @@ def _mean(fragment_map: FragmentMap, tokens: Mapping[int, int]) -> int:
     """Return tokens by fragment as a mean over the parameters."""
     weighted = sum(tokens.get(f.index, 0) * f.size for f in fragment_map.fragments)
     return round(weighted / fragment_map.size)
+
+
+def _syncers(made: Monitor, now_s: float) -> dict[str, dict[str, Any]]:
+    """Return what syncers say of themselves. One that is gone has the fragments that no other syncer has taken over."""
+    found = {}
+    for name, (heartbeat, seen_s) in sorted(made.shards.items()):
+        found[name] = of_syncer(heartbeat, now_s - seen_s)
+        if now_s - seen_s > made.gone_s:
+            found[name]["fragments"] = sum(made.owners[index] == name for index in heartbeat.fragments)
+    return found
 
 
 def _removed(made: Monitor, now_s: float) -> set[str]:

@@ -25,7 +25,7 @@ FORMAT = 1  # docs/report.md
 MAX_POINTS = 1 << 14  # of all learners' losses together; as many spans of their activity, and as many members of merges
 MAX_MEMBERS = 8  # of a fragment's last merge that are named
 
-_CURVES = ("points", "activity", "trained_time")
+_CURVES = ("points", "activity", "trained_time", "bytes_counted")
 
 
 def picture(monitor: Monitor, alerts: Alerts, changes: Changes, now_s: float) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,24 @@ from diloco.service.rundir import write_text
 from diloco_coordinator.alerts import Alerts
 from diloco_coordinator.monitor import Monitor
 
+UNWATCHED_S = 60.0  # between two coordinators: a longer time is a pause of the run, or two clocks that differ
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What series cover that a coordinator goes on with: seconds of the run.
+
+    ``at_s``: Unix time at which they ended; 0 if an older version wrote them, None if the run was about to pause.
+    """
+
+    covered_s: float
+    at_s: float | None
+
+    def run_s(self, at_s: float) -> float:
+        """Return the seconds of the run by a Unix time: it goes on between a coordinator that was killed and the next one."""
+        unwatched_s = at_s - self.at_s if self.at_s else 0.0
+        return self.covered_s + (unwatched_s if 0.0 < unwatched_s <= UNWATCHED_S else 0.0)
+
 
 class SeriesFile:
     """The series in the state directory. A file that cannot be read or written is logged, and no reason to end."""
@@ -21,20 +40,20 @@ class SeriesFile:
         self.path, self.log = directory / "series.json", log
         self._complaint = Complaint(log)
 
-    def resume(self, monitor: Monitor, stored: Mapping[str, Any] | None = None) -> float | None:
+    def resume(self, monitor: Monitor, stored: Mapping[str, Any] | None = None) -> Resumed | None:
         """Let a monitor continue the series of the file, or those that another coordinator stored, if these cover more.
 
-        Return the seconds that they cover, or None without usable series.
+        Return what they cover, or None without usable series.
         """
-        covered_s = None if stored is None else self._resume(monitor, lambda: stored, 0.0)
-        read_s = self._resume(monitor, lambda: json.loads(self.path.read_text()), covered_s or 0.0)
-        return covered_s if read_s is None else read_s
+        covered = None if stored is None else self._resume(monitor, lambda: stored, 0.0)
+        read = self._resume(monitor, lambda: json.loads(self.path.read_text()), 0.0 if covered is None else covered.covered_s)
+        return read or covered
 
-    def _resume(self, monitor: Monitor, read: Callable[[], Any], beyond_s: float) -> float | None:
+    def _resume(self, monitor: Monitor, read: Callable[[], Any], beyond_s: float) -> Resumed | None:
         try:
             series = read()
-            covered_s = float(series["wall_s"])
-            if covered_s < beyond_s:
+            covered = Resumed(float(series["wall_s"]), None if series.get("paused") else float(series.get("at_s") or 0.0))
+            if covered.covered_s < beyond_s:
                 return None
             monitor.resume(series)
         except FileNotFoundError:
@@ -42,7 +61,7 @@ class SeriesFile:
         except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             self.log.warning("series_unreadable", file=str(self.path), reason=str(error))
             return None
-        return covered_s
+        return covered
 
     def save(self, series: str) -> None:
         """Write series that :func:`as_text` returned. Callable from any thread."""
@@ -54,9 +73,9 @@ class SeriesFile:
             self._complaint.over()
 
 
-def as_text(monitor: Monitor, alerts: Alerts, now_s: float) -> str:
-    """Return a monitor's series, and the events, as of ``now_s`` as JSON.
+def as_text(monitor: Monitor, alerts: Alerts, now_s: float, at_s: float, *, paused: bool) -> str:
+    """Return a monitor's series, and the events, as of ``now_s`` as JSON; ``at_s``: Unix time; ``paused``: the process ends.
 
     Call it in the thread that the monitor hears in: they change.
     """
-    return json.dumps(monitor.series(now_s) | {"events": alerts.dump(now_s)["events"]})
+    return json.dumps(monitor.series(now_s) | {"events": alerts.dump(now_s)["events"], "at_s": at_s, "paused": paused})

@@ -187,9 +187,9 @@ class Coordinator:
         monitor = Monitor(self.run.name, self.run.created, fragment_map, self.settings.nats_url)
         monitor.change(self.run.now)
         past = await self._past()
-        covered_s = self.series.resume(monitor, None if past is None else past.curves)
-        if covered_s is not None:
-            self._began_s = self._clock() - covered_s
+        resumed = self.series.resume(monitor, None if past is None else dict(past.curves) | {"at_s": past.at_s})
+        if resumed is not None:
+            self._began_s = self._clock() - resumed.run_s(self.transport.wall_s())
         self._alerts = self._continued(past)
         self.monitor = monitor
         self._gate = gate = HeartbeatGate(self.run, fragment_map, self.refused, self._hear_learner, self._hear_evaluator)
@@ -411,14 +411,14 @@ class Coordinator:
             self.log.warning("page_not_written", reason=str(error))
 
     def save(self) -> None:
-        """Write the series to the state directory, if this process leads."""
-        if (series := self._series()) is not None:
+        """Write the series to the state directory, if this process leads, which is about to end."""
+        if (series := self._series(paused=True)) is not None:
             self.series.save(series)
 
-    def _series(self) -> str | None:
+    def _series(self, *, paused: bool = False) -> str | None:
         if self.monitor is None or not self._leadership.sure(self._clock()):
             return None
-        return as_text(self.monitor, self._alerts, self.now_s())
+        return as_text(self.monitor, self._alerts, self.now_s(), self.transport.wall_s(), paused=paused)
 
 
 def _holder(stored: bytes) -> tuple[str, bytes] | None:
