@@ -169,7 +169,7 @@ async def test_the_operator_of_a_run_in_regions_repairs_it(
         keys, servers = cluster.keys, cluster.servers
         await cluster.begin()
         operator, bulk_url = keys.identity_file("operator"), servers[REGIONS[0]].url
-        await asyncio.to_thread(attach.attach, cluster.directory, RUN, cluster.url, bulk_url, operator)
+        await asyncio.to_thread(attach.attach, cluster.directory, RUN, cluster.url, [bulk_url], operator)
         await some_versions(cluster, 3)
         cluster.liars = {"log", cluster.subjects.record(1)}
         async with guest(servers[REGIONS[0]], keys, "syncer-0") as thief:

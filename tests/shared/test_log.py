@@ -219,20 +219,21 @@ async def test_a_message_that_is_slow_to_come_is_looked_for_ever_more_rarely(
 ) -> None:
     """Each look brings that message once more: a process that has no time to read would have nothing else to read."""
     log_stream, looked_s = written.log.reader.stream, [time.monotonic()]
-    newest = await log_stream.last(log_stream.subjects.keyframe(0))
+    stored = await log_stream.last(log_stream.subjects.keyframe(0))
+    assert stored is not None
 
     async def pull(*_: Any, **__: Any) -> AsyncIterator[Stored]:
         await asyncio.Event().wait()
-        yield newest
+        yield stored
 
     async def get(sequence: int) -> Stored | None:
         looked_s.append(time.monotonic())
-        return newest
+        return stored
 
     monkeypatch.setattr(log_stream.transport, "pull", pull)
     monkeypatch.setattr(log_stream, "get", get)
     monkeypatch.setattr(stream, "LOOK_S", 0.05)
-    reading = asyncio.ensure_future(written.log.reader.keyframe_sequences(0, newest))
+    reading = asyncio.ensure_future(written.log.reader.keyframe_sequences(0, stored))
     async with asyncio.timeout(DEADLINE_S):
         while len(looked_s) < 5:
             await asyncio.sleep(0.01)

@@ -312,7 +312,7 @@ def open_(
     atexit.register(folder.cleanup)
     path = Path(folder.name) / run
     file = None if identity is None else str(Path(identity).resolve())
-    _in_a_loop(lambda: attach.attached(path, run, text, bulk, file))
+    _in_a_loop(lambda: attach.attached(path, run, text, () if bulk is None else (bulk,), file))
     return Run(path)
 
 

@@ -89,7 +89,11 @@ def _attach(directory: Path, run: str, url: str, bulk_url: str | None, identity:
             raise RunError(
                 f"{directory}: is of run {there.name!r} at {there.nats_url}: choose another --run-dir, or give it as DIR"
             )
-    asyncio.run(attached(directory, run, url, bulk_url, None if identity is None else str(identity.resolve())))
+    asyncio.run(
+        attached(
+            directory, run, url, () if bulk_url is None else (bulk_url,), None if identity is None else str(identity.resolve())
+        )
+    )
 
 
 def _refuse_given(given: dict[str, object], directory: Path) -> None:
