@@ -380,8 +380,7 @@ class Monitor:
         excluded = next((kind for kind, learners in by_kind if heartbeat.learner in learners), None)
         state, sent = excluded or said["state"], self.traffic.of(heartbeat.learner)
         return said | {
-            "bytes_up": sent["bytes_up"],
-            "bytes_down": sent["bytes_down"],
+            **{key: sent[key] for key in ("bytes_up", "bytes_down")},
             "state": state,
             "steps": heartbeat.tokens // heartbeat.batch_tokens if heartbeat.batch_tokens else heartbeat.step,
             "tokens_merged": _mean(self.map, {index: tokens for index, (_, tokens) in merged.items()}),

@@ -19,7 +19,7 @@ UNWATCHED_S = 60.0  # between two coordinators: a longer time is a pause of the 
 
 @dataclass(frozen=True)
 class Resumed:
-    """What series cover that a coordinator goes on with: seconds of the run.
+    """The seconds of a run that the series cover with which a coordinator goes on.
 
     ``at_s``: Unix time at which they ended; 0 if an older version wrote them, None if the run was about to pause.
     """

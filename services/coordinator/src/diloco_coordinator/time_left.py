@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 
-WINDOW_S = 60.0
+WINDOW_S = 60.0  # a learner that is killed and starts again is away for less
 EVERY_S = 1.0  # between two marks
 
 
