@@ -30,6 +30,7 @@ def test_instruments_read_this_process() -> None:
 
 
 async def test_they_are_sent_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diloco.member.instruments.FIRST_GAUGES_S", 0.0)
     monkeypatch.setattr("diloco.member.instruments.GAUGES_S", 0.0)
     sent: list[Gauges] = []
     enough = asyncio.Event()

@@ -276,6 +276,24 @@ def test_the_view_shows_what_is_started_from_the_first_moment_and_the_pages_addr
     assert "http://127.0.0.1:8420/" in after
 
 
+def test_what_is_started_is_read_to_its_end_in_a_terminal_of_80_columns() -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=80, height=24, legacy_windows=False)
+    with LiveView(console, Watched("mine", 5.0)) as view:
+        view.wait("starting: 4 learners compile their first step, which usually takes 20 s to a minute", 7.0)
+    told = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue())
+    assert re.search(r"4 learners compile their first step, which usually takes 20 s to[\s│]+a minute", told)
+
+
+def test_the_view_says_what_is_done_after_the_end_and_leaves_it_out_of_its_last_picture() -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=80, height=24, legacy_windows=False)
+    with LiveView(console, Watched("mine", 5.0)) as view:
+        view.update(fake_status(state="finished", progress=1.0, eta_s=None))
+    shown, _, after = out.getvalue().rpartition("\x1b[?1049l")
+    assert ("the report is made" in shown, "the report is made" in after) == (True, False)
+
+
 def test_what_happened_last_stands_in_the_head_for_a_while() -> None:
     out, watched = io.StringIO(), Watched("mine", 5.0)
     console = Console(file=out, force_terminal=True, width=80, height=24, legacy_windows=False)

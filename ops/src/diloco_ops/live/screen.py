@@ -117,7 +117,9 @@ def plain_line(status: Status) -> str:
     parts.extend(
         f"{name} away {duration(region['away_s'])}" for name, region in regions.items() if region.get("away_s") is not None
     )
-    if status.get("eta_s") is not None and status.get("state") != "finished":
+    if status.get("state") == "finished":
+        parts.append("the services end, then the report is made")
+    elif status.get("eta_s") is not None:
         parts.append(f"{duration(status['eta_s'])} left")
     return printable(" | ".join(parts))
 
@@ -147,6 +149,9 @@ def _lanes(watched: Watched, status: Status, width: int, height: int) -> list[Re
     return [panel(lines, f"learners, {window_text(shown.window_s, run_s)}", width, LEGEND)]
 
 
+ENDING = "finished: the services end, then the report is made"
+
+
 class LiveView:
     """The view kept up to date on a terminal's alternate screen; the last picture stays on the normal one.
 
@@ -166,7 +171,8 @@ class LiveView:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._live.stop()
         if self._last is not None:
-            self._console.print(render(self._last, self._console.width, min(self._console.height - 1, 32), self._watched))
+            last = {key: value for key, value in self._last.items() if key != "news"}
+            self._console.print(render(last, self._console.width, min(self._console.height - 1, 32), self._watched))
 
     def wait(self, starting: str, wall_s: float) -> None:
         """Draw what is being started, since ``wall_s`` seconds, while the run has no learner yet."""
@@ -180,7 +186,9 @@ class LiveView:
         now_s = time.monotonic()
         self._watched.answer(status, now_s)
         recent = [each for each in self._watched.events if not each.minor and self._watched.run_s(now_s) - each.at_s < NEWS_S]
-        if recent:
+        if status.get("state") == "finished":
+            status["news"] = ENDING
+        elif recent:
             status["news"] = f"{duration(recent[-1].at_s)}  {recent[-1].who}: {recent[-1].text}"
         self._live.update(render(status, self._console.width, self._console.height, self._watched), refresh=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -150,7 +151,9 @@ def heading(columns: Sequence[Column]) -> Text:
 def _learners(status: Status, width: int, rows: int) -> list[Text]:
     learners: Mapping[str, Any] = status.get("learners") or {}
     if not learners:
-        return [Text(clean(status.get("starting") or "waiting for the first learner …", width), "dim")]
+        text = clean(status.get("starting") or "waiting for the first learner …", width * (rows + 1))
+        wrapped = textwrap.wrap(text, width, max_lines=rows + 1, placeholder=" …")  # in the heading's place, too
+        return [Text(line, "dim", no_wrap=True, overflow="ellipsis") for line in wrapped]
     columns = fit(LEARNER_COLUMNS, learners, width, flexible="busy")
     shown, hidden = cut(learners, rows)
     busy_width = next((column.width for column in columns if column.key == "busy"), 0)

@@ -23,6 +23,7 @@ from diloco.log.log import Log
 from diloco.nats.connection import ask
 from diloco.nats.transport import NatsTransport
 from diloco.process import files, observe
+from diloco.process.observe import Logger
 from diloco.process.retry import Complaint
 from diloco.process.tasks import end
 from diloco.service import rundir
@@ -45,6 +46,7 @@ from diloco_ops.track.tracking import FOLDER, Tracking
 from diloco_ops.up import pages
 from diloco_ops.up.embedded import Embedded
 from diloco_ops.up.environment import learner_environment, mesh_of, per_process, service_environment
+from diloco_ops.up.progress_lines import progress_line
 from diloco_ops.up.supervise import ServiceFailed, Supervisor
 from diloco_ops.wan import control as wan
 from diloco_report import page
@@ -159,7 +161,8 @@ class Launcher:
                 self._start_services(self.embedded)
                 if not await self._tend(link, tracking):
                     return None
-                report = await self._report(link)
+                with progress_line("making the report", quiet=self.asked.quiet):
+                    report = await self._report(link)
                 tracking.conclude(report)
         finally:
             # learners first: at their end they still ask the others
@@ -391,16 +394,6 @@ class Launcher:
         links: dict[str, Any] = answer["links"]
         return links
 
-    def _references(self) -> list[ReferenceLosses]:
-        """Return the references that come with this version, and those that the lab left beside the run's directory."""
-        found = []
-        for path in reference.files([reference.shipped(), self.directory.path.parent / reference.LAB]):
-            try:
-                found.append(reference.read(path))
-            except FormatError as error:
-                self.log.warning("reference_damaged", reason=str(error))
-        return found
-
     @contextmanager
     def _view(self) -> Iterator[screen.LiveView | None]:
         if self.live:
@@ -435,7 +428,7 @@ class Launcher:
                 evaluation=evaluation,
                 links=links,
                 changes=changes,
-                references=self._references(),
+                references=_references(directory, self.log),
                 failures=status["failures"],
                 events=self.events,
             )
@@ -448,6 +441,17 @@ class Launcher:
         rundir.write_json(directory.report, report)
         page.write_html(report, directory.path / "report.html")
         return report
+
+
+def _references(directory: RunDirectory, log: Logger) -> list[ReferenceLosses]:
+    """Return the references that come with this version, and those that the lab left beside the run's directory."""
+    found = []
+    for path in reference.files([reference.shipped(), directory.path.parent / reference.LAB]):
+        try:
+            found.append(reference.read(path))
+        except FormatError as error:
+            log.warning("reference_damaged", reason=str(error))
+    return found
 
 
 def _core(index: int, count: int) -> set[int] | None:

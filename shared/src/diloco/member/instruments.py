@@ -16,7 +16,8 @@ from pathlib import Path
 
 from diloco.wire.control import MAX_PLACE, Gauges
 
-GAUGES_S = 5.0  # between two messages
+FIRST_GAUGES_S = 0.5  # before the first message; then twice as long each time
+GAUGES_S = 5.0  # between two messages, at most
 _STATM = Path("/proc/self/statm")
 
 
@@ -56,10 +57,12 @@ class Instruments:
         )
 
     async def send(self, learner: str, send: Callable[[Gauges], Awaitable[None]]) -> None:
-        """Send the figures again and again."""
+        """Send the figures again and again, at first more often: a short run has some, too."""
+        pause_s = FIRST_GAUGES_S
         while True:
-            await asyncio.sleep(GAUGES_S)
+            await asyncio.sleep(pause_s)
             await send(self.read(learner))
+            pause_s = min(2 * pause_s, GAUGES_S)
 
 
 def resident_bytes() -> int:
