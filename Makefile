@@ -15,24 +15,23 @@ setup: .venv/ready  ## install everything into .venv, whose command is .venv/bin
 help:  ## list the targets
 	@awk -F ':.*  ## ' '/^[a-z-]+:.*  ## / { printf "%-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-# a line every four seconds while packages are installed; it ends with its shell
-TELL = { while sleep 4 >/dev/null 2>&1; do echo "  $$(ls -d .venv/lib/python*/site-packages/*.dist-info 2>/dev/null | wc -l) packages so far"; \
-	done & } ; trap "kill $$!" EXIT
+# one line for each step, which ends in its result
+STEP = @PATH="$$PATH:$(BIN)" requirements/setup-step
+INSTALL = uv pip install -q --python $(BIN)/python
 
 # uv where there is one, else one of the environment's own; everything else by hash
 .venv/ready: requirements.txt $(DISTRIBUTIONS:%=%/pyproject.toml)
-	@echo "setting up .venv: packages are installed, which may take a minute"
-	@$(TELL); if command -v uv >/dev/null; then uv venv -q --allow-existing --python $(PYTHON) .venv; \
-	else $(PYTHON) -m venv .venv && $(BIN)/python -m pip install -q --disable-pip-version-check uv==$(UV_VERSION); fi
-	@$(TELL); PATH="$$PATH:$(BIN)" uv pip install -q --compile-bytecode --python $(BIN)/python --require-hashes -r requirements.txt
-	@PATH="$$PATH:$(BIN)" uv pip install -q --python $(BIN)/python --no-build-isolation --no-deps $(DISTRIBUTIONS:%=-e %)
+	$(STEP) 'making .venv' 'if command -v uv >/dev/null; then uv venv -q --allow-existing --python $(PYTHON) .venv; \
+	else $(PYTHON) -m venv .venv && $(BIN)/python -m pip install -q --disable-pip-version-check uv==$(UV_VERSION); fi'
+	$(STEP) 'installing the packages of requirements.txt' '$(INSTALL) --compile-bytecode --require-hashes -r requirements.txt'
+	$(STEP) "installing this project's own packages" '$(INSTALL) --no-build-isolation --no-deps $(DISTRIBUTIONS:%=-e %)'
 	@touch $@
 
 # 4 GB, most of it CUDA's libraries, without which PyTorch is not loaded
 torch: .venv/torch  ## install PyTorch as it computes on a CPU
 
 .venv/torch: .venv/ready requirements/torch.txt
-	@PATH="$$PATH:$(BIN)" uv pip install -q --python $(BIN)/python --no-deps --require-hashes -r requirements/torch.txt
+	$(STEP) 'installing PyTorch' '$(INSTALL) --no-deps --require-hashes -r requirements/torch.txt'
 	@touch $@
 
 # tests of optional parts and examples are skipped without these
@@ -40,7 +39,7 @@ EXTRAS = requirements/data.txt requirements/examples.txt requirements/orbax.txt
 extras: .venv/extras  ## install Flax, Equinox, Haiku, Orbax and what mixes of data need
 
 .venv/extras: .venv/ready $(EXTRAS)
-	@PATH="$$PATH:$(BIN)" uv pip install -q --compile-bytecode --python $(BIN)/python --require-hashes $(EXTRAS:%=-r %)
+	$(STEP) 'installing the packages of optional parts and examples' '$(INSTALL) --compile-bytecode --require-hashes $(EXTRAS:%=-r %)'
 	@touch $@
 
 up: setup  ## train a byte-level GPT with four learners on this machine; ARGS='--learners 2' adds options
