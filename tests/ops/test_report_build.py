@@ -56,7 +56,7 @@ def report(
         "learners": {name: HEARD | {"tokens": tokens} for name, tokens in heard.items()},
     }
     settings = run_settings("decoupled", {"tokens": 1000, "learners": 2, "regions.names": places.pop("names", [])})
-    links, known = places.pop("links", {}), places.pop("known", ())
+    links, known, evaluation = places.pop("links", {}), places.pop("known", ()), places.pop("evaluation", {})
     directory = RunDirectory(tmp_path, "run", "nats://127.0.0.1:4222", None, settings)
     found = build.Findings(
         directory,
@@ -65,7 +65,7 @@ def report(
         ["s", "s"],
         series | places,
         ledger,
-        {},
+        evaluation,
         links,
         changes,
         references=[],
@@ -173,3 +173,29 @@ def test_the_budget_is_the_one_in_force_at_the_end(tmp_path: Path) -> None:
     page = render_html(made)
     assert "<td>1970-01-01 00:00:01</td><td>tokens = 900</td><td>ann</td><td>enough</td>" in page
     assert "</del> <ins>900</ins>" in page
+
+
+def test_the_last_status_has_the_totals_and_the_loss_of_the_report(tmp_path: Path) -> None:
+    """The evaluator's last loss comes when the coordinator may have ended: its own last point is of an earlier version."""
+    heard = [[0.5, 400, 2.75]]
+    evaluation = {"val_loss": 2.5123456}
+    ended = {"ann": (1000, 0)}
+    made = report(tmp_path, Ledger(2), {"ann": 1000}, ended, ended, validation=heard, evaluation=evaluation)
+    assert made["val_loss"] == 2.5123456
+    assert made["series"]["global"] == [*heard, [1.0, 1000, 2.5123456]]
+    status = {"run": "run", "state": "closing", "wall_s": 0.9, "tokens_merged": 900, "versions": 1, "validation": heard}
+    last = build.last_status(status, made)
+    assert last == status | {
+        "state": "finished",
+        "tokens_processed": 1000,
+        "tokens_merged": 1000,
+        "versions": 2,
+        "validation": [*heard, [1.0, 1000, 2.51235]],
+    }
+    assert build.last_status(last, made) == last
+
+
+def test_a_run_that_nothing_was_evaluated_of_has_no_loss(tmp_path: Path) -> None:
+    made = report(tmp_path, Ledger(2), {"ann": 1000}, {"ann": (1000, 0)}, {"ann": (1000, 0)}, evaluation={"val_loss": None})
+    assert (made["val_loss"], made["series"]["global"]) == (None, [])
+    assert "validation" not in build.last_status({"state": "closing"}, made)

@@ -189,6 +189,12 @@ def test_resumed_run_goes_on_and_ends(story: Story, diloco: Diloco) -> None:
     assert ended.code == 0, ended.err
     assert ended.err == ""
     before = json.loads(story.status_json.out)
+    shown = json.loads(diloco("status", str(story.directory), "--json").out)
+    assert shown["state"] == "finished"
+    assert shown["validation"][-1][2] == round(report["val_loss"], 5)
+    assert [shown[name] for name in ("tokens_processed", "tokens_merged")] == [
+        report[name] for name in ("tokens_processed", "tokens_merged")
+    ]
     assert "validation loss" in ended.out
     assert "the best model that only counts bytes" in ended.out
     sizes = " ".join(f"--set {name}={value}" for name, value in TINY_GPT.items() if name.startswith("task"))

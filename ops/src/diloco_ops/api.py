@@ -39,7 +39,7 @@ from diloco_ops.up import pages
 from diloco_ops.up.checking import found
 from diloco_ops.up.supervise import ServiceFailed, last_words
 from diloco_ops.weights import evaluating, export
-from diloco_ops.weights.export import LATEST, parsed_version, resolve_version
+from diloco_ops.weights.versions import LATEST, choose_versions, parsed_version
 from diloco_report.samples import trimmed
 
 T = TypeVar("T")
@@ -184,8 +184,8 @@ class Run:
     def params(self, version: int | str = LATEST, *, average: int = 1) -> dict[str, NDArray[np.float32]]:
         """Return the parameters by path, float32 [their shapes], as ``diloco export`` writes them.
 
-        ``version``: one that all fragments have, ``"50%"`` for that part of the run, or ``"latest"``. ``average``: the mean of
-        so many, which end with it.
+        ``version``: one that all fragments have, ``"50%"`` for when that part of its tokens was merged, or ``"latest"``.
+        ``average``: the mean of so many, which end with it.
 
         Raises:
             RunError: there is no such run, or its log does not have the version.
@@ -197,7 +197,7 @@ class Run:
         async def read() -> dict[str, NDArray[np.float32]]:
             async with run_reader.opened(self.directory) as seen:
                 weights = _InMemory(seen.map.empty())
-                await export.write(seen, weights, await resolve_version(seen, wanted), average)
+                await export.write(seen, weights, (await choose_versions(seen, wanted)).versions, average)
                 return weights.tensors
 
         return _in_a_loop(read)

@@ -46,25 +46,33 @@ _NOTE = (
 )
 
 
+def _default(field: str) -> str:
+    """Return the training schedule's value in each strategy, for the help of an option that changes it."""
+    values = {name: getattr(schedules(name)["training"], field) for name in STRATEGIES if field in CHANGEABLE[name]}
+    return "; default: " + ", ".join(f"{name} {value:g}" for name, value in values.items()) + "."
+
+
 def bandwidth(
     parameters: Annotated[float, typer.Option(parser=parse_count, metavar=COUNT, help="Of the model.")] = ModelJob.parameters,
     step_s: Annotated[float, typer.Option(help="Seconds that a step takes by itself.")] = ModelJob.step_s,
     datacenters: Annotated[int, typer.Option(help="Each with one learner.")] = ModelJob.datacenters,
     strategy: Annotated[list[str] | None, typer.Option(help=f"{', '.join(STRATEGIES)}; may be repeated; default: all.")] = None,
-    bits: Annotated[int | None, typer.Option(help="Bits a value, both ways.")] = None,
-    steps: Annotated[int | None, typer.Option(help="H of the training schedule (diloco, streaming, decoupled).")] = None,
-    fragments: Annotated[int | None, typer.Option(help="P of the training schedule (streaming, decoupled).")] = None,
-    overlap_steps: Annotated[float | None, typer.Option(help="tau of the training schedule (streaming, decoupled).")] = None,
+    bits: Annotated[int | None, typer.Option(help=f"Bits a value, both ways{_default('bits')}")] = None,
+    steps: Annotated[int | None, typer.Option(help=f"H of the training schedule{_default('steps')}")] = None,
+    fragments: Annotated[int | None, typer.Option(help=f"P of the training schedule{_default('fragments')}")] = None,
+    overlap_steps: Annotated[
+        float | None, typer.Option(help=f"tau of the training schedule{_default('overlap_steps')}")
+    ] = None,
     utilisations: Annotated[
         list[float] | None,
-        typer.Option("--utilisation", help="A share of 1; may be repeated; default: 0.5, 0.75, 0.9, 0.95 and 0.99."),
+        typer.Option("--utilisation", help=f"A share of 1; may be repeated; default: {', '.join(map(str, UTILISATIONS))}."),
     ] = None,
     link_gbit: Annotated[
         float | None, typer.Option(help="The other way round: the utilisations that a link of so many Gbit/s allows.")
     ] = None,
     wanted: Annotated[
         float | None,
-        typer.Option(help="With --link-gbit: the utilisation that settings of Decoupled are to keep; default: 0.95."),
+        typer.Option(help=f"With --link-gbit: the utilisation that settings of Decoupled are to keep; default: {WANTED:g}."),
     ] = None,
     published: Annotated[
         bool, typer.Option("--published", help="All 60 cells of the paper's Table 13 beside ours, and nothing else.")

@@ -53,7 +53,9 @@ _ALL_LEARNERS, _ALL_CHIPS = ",".join(map(str, published.LEARNERS)), ",".join(map
 
 
 def goodput(
-    strategy: Annotated[list[str] | None, typer.Option(help=f"{', '.join(STRATEGIES)}; may be repeated.")] = None,
+    strategy: Annotated[
+        list[str] | None, typer.Option(help=f"{', '.join(STRATEGIES)}; may be repeated; default: {', '.join(PUBLISHED)}.")
+    ] = None,
     learners: Annotated[str, typer.Option(help="M, of those that have learners.")] = _ALL_LEARNERS,
     chips: Annotated[str, typer.Option(help="Of all learners together.")] = _ALL_CHIPS,
     days: Annotated[float, typer.Option(help="Simulated time.")] = 3.0,

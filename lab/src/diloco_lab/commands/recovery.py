@@ -27,9 +27,16 @@ def recover(
     parameters: Annotated[float, typer.Option(parser=parse_count, metavar=COUNT, help="Of the model.")] = ModelJob.parameters,
     step_s: Annotated[float, typer.Option(help="Seconds that a step takes.")] = ModelJob.step_s,
     copy_steps: Annotated[
-        list[float] | None, typer.Option(help="A link: the steps in which it carries the parameters once; may be repeated.")
+        list[float] | None,
+        typer.Option(
+            help="A link: the steps in which it carries the parameters once; may be repeated; "
+            f"default: {', '.join(f'{steps:g}' for steps in recovery.COPY_STEPS)}."
+        ),
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="H, of both.")] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(help=f"H, of both; default: {', '.join(f'{name} {one.steps:g}' for name, one in recovery.NAMED)}."),
+    ] = None,
     svg: Svg = None,
     json_: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:

@@ -24,7 +24,9 @@ def chaos(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of a run that `diloco up` is running.")],
     seed: Annotated[int, typer.Option(help="Seed of the failures.")] = 0,
     for_: Annotated[float, typer.Option("--for", min=0.1, help="Seconds of chaos.")] = 60.0,
-    kinds: Annotated[str | None, typer.Option(help=f"Only these, comma separated: {', '.join(KINDS)}.")] = None,
+    kinds: Annotated[
+        str | None, typer.Option(help=f"Only these, comma separated: {', '.join(KINDS)}; default: all that the run can meet.")
+    ] = None,
     rate: Annotated[float, typer.Option(min=1e-6, help="Failures a second.")] = 0.2,
     tape: Annotated[Path | None, typer.Option(help="Bring about this failure tape instead of drawing one.")] = None,
     record: Annotated[Path | None, typer.Option(help="Write the failure tape to this file.")] = None,

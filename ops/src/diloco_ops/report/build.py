@@ -70,7 +70,15 @@ class Findings:
 
     @property
     def validation(self) -> list[list[Any]]:
-        return [list(point) for point in self.series["validation"]]
+        """Points (seconds, merged tokens, loss) of the global model; the last one is the evaluator's result.
+
+        The coordinator ends about when the run does, and may not have heard that one.
+        """
+        points, last = [list(point) for point in self.series["validation"]], self.evaluation.get("val_loss")
+        if last is not None and (not points or points[-1][2] != last):
+            merged = mean([chain.tokens_merged for chain in self.chains], self.sizes)
+            points.append([self.series["wall_s"], merged, last])
+        return points
 
 
 def build(found: Findings) -> dict[str, Any]:
@@ -125,8 +133,19 @@ def build(found: Findings) -> dict[str, Any]:
         "failures": dict(found.failures),
         "events": sorted([*series.get("events", []), *found.events], key=lambda event: event["at_s"]),
         "sample": evaluation.get("sample"),
-        "series": overview.series(series),
+        "series": overview.series({**series, "validation": found.validation}),
     }
+
+
+def last_status(status: Mapping[str, Any], report: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the status of a run that is over: the last one that its coordinator gave, with what the report has since."""
+    ended: dict[str, Any] = {name: report[name] for name in ("tokens_processed", "tokens_merged", "versions")}
+    known, points = status.get("validation") or [], report["series"]["global"]
+    if points:
+        at_s, tokens, loss = points[-1]
+        last = [round(at_s, 2), tokens, round(loss, 5)]  # as the coordinator gives them
+        ended["validation"] = known if known and known[-1][2] == last[2] else [*known, last]
+    return {**status, "state": "finished", **ended}
 
 
 def _origin(directory: RunDirectory) -> dict[str, Any]:

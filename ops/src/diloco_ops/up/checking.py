@@ -23,7 +23,8 @@ from diloco.settings.time_limits import check_time_limits
 from diloco_ops.reading.asking import ask
 from diloco_ops.up.environment import learner_environment
 from diloco_ops.up.project import project_in
-from diloco_ops.up.up import DEFAULT_PRESET, Data, Preset, Set, TaskOptions, data_source, overrides_of
+from diloco_ops.up.up import DEFAULT_PRESET, data_source, overrides_of
+from diloco_ops.up.up_options import Data, Preset, Set, TaskOptions
 from diloco_report.units import count, decimal, size
 
 MAKE = "make"  # the factory in a file, unless it is named

@@ -17,6 +17,7 @@ from diloco.settings.counts import COUNT, parse_count
 from diloco.settings.loading import parse_assignments
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
+from diloco_ops.default_text import default_of
 from diloco_ops.reading.asking import LEARNER, ask
 from diloco_ops.up.environment import learner_environment
 from diloco_ops.up.run_summary import printable
@@ -26,9 +27,12 @@ from diloco_report.units import count, decimal, share
 def data(
     mix: Annotated[Path, typer.Argument(metavar="MIX.TOML", help="The file, as diloco up --data takes it.")],
     tokens: Annotated[
-        int | None, typer.Option(parser=parse_count, metavar=COUNT, help="Token budget of a run, for the epochs.")
+        int | None,
+        typer.Option(
+            parser=parse_count, metavar=COUNT, help=f"Token budget of a run, for the epochs. {default_of('tokens', count)}"
+        ),
     ] = None,
-    learners: Annotated[int | None, typer.Option(min=1, help="Shares of a run's data.")] = None,
+    learners: Annotated[int | None, typer.Option(min=1, help=f"Shares of a run's data. {default_of('learners')}")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE, any setting of the run; repeatable.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
     toml: Annotated[bool, typer.Option("--toml", help="The lines that a coordinator's file needs, and nothing else.")] = False,

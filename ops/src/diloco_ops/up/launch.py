@@ -416,13 +416,12 @@ class Launcher:
         links = await asyncio.to_thread(self._links)
         changes = await read_changes(run)
         try:
-            owners = [fragment["owner"] for fragment in status["fragments"]]
             ledger = build.read_ledger(directory, run.identity, series, len(chains))
             found = build.Findings(
                 directory=directory,
                 map=fragment_map,
                 chains=chains,
-                owners=owners,
+                owners=[fragment["owner"] for fragment in status["fragments"]],
                 series=series,
                 ledger=ledger,
                 evaluation=evaluation,
@@ -433,6 +432,7 @@ class Launcher:
                 events=self.events,
             )
             report = build.build(found)
+            self._keep_status(build.last_status(status, report))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise RunError(
                 f"{directory.path}: the run is over, but there is no report: series.json, status.json or evaluation.json is "

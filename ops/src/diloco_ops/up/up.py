@@ -25,9 +25,8 @@ from diloco.nats.transport import NatsTransport
 from diloco.process import observe
 from diloco.service import rundir
 from diloco.service.rundir import RunDirectory
-from diloco.settings.counts import COUNT, parse_count
 from diloco.settings.loading import parse_assignments
-from diloco.settings.presets import PRESETS, run_settings
+from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
 from diloco.settings.time_limits import check_time_limits
 from diloco.wire.subjects import Subjects
@@ -42,45 +41,35 @@ from diloco_ops.up.launch import Launcher, LaunchRequest, service_count
 from diloco_ops.up.progress_lines import progress_line
 from diloco_ops.up.run_summary import summarise
 from diloco_ops.up.supervise import ServiceFailed
+from diloco_ops.up.up_options import (
+    Data,
+    DevicesPerLearner,
+    Init,
+    Learners,
+    LeastProcesses,
+    Names,
+    Preset,
+    ProcessesPerLearner,
+    ResumeAt,
+    RunFolder,
+    Seed,
+    Set,
+    Shards,
+    TaskOptions,
+    TokenBudget,
+)
 
 MAX_LEARNERS = 4096
 DEFAULT_PRESET = "decoupled"
 SERVICES = {name: name.replace("_", "-") for name in ("diloco_learner", "diloco_syncer", "diloco_coordinator")}
 
-TokenBudget = Annotated[
-    int | None,
-    typer.Option(parser=parse_count, metavar=COUNT, help="Token budget, such as 7.5M; with --continue: so many more."),
-]
-Data = Annotated[
-    str | None, typer.Option(help="File or folder of text, or as your task reads it; default: Python's standard library.")
-]
-Preset = Annotated[str, typer.Option(help=f"{', '.join(PRESETS)}.")]
-Set = Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE, any setting; repeatable.")]
-TaskOptions = Annotated[list[str] | None, typer.Option("--task", help="KEY=VALUE, an option of your own task; repeatable.")]
-Init = Annotated[
-    Path | None, typer.Option(help="Weights to begin with: a safetensors file, or a folder as Hugging Face has them.")
-]
-Names = Annotated[Path | None, typer.Option(help="JSON file of the names that the model's tensors have there.")]
-ResumeAt = Annotated[
-    int | None, typer.Option(min=0, help="With --resume: begin again where every fragment's log stood at this version.")
-]
-DevicesPerLearner = Annotated[
-    int | None, typer.Option(min=1, help="Devices of each learner, which make one mesh. Default: all that JAX finds.")
-]
-ProcessesPerLearner = Annotated[
-    int | None, typer.Option(min=1, max=64, help="Processes that each learner is, which share its devices. Default: one.")
-]
-LeastProcesses = Annotated[
-    int | None, typer.Option(min=1, help="So many of them go on where others are lost. Default: all begin again.")
-]
-
 
 def up(
-    learners: Annotated[int | None, typer.Option(help="Learners (M).")] = None,
-    shards: Annotated[int | None, typer.Option(help="Syncers.")] = None,
+    learners: Learners = None,
+    shards: Shards = None,
     tokens: TokenBudget = None,
-    run_dir: Annotated[Path | None, typer.Option(help="Directory of the run; an unfinished one is resumed.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the initial model and of the data's order.")] = None,
+    run_dir: RunFolder = None,
+    seed: Seed = None,
     data: Data = None,
     init: Init = None,
     names: Names = None,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,7 +29,8 @@ from diloco_ops.up.environment import learner_environment
 from diloco_ops.up.run_summary import printable
 from diloco_ops.up.up import data_source
 from diloco_ops.weights import export, scratch
-from diloco_ops.weights.export import LATEST, TASK, WantedVersion, resolve_version
+from diloco_ops.weights.export import TASK
+from diloco_ops.weights.versions import LATEST, ChosenVersions, WantedVersion, choose_versions, parsed_version
 from diloco_report.samples import trimmed
 from diloco_report.units import decimal
 
@@ -41,7 +43,8 @@ Weights = Annotated[
     ),
 ]
 Version = Annotated[
-    str, typer.Option(help="Of a run: a version that all fragments have; 50%: after that part of it; or latest.")
+    str,
+    typer.Option(help="Of a run: a version that all fragments have; 50%: once that part of its tokens was merged; or latest."),
 ]
 Average = Annotated[int, typer.Option(min=1, help="Of a run: the mean of so many versions, which end with this one.")]
 Data = Annotated[str | None, typer.Option(help="Other data than the run's, as diloco up --data takes it.")]
@@ -61,6 +64,7 @@ def evaluate(
 ) -> None:
     """Evaluate a run's model, or one in a file, on the task's held-out data."""
     found = result(EvaluationRequest(weights or newest_run("diloco eval"), version, average, data, set_ or []), None)
+    _tell_versions(found)
     if json_:
         print(json.dumps(found))
         return
@@ -86,9 +90,16 @@ def sample(
     """Draw text from a run's model, or from one in a file."""
     wanted = {"seed": seed, "count": count, "prompt": prompt, "early": True}
     found = result(EvaluationRequest(weights or newest_run("diloco sample"), version, average, data, set_ or []), wanted)
+    _tell_versions(found)
     if found["early"] is not None:
         print(f"diloco: note: {found['early']}", file=sys.stderr)
     print(json.dumps(found) if json_ else printable(trimmed(found["prompt"] + found["sample"])))
+
+
+def _tell_versions(found: Mapping[str, Any]) -> None:
+    """Print which part of a run ``--version 10%`` is: its model may be less trained than one expects."""
+    if found.get("versions") is not None:
+        print(f"diloco: note: {found['versions']}", file=sys.stderr)
 
 
 @dataclass(frozen=True)
@@ -110,7 +121,7 @@ def result(asked: EvaluationRequest, drawn: dict[str, Any] | None) -> dict[str, 
         SettingsError: the file is none of weights, or the options do not fit together.
         ServiceFailed: the weights could not be evaluated.
     """
-    wanted = export.parsed_version(asked.version)
+    wanted = parsed_version(asked.version)
     if asked.path.is_file():
         if wanted is not None or asked.average > 1:
             raise SettingsError(
@@ -122,20 +133,22 @@ def result(asked: EvaluationRequest, drawn: dict[str, Any] | None) -> dict[str, 
         raise SettingsError(f"{asked.path}: a run has its own settings: --set is for a file")
     with folders.temporary() as folder:
         file = Path(folder) / "weights.safetensors"
-        settings, own_data = asyncio.run(_write(asked, wanted, file))
-        return _evaluated(settings, own_data if asked.data is None else asked.data, file, drawn, other=asked.data is not None)
+        settings, own_data, chosen = asyncio.run(_write(asked, wanted, file))
+        data = own_data if asked.data is None else asked.data
+        found = _evaluated(settings, data, file, drawn, other=asked.data is not None)
+        return found | {"versions": chosen.sentence}
 
 
-async def _write(asked: EvaluationRequest, wanted: WantedVersion, file: Path) -> tuple[RunSettings, str | None]:
-    """Write a run's weights to a file; return its settings and data."""
+async def _write(asked: EvaluationRequest, wanted: WantedVersion, file: Path) -> tuple[RunSettings, str | None, ChosenVersions]:
+    """Write a run's weights to a file; return its settings, its data, and which versions they are."""
     async with run_reader.opened(asked.path) as seen:
-        version = await resolve_version(seen, wanted)
+        chosen = await choose_versions(seen, wanted)
         try:
-            with export.in_one_file(seen, file, version, asked.average) as weights:
-                await export.write(seen, weights, version, asked.average, scratch.in_folder(file.parent))
+            with export.in_one_file(seen, file, chosen.versions, asked.average) as weights:
+                await export.write(seen, weights, chosen.versions, asked.average, scratch.in_folder(file.parent))
         except OSError as error:
             raise RunError(f"{file}: was not written: {error}") from None
-        return seen.run.created, seen.directory.data
+        return seen.run.created, seen.directory.data, chosen
 
 
 def task_of(file: Path, assignments: list[str]) -> RunSettings:

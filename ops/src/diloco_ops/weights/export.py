@@ -37,25 +37,15 @@ from diloco_ops.reading.local_runs import newest_run
 from diloco_ops.reading.run_reader import RunReader
 from diloco_ops.up.environment import learner_environment
 from diloco_ops.weights import orbax_weights, scratch, weights_file
+from diloco_ops.weights.versions import LATEST, Versions, WantedVersion, choose_versions, parsed_version, stated, version_of
 from diloco_ops.weights.weights_file import SHARD_BYTES, Precision, Weights
 from diloco_report.units import model_size, size
 
-LATEST = "latest"
 M_MMAP_THRESHOLD, BUFFER_BYTES = -3, 128 << 10  # glibc's mallopt; buffers of parts are larger
 TASK = "diloco_task"  # in a file's metadata: the settings of the task, as JSON
 
 Vector = NDArray[np.float32]
 Format = Literal["safetensors", "hf", "orbax"]
-
-
-@dataclass(frozen=True)
-class VersionShare:
-    """The version that ends the first ``percent`` per cent of a run's versions."""
-
-    percent: int
-
-
-WantedVersion = int | VersionShare | None  # None: of each fragment the newest
 
 
 @dataclass(frozen=True)
@@ -85,7 +75,7 @@ def export(
         typer.Option("--format", help="A safetensors file, a folder of Hugging Face's libraries, or one of Orbax."),
     ] = "safetensors",
     version: Annotated[
-        str, typer.Option(help="A version that all fragments have; 50%: after that part of the run; or latest.")
+        str, typer.Option(help="A version that all fragments have; 50%: once that part of its tokens was merged; or latest.")
     ] = LATEST,
     average: Annotated[int, typer.Option(min=1, help="The mean of so many versions, which end with this one.")] = 1,
     precision: Annotated[Precision, typer.Option(help="Of the values.")] = "float32",
@@ -159,57 +149,28 @@ def _new_folder(path: Path, write: Callable[[Path], None]) -> None:
         raise
 
 
-def parsed_version(version: str) -> WantedVersion:
-    """Return the version that ``--version`` asks for; None: of each fragment the newest.
-
-    Raises:
-        SettingsError: it is neither a number, a percentage, nor ``latest``.
-    """
-    if version == LATEST:
-        return None
-    digits = version.removesuffix("%")
-    if not (digits.isascii() and digits.isdigit() and len(digits) < 16):
-        raise SettingsError(f"--version {version!r}: expected a number, a percentage such as 50%, or latest")
-    if digits == version:
-        return int(version)
-    if int(digits) > 100:
-        raise SettingsError(f"--version {version!r}: expected at most 100%")
-    return VersionShare(int(digits))
-
-
-async def resolve_version(seen: RunReader, wanted: WantedVersion) -> int | None:
-    """Return the version that is asked for, as a number; None: of each fragment the newest.
-
-    Raises:
-        RunError: the log cannot be read.
-    """
-    if not isinstance(wanted, VersionShare):
-        return wanted
-    return min(chain.version for chain in await run_reader.read_chains(seen.log)) * wanted.percent // 100
-
-
 async def _export(path: Path, draft: Path, asked: ExportRequest) -> None:
     async with run_reader.opened(path) as seen:
-        version = await resolve_version(seen, asked.version)
-        with await asyncio.to_thread(_opened, seen, draft, asked, version) as weights:
-            versions = await write(seen, weights, version, asked.average, scratch.in_folder(draft.parent))
+        chosen = await choose_versions(seen, asked.version)
+        with await asyncio.to_thread(_opened, seen, draft, asked, chosen.versions) as weights:
+            versions = await write(seen, weights, chosen.versions, asked.average, scratch.in_folder(draft.parent))
         over = await seen.state()
         mean = f", each the mean of {asked.average}" if asked.average > 1 else ""
         print(
             f"run {seen.run.name} ({over}): {model_size(seen.map.parameters, seen.map.state_values)} in "
             f"{len(seen.map.tensors)} tensors, "
-            f"versions {min(versions)} to {max(versions)} of {len(versions)} fragments{mean}"
+            f"versions {min(versions)} to {max(versions)} of {len(versions)} fragments{mean}{chosen.after}"
         )
 
 
-def _opened(seen: RunReader, draft: Path, asked: ExportRequest, version: int | None) -> AbstractContextManager[Weights]:
+def _opened(seen: RunReader, draft: Path, asked: ExportRequest, versions: Versions) -> AbstractContextManager[Weights]:
     """Return the weights to be written.
 
     Raises:
         SettingsError: the names do not fit the model; there is no configuration, or it is of another model.
         ServiceFailed: the task does not say them.
     """
-    metadata = metadata_of(seen, version, asked.average)
+    metadata = metadata_of(seen, versions, asked.average)
     source = "task: names()" if asked.names is None else f"--names {asked.names}"
     names = Names({}, source) if asked.names is None else naming.read_names(asked.names, source)
     if asked.format == "hf":
@@ -259,19 +220,19 @@ def _said_by_task(seen: RunReader) -> dict[str, Any]:
 
 
 @contextmanager
-def in_one_file(seen: RunReader, path: Path, version: int | None = None, average: int = 1) -> Iterator[Weights]:
+def in_one_file(seen: RunReader, path: Path, versions: Versions = None, average: int = 1) -> Iterator[Weights]:
     """Write a run's weights into a safetensors file of float32, each tensor by its path.
 
     Raises:
         OSError: it cannot be written.
     """
     named = Naming(seen.map.tensors, Names({}, str(path)))
-    with weights_file.one_file(path, named, "float32", metadata_of(seen, version, average)) as weights:
+    with weights_file.one_file(path, named, "float32", metadata_of(seen, versions, average)) as weights:
         yield weights
 
 
-async def write(seen: RunReader, weights: Weights, version: int | None, average: int, room: Room = in_memory) -> list[int]:
-    """Write a run's weights as of a version, None being the newest of each fragment; return the version of each.
+async def write(seen: RunReader, weights: Weights, versions: Versions, average: int, room: Room = in_memory) -> list[int]:
+    """Write a run's weights as of these versions; return the version of each fragment.
 
     ``room`` is for the arrays that are not written: momenta, and sums of versions.
 
@@ -279,23 +240,23 @@ async def write(seen: RunReader, weights: Weights, version: int | None, average:
         MachineError, RunError: the log does not have a version, or not any more, or it cannot be read up to it.
         OSError: they cannot be written.
     """
-    versions = list[int]()
+    written = list[int]()
     seen.log.reader.room_for_moments = room
     for fragment in seen.map.fragments:
-        theta, at = await _values(seen, fragment.index, version, average, room)
+        theta, at = await _values(seen, fragment.index, version_of(versions, fragment.index), average, room)
         await asyncio.to_thread(weights.put, fragment, theta)
         del theta  # before the next one is read
-        versions.append(at)
-    return versions
+        written.append(at)
+    return written
 
 
-def metadata_of(seen: RunReader, version: int | None, average: int = 1) -> dict[str, str]:
+def metadata_of(seen: RunReader, versions: Versions, average: int = 1) -> dict[str, str]:
     """Return what a file of a run's weights says of them: ``diloco eval`` and ``diloco sample`` make the task by it."""
     return {
         "format": "pt",  # what transformers asks for: how arrays lie in the file
         "diloco_run": seen.run.name,
         "diloco_identity": seen.run.identity.hex(),
-        "diloco_version": LATEST if version is None else str(version),
+        "diloco_version": stated(versions),
         "diloco_average": str(average),
         "diloco_map": seen.map.digest.hex(),
         TASK: seen.run.created.task.model_dump_json(),

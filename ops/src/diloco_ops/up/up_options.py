@@ -1,0 +1,50 @@
+"""The options of ``diloco up``, which other commands that begin or check a run take, too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from diloco.settings.counts import COUNT, parse_count
+from diloco.settings.presets import PRESETS
+from diloco_ops.default_text import default_of
+from diloco_report.units import count
+
+Learners = Annotated[int | None, typer.Option(help=f"Learners (M). {default_of('learners')}")]
+Shards = Annotated[int | None, typer.Option(help=f"Syncers. {default_of('shards')}")]
+RunFolder = Annotated[
+    Path | None, typer.Option(help="Directory of the run; an unfinished one is resumed. Default: runs/ and the time.")
+]
+Seed = Annotated[int | None, typer.Option(help=f"Seed of the initial model and of the data's order. {default_of('seed')}")]
+TokenBudget = Annotated[
+    int | None,
+    typer.Option(
+        parser=parse_count,
+        metavar=COUNT,
+        help=f"Token budget, such as 600k; with --continue: so many more, which must be given. {default_of('tokens', count)}",
+    ),
+]
+Data = Annotated[
+    str | None, typer.Option(help="File or folder of text, or as your task reads it; default: Python's standard library.")
+]
+Preset = Annotated[str, typer.Option(help=f"{', '.join(PRESETS)}.")]
+Set = Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE, any setting; repeatable.")]
+TaskOptions = Annotated[list[str] | None, typer.Option("--task", help="KEY=VALUE, an option of your own task; repeatable.")]
+Init = Annotated[
+    Path | None, typer.Option(help="Weights to begin with: a safetensors file, or a folder as Hugging Face has them.")
+]
+Names = Annotated[Path | None, typer.Option(help="JSON file of the names that the model's tensors have there.")]
+ResumeAt = Annotated[
+    int | None, typer.Option(min=0, help="With --resume: begin again where every fragment's log stood at this version.")
+]
+DevicesPerLearner = Annotated[
+    int | None, typer.Option(min=1, help="Devices of each learner, which make one mesh. Default: all that JAX finds.")
+]
+ProcessesPerLearner = Annotated[
+    int | None, typer.Option(min=1, max=64, help="Processes that each learner is, which share its devices. Default: one.")
+]
+LeastProcesses = Annotated[
+    int | None, typer.Option(min=1, help="So many of them go on where others are lost. Default: all begin again.")
+]
