@@ -182,7 +182,7 @@ def test_all_can_be_done_by_keyboard(browser: Browser, tmp_path: Path) -> None:
 def test_on_a_phone_the_newest_is_in_sight_and_texts_are_readable(browser: Browser, tmp_path: Path, script: bool) -> None:
     report = fake_report(learners=4, fragments=4)
     with opened(browser, at(report, tmp_path), viewport=PHONE, java_script_enabled=script) as shown:
-        assert shown.evaluate("document.documentElement.scrollWidth") <= 390 if script else True
+        assert shown.evaluate("document.documentElement.scrollWidth") <= 390
         for picture in shown.locator(".lanes svg.rows").all():
             box = picture.bounding_box()
             assert box is not None
@@ -194,7 +194,26 @@ def test_on_a_phone_the_newest_is_in_sight_and_texts_are_readable(browser: Brows
         for picture in shown.locator("svg.chart, svg.rows").all():
             box, view = picture.bounding_box(), (picture.get_attribute("viewBox") or "").split()
             assert box is not None
-            assert 12 * box["width"] / float(view[2]) >= 11  # pixels of a text
+            size = picture.locator("text.tick").first.evaluate("text => parseFloat(getComputedStyle(text).fontSize)")
+            assert size * box["width"] / float(view[2]) >= 11  # pixels of a text
+
+
+@pytest.mark.parametrize("script", ["removed", "disabled", "run"])
+def test_on_a_phone_charts_fit_their_cards(browser: Browser, tmp_path: Path, script: str) -> None:
+    url = at(fake_report(), tmp_path)
+    if script == "removed":
+        remove_script(tmp_path / "report.html")
+    with opened(browser, url, viewport=PHONE, java_script_enabled=script != "disabled") as shown:
+        cards = shown.locator("section:has(svg.chart)").all()
+        assert len(cards) == 2  # losses, rates
+        for card in cards:
+            around = card.bounding_box()
+            assert around is not None
+            for part in card.locator("svg.chart, svg.chart text").all():
+                box = part.bounding_box()
+                assert box is not None
+                assert around["x"] < box["x"]
+                assert box["x"] + box["width"] < around["x"] + around["width"]
 
 
 def test_without_a_script_the_charts_are_there_and_no_button_that_does_nothing(browser: Browser, tmp_path: Path) -> None:

@@ -24,8 +24,8 @@ _VALUES: dict[Form, Callable[[float], str]] = {"number": lambda value: f"{value:
 MAX_DOTS = 40  # of a strong line that are marked one by one
 MAX_POINTS = 6400  # of all lines of a chart together
 LEAST_POINTS = 60  # of a line, however many there are
-REFERENCE_WIDTH = 86  # pixels beside the plot, for the names of references
-REFERENCE_GAP = 13  # pixels between two of them
+REFERENCE_WIDTH = 96  # pixels beside the plot, for the names of references
+REFERENCE_GAP = 17  # pixels between two of them, whose texts are larger on a phone
 
 
 @dataclass(frozen=True)
