@@ -57,9 +57,9 @@ def test_curves_are_bounded_go_on_and_are_drawn() -> None:
     report["series"]["gauges"] = dumped
     report["learners"]["learner-0"] |= curves.places["learner-0"]
     drawn = parts(report)
-    for title in ("Learning rate", "Processor", "Memory"):
+    for title in ("Learning rate (no unit)", "Processor (cores)", "Memory (bytes)"):
         assert f">{title}</h3>" in drawn["course"]
-    for title in ("Gradient norm", "Device memory"):  # not known
+    for title in ("Gradient norm (no unit)", "Device memory (bytes)"):  # not known
         assert f">{title}</h3>" not in drawn["course"]
     assert "cpu on &lt;b&gt;node" in drawn["learners"]
 

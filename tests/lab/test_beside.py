@@ -41,6 +41,7 @@ def test_each_arm_that_has_ended_is_an_entry_with_the_means_of_its_seeds() -> No
     [alone] = entries["bars: data-parallel-muon"].validation
     assert alone.tokens == pytest.approx(sum(trial["tokens"] for trial in trials("data-parallel-muon")) / 8)
     assert alone.time is None
+    assert all(entry.arm for entry in entries.values())
 
 
 def test_a_file_that_holds_no_results_is_named(tmp_path: Path) -> None:

@@ -46,6 +46,13 @@ def at(report: dict[str, Any], folder: Path) -> str:
     return file.as_uri()
 
 
+def remove_script(file: Path) -> None:
+    """Take a page's scripts out, as a viewer of mail or of notebooks does: its browser could run them."""
+    page = file.read_text()
+    assert "<script>" in page
+    file.write_text(re.sub(r"<script>.*?</script>", "", page, flags=re.DOTALL))
+
+
 def plot(shown: Page, name: str) -> Locator:
     """The chart of this name, with its buttons."""
     return shown.locator(".plot", has=shown.locator(f'svg[data-chart*=\'"name":"{name}","axis"\']'))
@@ -175,7 +182,7 @@ def test_all_can_be_done_by_keyboard(browser: Browser, tmp_path: Path) -> None:
 def test_on_a_phone_the_newest_is_in_sight_and_texts_are_readable(browser: Browser, tmp_path: Path, script: bool) -> None:
     report = fake_report(learners=4, fragments=4)
     with opened(browser, at(report, tmp_path), viewport=PHONE, java_script_enabled=script) as shown:
-        assert shown.evaluate("document.documentElement.scrollWidth") <= 390 if script else True
+        assert shown.evaluate("document.documentElement.scrollWidth") <= 390
         for picture in shown.locator(".lanes svg.rows").all():
             box = picture.bounding_box()
             assert box is not None
@@ -187,13 +194,57 @@ def test_on_a_phone_the_newest_is_in_sight_and_texts_are_readable(browser: Brows
         for picture in shown.locator("svg.chart, svg.rows").all():
             box, view = picture.bounding_box(), (picture.get_attribute("viewBox") or "").split()
             assert box is not None
-            assert 12 * box["width"] / float(view[2]) >= 11  # pixels of a text
+            size = picture.locator("text.tick").first.evaluate("text => parseFloat(getComputedStyle(text).fontSize)")
+            assert size * box["width"] / float(view[2]) >= 11  # pixels of a text
+
+
+@pytest.mark.parametrize("script", ["removed", "disabled", "run"])
+def test_on_a_phone_charts_fit_their_cards(browser: Browser, tmp_path: Path, script: str) -> None:
+    url = at(fake_report(), tmp_path)
+    if script == "removed":
+        remove_script(tmp_path / "report.html")
+    with opened(browser, url, viewport=PHONE, java_script_enabled=script != "disabled") as shown:
+        cards = shown.locator("section:has(svg.chart)").all()
+        assert len(cards) == 2  # losses, rates
+        for card in cards:
+            around = card.bounding_box()
+            assert around is not None
+            for part in card.locator("svg.chart, svg.chart text").all():
+                box = part.bounding_box()
+                assert box is not None
+                assert around["x"] < box["x"]
+                assert box["x"] + box["width"] < around["x"] + around["width"]
 
 
 def test_without_a_script_the_charts_are_there_and_no_button_that_does_nothing(browser: Browser, tmp_path: Path) -> None:
     with opened(browser, at(fake_report(), tmp_path), java_script_enabled=False) as shown:
         assert shown.locator("svg.chart path.line").count() > 8
         assert shown.locator(".tools, .smoothing, input").count() == 0
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("script", ["removed", "disabled"])
+def test_without_a_script_no_chart_lies_over_its_title(browser: Browser, tmp_path: Path, width: int, script: str) -> None:
+    url, viewport = at(fake_report(), tmp_path), {"width": width, "height": 844}
+    if script == "removed":
+        remove_script(tmp_path / "report.html")
+    with opened(browser, url, viewport=viewport, java_script_enabled=script != "disabled") as shown:
+        titles = shown.locator("h3:has(+ .plot)").all()
+        assert len(titles) == 5  # two of losses, three of rates
+        for title in titles:
+            above, below = title.bounding_box(), title.locator("+ .plot svg").bounding_box()
+            assert above is not None
+            assert below is not None
+            assert above["y"] + above["height"] <= below["y"]
+
+
+def test_buttons_of_a_chart_are_beside_its_title(browser: Browser, tmp_path: Path) -> None:
+    with opened(browser, at(fake_report(), tmp_path)) as shown:
+        for title in shown.locator("h3:has(+ .plot)").all():
+            beside, button = title.bounding_box(), title.locator("+ .plot .tools button").first.bounding_box()
+            assert beside is not None
+            assert button is not None
+            assert button["y"] < beside["y"] + beside["height"]
 
 
 def test_64_learners_have_a_line_each_and_a_million_versions_a_page_of_bounded_size(browser: Browser, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from tests.made.reports import fake_report, report_with_regions
 
 from diloco_report import now, rates
 from diloco_report.course import course
-from diloco_report.page import render_html
+from diloco_report.page import parts, render_html
 
 
 def report(**series: Any) -> dict[str, Any]:
@@ -59,6 +60,29 @@ def test_a_long_run_has_as_many_points_as_a_short_one() -> None:
 def test_what_learners_say_of_themselves_is_drawn_where_they_say_it() -> None:
     assert "Learning rate" not in course(fake_report())
     assert course({"learners": {}, "series": {}}) == ""
+
+
+@pytest.mark.parametrize(("wall_s", "clock"), [(118.0, "min:s"), (7200.0, "h:min:s")])
+def test_every_chart_names_its_units(wall_s: float, clock: str) -> None:
+    known = report_with_regions() | {"wall_s": wall_s, "units": "nats per byte"}
+    known["series"]["gauges"] = {"learner-0": [[at_s, 1e-3, 1.0, 1.5, 1e9, 1e9] for at_s in (1.0, wall_s)]}
+    known["series"]["learners"]["learner-0"] = [[at_s, at_s * 100, at_s, 2.0] for at_s in (0.0, wall_s / 2, wall_s)]
+    drawn = parts(known)
+    assert re.findall(r"<h3[^>]*>([^<]*)</h3><div class=\"plot\">", drawn["course"]) == [
+        "Tokens a second",
+        "Merges a second",
+        "Lag (versions)",
+        "Learning rate (no unit)",
+        "Gradient norm (no unit)",
+        "Processor (cores)",
+        "Memory (bytes)",
+        "Device memory (bytes)",
+    ]
+    assert re.findall(r"<h3[^>]*>([^<]*)</h3>", drawn["loss"]) == ["Nats per byte over tokens", "Nats per byte over wall time"]
+    assert re.findall(r'<text class="axis"[^>]*>([^<]*)<', drawn["loss"]) == ["tokens", f"wall time ({clock})"]
+    for part in ("activity", "merges", "regions"):
+        assert f"Horizontal: wall time ({clock})." in drawn[part]
+    assert ">Loss over tokens</h3>" in parts(known | {"units": None})["loss"]
 
 
 def test_a_cut_stands_in_the_pictures_over_time() -> None:

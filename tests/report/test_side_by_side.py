@@ -139,6 +139,57 @@ def test_settings_that_differ_are_listed_and_the_others_counted() -> None:
     assert "None: all 2 are the same." in render([one, entry("c")])
 
 
+@pytest.mark.parametrize(
+    ("arms", "said"),
+    [
+        ([False, False], "2 runs"),
+        ([False], "1 run"),
+        ([True, True], "2 arms of experiments"),
+        ([False, True], "1 run and 1 arm of an experiment"),
+        ([False, False, True, True, True], "2 runs and 3 arms of experiments"),
+    ],
+)
+def test_the_page_counts_runs_and_arms(arms: list[bool], said: str) -> None:
+    page = render([entry(f"e{number}", arm=arm) for number, arm in enumerate(arms)])
+    assert f'<span class="preset">{said}</span>' in page
+
+
+def test_each_dash_says_why_there_is_no_value() -> None:
+    ends = {"loss": 3.0, "loss_initial": 5.0, "tokens": 9000, "bytes_up": 10_700_000, "spread": None}
+    over = entry("over", state="finished", ends=ends, values={"val/a": 1.0, "val/b": float("nan")})
+    on = entry("on", state="going on", ends=ends | {"loss_initial": None, "bytes_up": None})
+    arm = entry("arm", state="experiment, 2 seeds", arm=True, ends={"loss": 3.0, "tokens": 9000, "spread": 0.25})
+    page = render([over, on, arm])
+    part = page.partition("<h2>End values")[2].partition("</section>")[0]
+    assert re.findall(r"<td>([^<]*)</td>|<td><span[^>]*>([^<]*)<", part)[:5] == [
+        ("3.0000", ""), ("", "–"), ("5.0000", ""), ("9.00k", ""), ("10.7 MB", ""),
+    ]  # fmt: skip
+    assert part.count(">–<") == 6
+    assert (
+        "– means that the value was not measured. over, on: spread (only an arm of an experiment has it). "
+        "on: at first (known when the run is over). on: sent (not recorded yet). "
+        "arm: at first, sent (its experiment did not record it)."
+    ) in part
+    values = page.partition(">Values</h2>")[2].partition("</section>")[0]
+    assert (
+        "on: val/a, val/b (known when the run is over). arm: val/a, val/b (its experiment did not record it). "
+        "over: val/b (not a finite number)."
+    ) in values
+    assert "not measured" not in render([entry("a"), entry("b")])
+
+
+def test_a_dash_where_all_have_come_says_why() -> None:
+    late = entry("late", validation=[LossSample(5.0, 500.0, 6.0, 900.0), LossSample(4.0, 2500.0, 8.5, 950.0)])
+    never = entry("never", validation=[sample._replace(bytes=None) for sample in late.validation])
+    part = render([entry("a"), late, never]).partition("<h2>As far as all have come")[2].partition("</section>")[0]
+    assert re.findall(r"<th[^>]*>([^<]*)</th>", part) == ["run", "at 2.50k tokens", "at 0:08", "at 500 B"]
+    assert part.count(">–<") == 2
+    assert (
+        "– means that the value was not measured. late: at 500 B (its first loss is at 900 B). "
+        "never: at 500 B (its losses are not known by bytes)."
+    ) in part
+
+
 def test_a_run_without_losses_yet_has_its_place_and_its_note() -> None:
     new = ComparedRun("new", "runs/new", "not begun", notes=("no losses yet",))
     page = render([entry("a"), new])

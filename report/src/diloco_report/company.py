@@ -40,7 +40,7 @@ def company(report: Report) -> str:
         "Who was merged with whom",
         "A lane for each learner, and in it a row for each fragment: a mark is an offer that was merged, in the colour of the "
         "region that owned the fragment then. A pale line goes back from an offer that brought more work than usual, over the "
-        "time in which it was done. Shaded: no process of the region was heard.",
+        "time in which it was done. Shaded: no process of the region was heard. " + charts.horizontal(end_s),
         legend + html.wide(charts.regions(rounds, groups, homes, end_s), newest=True) + _periods(report) + _borders(report),
     )
 

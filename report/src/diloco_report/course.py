@@ -13,13 +13,19 @@ from diloco_report.units import finite
 
 ALL = "all"  # the line of all learners together
 
-# of what learners say: place in a point, name, title, quantity, and what it is
+# of what learners say: place in a point, name, title with the unit, quantity, and what it is
 _SAID: tuple[tuple[int, str, str, Quantity, str], ...] = (
-    (1, "learning-rate", "Learning rate", Quantity("learning rate"), "Of the inner optimizer, by the run's schedule."),
-    (2, "gradient-norm", "Gradient norm", Quantity("gradient norm"), "Of all parameters together, before clipping."),
-    (3, "processor", "Processor", Quantity("cores"), "Cores that the learner's process kept busy."),
-    (4, "memory", "Memory", Quantity("memory", "bytes"), "Resident memory of the learner's process."),
-    (5, "device-memory", "Device memory", Quantity("device memory", "bytes"), "In use on the learner's own devices."),
+    (
+        1,
+        "learning-rate",
+        "Learning rate (no unit)",
+        Quantity("learning rate"),
+        "Of the inner optimizer, by the run's schedule.",
+    ),
+    (2, "gradient-norm", "Gradient norm (no unit)", Quantity("gradient norm"), "Of all parameters together, before clipping."),
+    (3, "processor", "Processor (cores)", Quantity("cores"), "Cores that the learner's process kept busy."),
+    (4, "memory", "Memory (bytes)", Quantity("memory", "bytes"), "Resident memory of the learner's process."),
+    (5, "device-memory", "Device memory (bytes)", Quantity("device memory", "bytes"), "In use on the learner's own devices."),
 )
 
 
@@ -46,7 +52,7 @@ def _rates(report: Report) -> Iterable[str]:
     yield _chart("Merges a second", "merges-rate", Quantity("merges/s", empty="Nothing was merged."), versions, said)
     behind = _lines(rates.versions_behind(report), report)
     said = "How many versions the bases of a learner's merged offers were behind."
-    yield _chart("Lag", "lag", Quantity("versions behind", empty="Nothing was merged."), behind, said)
+    yield _chart("Lag (versions)", "lag", Quantity("versions behind", empty="Nothing was merged."), behind, said)
 
 
 def _said(report: Report) -> Iterable[str]:

@@ -9,6 +9,7 @@ from diloco_report import compared, html
 from diloco_report.drawing import curves
 from diloco_report.drawing.lines import Axis, line_chart
 from diloco_report.facts import Report, absences, colours, natural, units_of
+from diloco_report.terms import meaning
 from diloco_report.units import finite
 
 
@@ -55,10 +56,15 @@ def losses(report: Report) -> str:
         + (" Upright: from a region that is away no process is heard." if away else ""),
         html.toggles((name, css) for name, css, _ in drawn)
         + html.pair(
-            html.subhead("Over tokens of the whole run") + chart(1, "tokens", "tokens", "tokens"),
-            html.subhead("Over wall time") + chart(0, "wall_s", "time", "wall time"),
+            _subhead(report, "over tokens") + chart(1, "tokens", "tokens", "tokens"),
+            _subhead(report, "over wall time") + chart(0, "wall_s", "time", "wall time"),
         ),
     )
+
+
+def _subhead(report: Report, over: str) -> str:
+    """Draw a chart's title, which has the unit of the loss where the task names it: ``Nats per byte over tokens``."""
+    return html.subhead(f"{units_of(report).capitalize() or 'Loss'} {over}", meaning(f"Loss {over}"))
 
 
 def _named(counted: Mapping[str, float]) -> str:

@@ -177,7 +177,8 @@ def _activity(report: Report) -> str:
     legend = html.legend((state, f"var(--state-{state})") for state in charts.STATES if state in seen)
     return html.section(
         "What each learner did",
-        "Sending happens beside the steps, which go on. A gap: the learner was not heard.",
+        "Sending happens beside the steps, which go on. A gap: the learner was not heard. "
+        + charts.horizontal(until_s(report)),
         legend + html.wide(charts.timeline(activity, until_s(report)), newest=True),
     )
 
@@ -194,7 +195,8 @@ def _merges(report: Report) -> str:
     return html.section(
         "Who was in each merge",
         "One column of marks for each version of a fragment, one mark for each learner; grey: it had no part. Pale: its offer "
-        f"was made from an older version. Point at one for weights and times.{some}{known}",
+        "was made from an older version. Point at one for weights and times. "
+        f"{charts.horizontal(until_s(report))}{some}{known}",
         html.toggles(colours.items()) + html.wide(picture, newest=True),
     )
 

@@ -15,12 +15,16 @@ from typing import Any, NamedTuple
 from diloco_report import html
 from diloco_report.drawing.curves import CurveLine, Point
 from diloco_report.drawing.lines import Axis, line_chart
+from diloco_report.missing import MissingCells
 from diloco_report.units import MISSING, count, decimal, duration, finite, share, size
 
 MAX_RUNS = 24
 MAX_MEANS = 60  # of a training curve
 AXES: tuple[tuple[Axis, str], ...] = (("tokens", "tokens"), ("time", "time"), ("bytes", "bytes, both ways"))
 _PLACES: dict[Axis, Any] = {"tokens": lambda tokens: f"{count(tokens)} tokens", "time": duration, "bytes": size}
+AT_END = ("loss_initial", "parameters")  # figures that a run's report has, and nothing before it
+OF_ARMS = ("spread", "seeds")  # figures that only an arm of an experiment has
+FINISHED = "finished"  # state of a run that is over
 _COLOURS = 8  # --s0 to --s7 of the style sheet
 _DASHES = ("", "7 4", "2 3")  # of as many runs each, in their order
 
@@ -42,6 +46,7 @@ class ComparedRun:
     with the same words have the same text. ``parameters``: None: not known. ``validation``, ``training``: losses of the
     global model, and of all learners. ``ends``: figures at the end, or by now, by the keys of :data:`ENDS`. ``values``:
     further losses and metrics. ``settings``: by dotted name. ``changes``: made while it went on. ``notes``: for people.
+    ``arm``: whether it is an arm of an experiment.
     """
 
     name: str
@@ -57,6 +62,7 @@ class ComparedRun:
     settings: Mapping[str, Any] = field(default_factory=dict)
     changes: Sequence[str] = ()
     notes: Sequence[str] = ()
+    arm: bool = False
 
     @property
     def kind(self) -> tuple[str, str]:
@@ -88,7 +94,7 @@ _Shown = tuple[int, ComparedRun, Sequence[LossSample]]  # an entry's place, for 
 def render(entries: Sequence[ComparedRun]) -> str:
     """Return the page as text; names of entries differ, and there are at most ``MAX_RUNS``."""
     parts = (_headline, _unlike, _losses, _together, _ends, _values, _settings, _changes)
-    header = f"""<span class="preset">{len(entries)} runs and arms</span>
+    header = f"""<span class="preset">{_counted(entries)}</span>
 <button id="theme" type="button">Light or dark</button>"""
     return html.document(
         "Side by side",
@@ -146,8 +152,11 @@ def _headline(entries: Sequence[ComparedRun]) -> str:
     figures = []
     for entry in entries:
         ends = entry.ends
-        far = [f"{count(ends.get('tokens'))} tokens", duration(ends.get("time_s")) if finite(ends.get("time_s")) else ""]
-        more = [entry.units or "", entry.state, *far]
+        far = [
+            f"{count(ends['tokens'])} tokens" if finite(ends.get("tokens")) else "",
+            duration(ends["time_s"]) if finite(ends.get("time_s")) else "",
+        ]
+        more = [entry.units or "", entry.state, *far, "" if finite(ends.get("loss")) else "no validation loss was measured"]
         figures.append(html.figure(entry.name, decimal(ends.get("loss")), "", escape(", ".join(filter(None, more)))))
     return f'<div class="figures">{"".join(figures)}</div>'
 
@@ -229,40 +238,48 @@ def _together(entries: Sequence[ComparedRun]) -> str:
     """Compare losses where all curves of a kind have come: at the same tokens, time and bytes."""
     tables = []
     for kind, members in groups(entries).items():
-        columns: list[tuple[str, list[float | None]]] = []
+        columns: list[tuple[str, list[tuple[float | None, str]]]] = []  # by entry its loss, and why there is none
         members = [entry for entry in members if len(entry.validation) > 1]
         for axis, _ in AXES:
             curves = [curve(entry.validation, axis) for entry in members]
             ends = [points[-1][0] for points in curves if len(points) > 1]
             if len(ends) > 1:
-                columns.append((f"at {_PLACES[axis](min(ends))}", [loss_at(points, min(ends)) for points in curves]))
+                there = [(loss_at(points, min(ends)), _not_there(points, axis)) for points in curves]
+                columns.append((f"at {_PLACES[axis](min(ends))}", there))
         if columns:
-            rows = [
-                [escape(entry.name), *(decimal(values[number], 4) for _, values in columns)]
-                for number, entry in enumerate(members)
-            ]
+            dashes = MissingCells()
+            rows = []
+            for number, entry in enumerate(members):
+                cells = [(title, *values[number]) for title, values in columns]
+                drawn = [dashes.cell(decimal(loss, 4), entry.name, title, why) for title, loss, why in cells]
+                rows.append([escape(entry.name), *drawn])
             head = f"<h3>{escape(_kind(kind))}</h3>" if len(groups(entries)) > 1 else ""
-            tables.append(head + html.wide(html.table(("run", *(title for title, _ in columns)), rows)))
+            tables.append(head + html.wide(html.table(("run", *(title for title, _ in columns)), rows)) + dashes.note())
     said = "Validation loss where the shortest curve ends, by tokens, time and bytes; in between two points in proportion."
     return html.section("As far as all have come", said, "".join(tables)) if tables else ""
 
 
 def _ends(entries: Sequence[ComparedRun]) -> str:
     known = [end for end in ENDS if any(finite(entry.ends.get(end[0])) for entry in entries)]
-    rows = [
-        [_named(entry, place), *(form(entry.ends.get(key)) for key, _, form in known), escape(entry.kind[0])]
-        for place, entry in enumerate(entries)
-    ]
+    dashes = MissingCells()
+    rows = []
+    for place, entry in enumerate(entries):
+        ends = [dashes.cell(form(entry.ends.get(key)), entry.name, title, _no_end(entry, key)) for key, title, form in known]
+        rows.append([_named(entry, place), *ends, escape(entry.kind[0])])
     said = "At the end, or by now; of an arm, means over its seeds. Sent, received: by all learners. Blocked: the one most so."
     head = ("run", *(title for _, title, _ in known), "losses in")
-    return html.section("End values", said, html.wide(html.table(head, rows)))
+    return html.section("End values", said, html.wide(html.table(head, rows)) + dashes.note())
 
 
 def _values(entries: Sequence[ComparedRun]) -> str:
     names = dict.fromkeys(name for entry in entries for name in entry.values)
-    rows = [[escape(name), *(decimal(entry.values.get(name), 4) for entry in entries)] for name in names]
-    head = ("value", *(entry.name for entry in entries))
-    return html.section("Values", "Of the global model at the end.", html.wide(html.table(head, rows))) if rows else ""
+    dashes = MissingCells()
+    rows = []
+    for name in names:
+        values = [(entry, decimal(entry.values.get(name), 4)) for entry in entries]
+        rows.append([escape(name), *(dashes.cell(text, entry.name, name, _no_value(entry, name)) for entry, text in values)])
+    table = html.wide(html.table(("value", *(entry.name for entry in entries)), rows)) + dashes.note()
+    return html.section("Values", "Of the global model at the end.", table) if rows else ""
 
 
 def _settings(entries: Sequence[ComparedRun]) -> str:
@@ -272,7 +289,12 @@ def _settings(entries: Sequence[ComparedRun]) -> str:
         return html.section("Settings that differ", f"None: all {alike} are the same.", "")
     cells = [[escape(name), *(MISSING if value is None else escape(str(value)) for value in row)] for name, row in rows.items()]
     table = html.wide(html.table(("setting", *(entry.name for entry in entries)), cells))
-    return html.section("Settings that differ", f"As runs were created with them. {alike} others are the same.", table)
+    none = (
+        f" {MISSING} means that a run does not have the setting, or no value for it."
+        if any(None in row for row in rows.values())
+        else ""
+    )
+    return html.section("Settings that differ", f"As runs were created with them. {alike} others are the same.{none}", table)
 
 
 def _changes(entries: Sequence[ComparedRun]) -> str:
@@ -282,6 +304,44 @@ def _changes(entries: Sequence[ComparedRun]) -> str:
 
 
 # --- small parts ----------------------------------------------------------------------------------------------------
+
+
+def _counted(entries: Sequence[ComparedRun]) -> str:
+    """Return how many there are, in words: ``2 runs``, ``1 run and 3 arms of experiments``."""
+    arms = sum(entry.arm for entry in entries)
+    runs = len(entries) - arms
+    said = [f"{runs} run{'s' if runs > 1 else ''}"] if runs else []
+    said += [f"{arms} arms of experiments" if arms > 1 else "1 arm of an experiment"] if arms else []
+    return " and ".join(said)
+
+
+def _no_end(entry: ComparedRun, key: str) -> str:
+    """Return why an entry does not have one of :data:`ENDS`."""
+    if entry.ends.get(key) is not None:
+        return "not a finite number"
+    if key in OF_ARMS:
+        return "one seed has no spread" if entry.arm else "only an arm of an experiment has it"
+    return _not_recorded(entry, key in AT_END)
+
+
+def _no_value(entry: ComparedRun, name: str) -> str:
+    """Return why an entry does not have a further loss or metric."""
+    return "not a finite number" if name in entry.values else _not_recorded(entry, at_end=True)
+
+
+def _not_recorded(entry: ComparedRun, at_end: bool) -> str:
+    if entry.arm:
+        return "its experiment did not record it"
+    if entry.state == FINISHED:
+        return "the run did not record it"
+    return "known when the run is over" if at_end else "not recorded yet"
+
+
+def _not_there(points: Sequence[Point], axis: Axis) -> str:
+    """Return why a curve has no loss where the shortest one ends."""
+    if not points:
+        return f"its losses are not known by {axis}"
+    return "known at its end alone" if len(points) == 1 else f"its first loss is at {_PLACES[axis](points[0][0])}"
 
 
 def _kind(kind: tuple[str, str]) -> str:

@@ -15,8 +15,8 @@ _FIGURES = {
 }
 _SECTIONS = {
     "Loss": "How far the model's predictions are off; less is better.",
-    "Over tokens of the whole run": "Horizontal: tokens that all learners together had trained on.",
-    "Over wall time": "Horizontal: time since the run began.",
+    "Loss over tokens": "Horizontal: tokens that all learners together had trained on.",
+    "Loss over wall time": "Horizontal: time since the run began.",
     "Over time": "The run's course besides its losses.",
     "Needs attention": "Conditions that hold now and need an operator.",
     "Samples": "Text from the global model.",

@@ -65,6 +65,11 @@ def duration(value_s: object) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
+def clock(end_s: float) -> str:
+    """Return what the parts of a time are that :func:`duration` formats, on an axis from 0 to ``end_s``."""
+    return "h:min:s" if end_s >= 3600 else "min:s"
+
+
 def lasting(value_s: object) -> str:
     """Format a length of time in words, which is not taken for a time of the run: ``40 s``, ``12 min``, ``3 h 5 min``."""
     number = _known(value_s)

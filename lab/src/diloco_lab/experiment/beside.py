@@ -60,6 +60,7 @@ def _arm(found: ExperimentRecord, name: str, path: Path) -> ComparedRun:
         settings=values,
         changes=[f"after {100 * change.after:.0f} % of the tokens: {change.settings}" for change in arm.changes],
         notes=["an experiment keeps the ends of its trials alone, not their curves, and no bytes received"],
+        arm=True,
     )
 
 

@@ -15,7 +15,7 @@ from diloco.service import rundir
 from diloco.service.rundir import RunDirectory
 from diloco_ops.reading.local_runs import standing_of
 from diloco_ops.report.build import load_json
-from diloco_report.side_by_side import ComparedRun, LossSample
+from diloco_report.side_by_side import FINISHED, ComparedRun, LossSample
 from diloco_report.units import finite
 
 WRITTEN_S = 30.0  # six times as long as a coordinator takes to write its series again
@@ -110,7 +110,7 @@ def _over(directory: RunDirectory, report: Mapping[str, Any]) -> ComparedRun:
         bytes_ = [[report["wall_s"], traffic["bytes_up"], traffic["bytes_down"]]]
     return _entry(
         directory,
-        "finished",
+        FINISHED,
         units=report["units"] or directory.units,
         parameters=report["parameters"],
         validation=_samples([point[:3] for point in validation], bytes_),

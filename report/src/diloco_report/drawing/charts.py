@@ -16,7 +16,7 @@ from typing import Any
 from diloco_report.colours import cut_middle, short_names
 from diloco_report.drawing.curves import Point
 from diloco_report.drawing.frame import across, text_at, time_ticks, upright
-from diloco_report.units import decimal, duration, share
+from diloco_report.units import clock, decimal, duration, share
 
 ROW_NAME = 14  # characters of a row's name
 TICK_WIDTH = 40  # pixels of a time below an axis
@@ -332,6 +332,11 @@ def time_axis(end_s: float, left: float, scale: float, high: float) -> str:
         + text_at("tick", left + tick * scale, high + 17, _anchor(tick * scale, end_s * scale), duration(tick))
         for tick in time_ticks(end_s, 12)
     )
+
+
+def horizontal(end_s: float) -> str:
+    """Return a sentence for the axis of :func:`time_axis`."""
+    return f"Horizontal: wall time ({clock(end_s)})."
 
 
 def _anchor(x: float, end: float) -> str:

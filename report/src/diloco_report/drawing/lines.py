@@ -14,7 +14,7 @@ from typing import Literal
 
 from diloco_report.drawing.curves import CurveLine, Point, thinned
 from diloco_report.drawing.frame import Frame, across, nice_ticks, spread, text_at, time_ticks, upright
-from diloco_report.units import count, duration, size
+from diloco_report.units import clock, count, duration, size
 
 Axis = Literal["tokens", "time", "bytes"]
 Form = Literal["number", "count", "bytes"]  # of the values of a quantity
@@ -24,8 +24,8 @@ _VALUES: dict[Form, Callable[[float], str]] = {"number": lambda value: f"{value:
 MAX_DOTS = 40  # of a strong line that are marked one by one
 MAX_POINTS = 6400  # of all lines of a chart together
 LEAST_POINTS = 60  # of a line, however many there are
-REFERENCE_WIDTH = 86  # pixels beside the plot, for the names of references
-REFERENCE_GAP = 13  # pixels between two of them
+REFERENCE_WIDTH = 96  # pixels beside the plot, for the names of references
+REFERENCE_GAP = 17  # pixels between two of them, whose texts are larger on a phone
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,7 @@ def line_chart(
     lines = [thinned(line, min(limit, MAX_POINTS // 8)) for line in lines]
     frame = Frame(max(line.points[-1][0] for line in lines) or 1.0, *_range(lines, references, quantity))
     shown = {other: value for other, value in references.items() if frame.low <= value <= frame.high}
+    label = f"{label} ({clock(frame.end)})" if axis == "time" else label
     frame = replace(frame, right=frame.right - (REFERENCE_WIDTH if shown else 0), top=frame.top + (14 if moments else 0))
     clip = f"clip-{name}"
     area = f'x="{frame.left}" y="{frame.top}" width="{frame.right - frame.left}" height="{frame.bottom - frame.top}"'
