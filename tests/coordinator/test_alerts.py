@@ -100,7 +100,13 @@ def test_a_fragment_that_makes_no_version_while_another_does() -> None:
     made.entry(entry_record(0, 1, "s-0", "ann"), 10.0)
     for version in range(1, 60):
         made.entry(entry_record(1, version, "s-1", "ann"), 3.0 * version)
+    made.hear_shard(shard_heartbeat("s-0", fragments=[0]), 198.0)
+    made.hear_shard(shard_heartbeat("s-1", fragments=[1]), 198.0)
     assert list(conditions(made, 199.0)) == ["fragment 0: stalled, s-0 makes no version"]
+    made.closed.add(1)  # the run comes to its end, which waits for fragment 0
+    assert list(conditions(made, 199.0)) == ["fragment 0: stalled, s-0 makes no version"]
+    made.hear_shard(shard_heartbeat("s-0", fragments=[]), 199.0)  # it has begun again, and reads the log
+    assert list(conditions(made, 199.0)) == ["fragment 0: stalled, no syncer serves it yet"]
 
 
 def test_events_are_bounded() -> None:

@@ -87,12 +87,14 @@ def conditions(monitor: Monitor, now_s: float) -> Iterator[str]:
     for room in monitor.rooms:
         if room.size_bytes >= NEARLY_FULL * room.max_bytes:
             yield f"{room.name}: nearly as full as it may be; at its bound of {size(room.max_bytes)} versions wait"
-    if monitor.state != "training":
+    if monitor.state not in ("training", "closing"):
         return
     if monitor.slow_fragments.found is not None:
         yield monitor.slow_fragments.found
+    unowned = monitor.unowned(now_s)
     for fragment in sorted(_stalled(monitor, now_s)):
-        yield f"fragment {fragment}: stalled, {monitor.owners[fragment]} makes no version"
+        reason = "no syncer serves it yet" if fragment in unowned else f"{monitor.owners[fragment]} makes no version"
+        yield f"fragment {fragment}: stalled, {reason}"
 
 
 def _of_learners(monitor: Monitor, now_s: float) -> Iterator[str]:
