@@ -229,6 +229,7 @@ def test_three_regions_train_through_cuts_kills_and_a_restart(project: Project) 
     report = (project.directory / "report.html").read_text()
     assert all(name in report for name in LEARNERS)
     assert "Steps blocked" in report  # a figure of a run that is over
+    assert "Preliminary" not in report  # no diloco up writes another one
 
 
 def check_isolated(project: Project) -> None:

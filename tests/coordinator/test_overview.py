@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import html
 import json
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from msgspec.structs import replace
 from tests.made.heartbeats import learner_heartbeat, shard_heartbeat
 from tests.made.monitors import entry_record, monitor, region_settings
@@ -16,6 +20,8 @@ from diloco_coordinator import overview
 from diloco_coordinator.alerts import Alerts
 from diloco_coordinator.monitor import Monitor
 from diloco_coordinator.page.drawing import CURVED
+from diloco_coordinator.page.source import CoordinatorSource
+from diloco_coordinator.service import Coordinator
 from diloco_report.page import PARTS, parts
 
 
@@ -126,3 +132,32 @@ def test_all_parts_that_show_a_series_are_drawn_with_it() -> None:
     whole = fake_report() | {"now": {"state": "training"}}
     quick = {key: value for key, value in whole.items() if key != "series"}
     assert {name for name, draw in PARTS.items() if draw(whole) != draw(quick)} <= set(CURVED)
+
+
+@pytest.mark.parametrize("follows", [True, False])
+async def test_the_page_of_a_runs_end_is_preliminary_where_diloco_up_has_yet_to_write_the_final_one(
+    tmp_path: Path, follows: bool
+) -> None:
+    made = monitor()
+    made.entry(entry_record(0, 1, "s", "ann"), 5.0)
+    picture = overview.picture(made, Alerts(), Changes(bytes(16)), 6.0)
+    stand_in: Any = SimpleNamespace(
+        run=SimpleNamespace(created=region_settings(), name="run", registry=None),
+        settings=SimpleNamespace(report_follows=follows, state_dir=tmp_path),
+        transport=SimpleNamespace(wall_s=lambda: 1_700_000_000.0),
+        monitor=made,
+        now_s=lambda: 6.0,
+        picture=lambda: picture,
+        finished=False,
+        log=None,
+    )
+    served = CoordinatorSource(stand_in)
+    assert "Preliminary" not in parts(await served.report())["state"]  # it goes on, and moves by itself
+    stand_in.finished = True
+    await Coordinator.write_page(stand_in)
+    for page in (parts(await served.report())["state"], (tmp_path / "report.html").read_text()):
+        said = (
+            "Preliminary, as of 2023-11-14 22:13:20 UTC: training has ended, and the run's final checks are still being made."
+        )
+        assert (said in html.unescape(page)) is follows
+        assert ("finished after 0:06" in page) is not follows

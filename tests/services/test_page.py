@@ -25,7 +25,7 @@ def coordinator(cluster: Cluster, name: str) -> Service:
     own.mkdir()
     (cluster.directory / "logs").mkdir(exist_ok=True)
     (own / "logs").symlink_to(cluster.directory / "logs")
-    place = {"page_address": "127.0.0.1:0", "state_dir": str(own)}
+    place: dict[str, Any] = {"page_address": "127.0.0.1:0", "state_dir": str(own), "report_follows": True}
     return cluster.start(name, "diloco_coordinator", settings=cluster.settings.model_dump(), **place)
 
 
@@ -119,4 +119,5 @@ async def test_a_standbys_page_shows_the_run_and_goes_on_when_the_leader_has_die
     assert "data-chart" in ended
     assert "toy-2" in ended
     assert "Steps blocked" in ended  # the figures of a run that is over
+    assert "Preliminary, as of 20" in ended  # as where diloco up goes on to write the final report
     assert {merge["fragment"] for merge in series["merges"]} == set(range(len(await cluster.folded())))

@@ -245,6 +245,8 @@ def test_report_has_what_it_promises(story: Story) -> None:
     assert all(learner["device"].endswith("cpu") for learner in report["learners"].values())  # "2 x cpu"
     page = (story.directory / "report.html").read_text()
     assert "<svg" in page or "<canvas" in page
+    assert "report_follows = true" in (story.directory / "services" / "coordinator.toml").read_text()
+    assert "Preliminary" not in page
     assert 'src="http' not in page
 
 

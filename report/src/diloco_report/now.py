@@ -16,7 +16,18 @@ MAX_EVENTS = 50  # that are shown, of those known
 
 def state(report: Report) -> str:
     """Draw the run's state below its name: what it does now, or how it ended, and how it began."""
-    return _doing(report) + _origin(report.get("origin") or {})
+    return _preliminary(report) + _doing(report) + _origin(report.get("origin") or {})
+
+
+def _preliminary(report: Report) -> str:
+    """Say that the final report is yet to be written, where it is, and as of when this one is."""
+    if not finite(report.get("preliminary_at_s")):
+        return ""
+    text = (
+        f"Preliminary, as of {moment(report['preliminary_at_s'])} UTC: training has ended, and the run's final checks are "
+        "still being made. diloco up then writes the final report to report.html in the run's directory. Open that again."
+    )
+    return f'<p class="preliminary" role="status">{text}</p>'
 
 
 def _origin(origin: Mapping[str, Any]) -> str:
@@ -33,6 +44,8 @@ def _origin(origin: Mapping[str, Any]) -> str:
 
 def _doing(report: Report) -> str:
     now, wall_s = report.get("now"), report.get("wall_s")
+    if now is None and finite(report.get("preliminary_at_s")):
+        return _state("closing", f"training ended after {duration(wall_s)}" if finite(wall_s) else "training has ended")
     if now is None:
         return _state("finished", f"finished after {duration(wall_s)}" if finite(wall_s) else "finished")
     doing, learners = str(now.get("state") or ""), learners_of(report)

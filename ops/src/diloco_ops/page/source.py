@@ -15,6 +15,7 @@ from diloco.wire.plain import json_object
 from diloco.wire.subjects import Subjects
 from diloco_coordinator import overview
 from diloco_coordinator.page.source import ANSWER_S, StoredHistory, waiting
+from diloco_ops.reading.local_runs import standing_of
 from diloco_ops.reading.run_reader import LiveRun
 
 Facts = Mapping[str, Any]
@@ -43,7 +44,10 @@ class OperatorSource:
         self._over = report["now"]["state"] == "finished"
         if facts is None and not self._over:
             report["now"]["silent"] = True
-        return overview.ended(report) if self._over else report
+        if not self._over:
+            return report
+        follows = standing_of(self.live.directory) == "running"  # diloco up has yet to write the final report
+        return overview.ended(report, self.live.transport.wall_s() if follows else None)
 
     async def series(self) -> Callable[[], Mapping[str, Any]]:
         """Return a function that makes the report's ``series``."""

@@ -208,8 +208,8 @@ class Launcher:
         addresses = iter(self.asked.pages)
         for index in range(self.asked.coordinators):
             name = f"coordinator-{index}" if index else "coordinator"
-            values = place(index) | {"settings": settings.model_dump(), "started_by": self.directory.command or ""}
-            self._start_service(name, "diloco_coordinator", values | {"page_address": next(addresses, "")})
+            values = {"settings": settings.model_dump(), "started_by": self.directory.command or "", "report_follows": True}
+            self._start_service(name, "diloco_coordinator", place(index) | values | {"page_address": next(addresses, "")})
         for index in range(syncer_count(settings) + self.asked.standbys):
             self._start_service(f"syncer-{index}", "diloco_syncer", place(index, syncer=True))
         before = statefolder.weights_before(self.directory.path)  # it may have been moved since it was begun

@@ -1,4 +1,4 @@
-"""How a run began, as the coordinator that leads it knows it: the report's ``origin``."""
+"""How a run began, as the coordinator that leads it knows it: the report's ``origin``; and whether its end is preliminary."""
 
 from __future__ import annotations
 
@@ -20,3 +20,8 @@ def origin(coordinator: Coordinator) -> dict[str, Any]:
         "began_at_s": round(began_at_s),
         "version": __version__,
     }
+
+
+def preliminary_at_s(coordinator: Coordinator) -> float | None:
+    """Return the time (Unix), where ``diloco up`` writes the final report after this coordinator; else None."""
+    return coordinator.transport.wall_s() if coordinator.settings.report_follows else None

@@ -185,9 +185,15 @@ def report(seen: Mapping[str, Any], settings: RunSettings, known_s_ago: float | 
     }
 
 
-def ended(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a report of a run that is over: it has no ``now``."""
-    return {key: value for key, value in report.items() if key != "now"}
+def ended(report: Mapping[str, Any], preliminary_at_s: float | None = None) -> dict[str, Any]:
+    """Return a report of a run that is over: it has no ``now``.
+
+    Args:
+        report: from :func:`report`.
+        preliminary_at_s: the time (Unix), where ``diloco up`` has yet to write the final report.
+    """
+    over = {key: value for key, value in report.items() if key != "now"}
+    return over if preliminary_at_s is None else over | {"preliminary_at_s": preliminary_at_s}
 
 
 _SAME = (

@@ -43,7 +43,7 @@ from diloco_coordinator import gauges, overview
 from diloco_coordinator.alerts import Alerts
 from diloco_coordinator.history import RunHistory, pack
 from diloco_coordinator.monitor import Monitor
-from diloco_coordinator.origin import origin
+from diloco_coordinator.origin import origin, preliminary_at_s
 from diloco_coordinator.run_metrics import ObservedCoordinator
 from diloco_coordinator.series import SeriesFile, as_text
 from diloco_report import page
@@ -399,7 +399,7 @@ class Coordinator:
         picture, monitor = self.picture(), self.monitor
         if picture is None or monitor is None:
             return
-        report = overview.ended(overview.report(picture, self.run.created, None))
+        report = overview.ended(overview.report(picture, self.run.created, None), preliminary_at_s(self))
         curves = monitor.curves(self.now_s())
 
         def write() -> None:

@@ -273,6 +273,9 @@ class CoordinatorSettings(ServiceSettings):
 
     settings: RunSettings = RunSettings()
     started_by: str = Field("", description="command line that started the run, for its page")
+    report_follows: bool = Field(
+        False, description="diloco up writes the final report over the page of the run's end, which is preliminary and says so"
+    )
     page_address: str = Field("", description="HOST:PORT that the run's page is served at; empty: nowhere (watching.md)")
     page_token_file: Path | None = Field(
         None,

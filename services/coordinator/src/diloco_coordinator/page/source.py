@@ -14,6 +14,7 @@ from diloco.process.retry import Complaint
 from diloco.transport import Bucket
 from diloco_coordinator import overview
 from diloco_coordinator.history import RunHistory
+from diloco_coordinator.origin import preliminary_at_s
 
 if TYPE_CHECKING:
     from diloco_coordinator.service import Coordinator
@@ -71,7 +72,7 @@ class CoordinatorSource:
         seen = coordinator.picture()
         if seen is not None:
             report = overview.report(seen, coordinator.run.created, None)
-            return overview.ended(report) if self.over else report
+            return overview.ended(report, preliminary_at_s(coordinator)) if self.over else report
         past = await self._stored.read()
         if past is None:
             return waiting(coordinator.run)
