@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -75,8 +76,11 @@ def test_a_run_from_its_beginning_to_its_end(tmp_path: Path, capfd: pytest.Captu
     assert "; go on with: diloco up --run-dir" in capfd.readouterr().out
     assert diloco.open(tmp_path / "run").report is None
 
-    with diloco.up(task, learners=1, tokens=3000, run_dir=tmp_path / "two", settings=TINY, options=options) as run:
-        pass
+    quietly: dict[str, Any] = {"learners": 1, "tokens": 3000, "settings": TINY, "options": options, "output": False}
+    with diloco.up(task, run_dir=tmp_path / "two", **quietly) as run:
+        page = run.page
+    assert page is not None
+    assert page.startswith("http://127.0.0.1:")
     report = run.report
     assert report is not None
     assert report["tokens_processed"] >= 3000

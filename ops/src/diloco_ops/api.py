@@ -346,7 +346,7 @@ def up(
     for option, assignments in (("--set", settings), ("--task", options)):
         for key, value in (assignments or {}).items():
             command += [option, assignment(key, value)]
-    for key, value in given.items():
+    for key, value in ({"page": pages.ANYWHERE} | given).items():  # without output, too: run.page is its address
         command += _option(key, value)
     begun = _begin(command, environment, output=output)
     started = Started(path, begun.process, begun.said)
