@@ -201,11 +201,17 @@ def test_the_command_writes_one_page_and_says_where(tmp_path: Path, capsys: pyte
     assert f"page: {tmp_path / 'new' / 'page.html'}" in said
     assert "losses of different units or texts cannot be compared: the page draws them apart" in said
     assert "losses in nats per token, Python's standard library" in said
+    assert "– means that the value was not measured; the page says why" in said  # of the one that is going on
     assert "\x1b" not in said
     assert "[red]" in said
     page = (tmp_path / "new" / "page.html").read_text()
     assert "&lt;img src=x&gt;" in page
     assert "<img" not in page
+
+
+def test_where_all_was_measured_no_dash_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    compare([over(tmp_path / "a"), over(tmp_path / "b")], tmp_path / "page.html")
+    assert "means that" not in capsys.readouterr().out
 
 
 def test_what_is_no_run_is_named(tmp_path: Path) -> None:

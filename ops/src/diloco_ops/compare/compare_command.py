@@ -20,6 +20,7 @@ from diloco.service.rundir import write_text
 from diloco_ops.compare import reading
 from diloco_report import side_by_side
 from diloco_report.side_by_side import ENDS, MAX_RUNS, ComparedRun
+from diloco_report.units import MISSING
 
 RESULTS = (
     "diloco.results"  # entry points by the end of a file's name: functions that return its entries and their texts' hashes
@@ -84,14 +85,17 @@ def _named(entries: Sequence[ComparedRun]) -> list[ComparedRun]:
 
 def _print(entries: Sequence[ComparedRun]) -> None:
     known = [end for end in ENDS if end[0] in SHOWN]
-    kinds = side_by_side.groups(entries)
+    kinds, missing = side_by_side.groups(entries), False
     for kind, members in kinds.items():
         print(printable(f"losses in {kind[0]}, {kind[1]}"))
         table = Table(Column("run", overflow="fold"), "state", *(title for _, title, _ in known), box=None, pad_edge=False)
         for entry in members:
             cells = (entry.name, entry.state, *(form(entry.ends.get(key)) for key, _, form in known))
             table.add_row(*(Text(printable(cell)) for cell in cells))
+            missing = missing or MISSING in cells
         Console().print(table)
+    if missing:
+        print(f"{MISSING} means that the value was not measured; the page says why")
     if len(kinds) > 1:
         print("losses of different units or texts cannot be compared: the page draws them apart")
     for note in side_by_side.notes(entries):
