@@ -51,7 +51,7 @@ class Log:
 
 @pytest.fixture
 def log() -> Log:
-    """First versions of few tokens, as of one learner that joined first; 1000 tokens in each fragment in all."""
+    """The first versions have few tokens, since one learner joined first. Each fragment has 1000 tokens in all."""
     made = Log()
     made.takeover(0)
     for tokens in (10, 10, 180, 400, 400):

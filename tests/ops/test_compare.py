@@ -201,7 +201,7 @@ def test_the_command_writes_one_page_and_says_where(tmp_path: Path, capsys: pyte
     assert f"page: {tmp_path / 'new' / 'page.html'}" in said
     assert "losses of different units or texts cannot be compared: the page draws them apart" in said
     assert "losses in nats per token, Python's standard library" in said
-    assert "– means that the value was not measured; the page says why" in said  # of the one that is going on
+    assert "– means that the value was not measured; the page says why" in said  # the hostile run goes on, and lacks values
     assert "\x1b" not in said
     assert "[red]" in said
     page = (tmp_path / "new" / "page.html").read_text()

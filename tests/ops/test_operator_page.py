@@ -1,4 +1,4 @@
-"""The page on an operator's machine, of a run that is over but for its report."""
+"""The page on an operator's machine, after training has ended and before the final report is written."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ class Run:
     def params(self, version: int | str = LATEST, *, average: int = 1) -> dict[str, NDArray[np.float32]]:
         """Return the parameters by path, float32 [their shapes], as ``diloco export`` writes them.
 
-        ``version``: one that all fragments have, ``"50%"`` for when that part of its tokens was merged, or ``"latest"``.
+        ``version``: a version that all fragments have, ``"50%"`` (once half of the run's tokens was merged), or ``"latest"``.
         ``average``: the mean of so many, which end with it.
 
         Raises:

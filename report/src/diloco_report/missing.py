@@ -9,7 +9,7 @@ from diloco_report.units import MISSING
 
 
 class MissingCells:
-    """The cells of one table that have no value, as :meth:`cell` meets them."""
+    """The cells without a value of one table, collected by :meth:`cell`."""
 
     def __init__(self) -> None:
         self._columns: dict[tuple[str, str], list[str]] = {}  # by name and reason

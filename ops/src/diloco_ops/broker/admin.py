@@ -66,7 +66,7 @@ class Admin:
         """Have the server close the connections of these names.
 
         Raises:
-            BrokerError: no answer, or one that is no list of connections.
+            BrokerError: the server does not answer, or its answer is not a list of connections.
         """
 
         def doomed(answer: Mapping[str, Any]) -> tuple[str, list[int]]:
@@ -81,7 +81,7 @@ class Admin:
         """Return what ``read`` finds in the server's answer to CONNZ, its list of connections.
 
         Raises:
-            BrokerError: no answer, or one that is no list of connections.
+            BrokerError: the server does not answer, or its answer is not a list of connections.
         """
         answer = await self._ask("$SYS.REQ.SERVER.PING.CONNZ", {"limit": MAX_CONNECTIONS})
         try:

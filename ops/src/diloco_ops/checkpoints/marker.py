@@ -86,6 +86,7 @@ class Marking:
 
     async def _snapshot(self) -> States:
         await asyncio.sleep(HEAR_S + 2 * self.run.run.in_force.liveness.heartbeat_s)
+        unread = self._unread()
         for attempt in range(ATTEMPTS):
             self.cuts = await heads(self.run)
             versions = [cut.version for cut in self.cuts]
@@ -93,7 +94,7 @@ class Marking:
             await self._until_answered(versions)
             beyond = [name for name, answer in self._answers.items() if answer.versions != versions]
             without_residual = await self._without_residual()
-            lacking = without_residual and not self._unread()  # a newer cut brings no log that is not read
+            lacking = without_residual and not unread  # a newer cut brings no log that is not read
             if (not beyond and not lacking and await self._kept()) or last:
                 break
             self.forget()
@@ -104,7 +105,6 @@ class Marking:
             )
         if without_residual:
             names = ", ".join(map(str, without_residual))
-            unread = self._unread()
             reason = f": the logs of the regions {', '.join(unread)} were not read" if unread else ""
             self.problems.append(f"fragments {names}: what rounding has left over of their last merge begins at zero{reason}")
         for name, declined in sorted(self._declined.items()):
@@ -183,7 +183,7 @@ class Marking:
         return True
 
     def _unread(self) -> list[str]:
-        """Regions whose logs are not read: no server of theirs was given, or none answers."""
+        """Return the regions whose logs are not read: no server of theirs was given, or none answers."""
         return [region for region in self.run.run.created.regions.names if region not in self.run.regions]
 
     async def _without_residual(self) -> list[int]:

@@ -45,7 +45,7 @@ from diloco_ops.reading import region_logs
 from diloco_ops.up import resume
 from diloco_report.units import duration, size
 
-LEFT_OUT = "; a region that is to be left out goes by --set 'regions.names=[...]'"
+LEFT_OUT = "; to leave a region out, set the others with --set 'regions.names=[...]'"
 COMMAND = "diloco restore"
 SETTLED_S = 1.0  # another restore that has deleted an empty log has made its own by then
 TAG, MADE_BY, CONTENT = "diloco_restore", "diloco_restore_by", "diloco_restore_content"  # names in a stream's metadata

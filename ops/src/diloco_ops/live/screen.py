@@ -50,6 +50,7 @@ from diloco_report.units import count, decimal, duration, share, size, times
 
 MIN_WIDTH = 32
 NEWS_S = 30.0  # for which an event stays in the head of the view
+ENDING = "the services end, then the report is made"  # after the end of training
 _WIDE = 112  # from here on the curve stands beside the tables
 _LEAST_LANES = 3  # fewer of many say little
 _LANE_NAME = 16
@@ -118,7 +119,7 @@ def plain_line(status: Status) -> str:
         f"{name} away {duration(region['away_s'])}" for name, region in regions.items() if region.get("away_s") is not None
     )
     if status.get("state") == "finished":
-        parts.append("the services end, then the report is made")
+        parts.append(ENDING)
     elif status.get("eta_s") is not None:
         parts.append(f"{duration(status['eta_s'])} left")
     return printable(" | ".join(parts))
@@ -147,9 +148,6 @@ def _lanes(watched: Watched, status: Status, width: int, height: int) -> list[Re
     shown_names = learner_names(status, _LANE_NAME)
     lines = [ends(shown_names[name], lane(watched.lane(name), from_s, to_s, room), width - 4) for name in names[:rows]]
     return [panel(lines, f"learners, {window_text(shown.window_s, run_s)}", width, LEGEND)]
-
-
-ENDING = "finished: the services end, then the report is made"
 
 
 class LiveView:
@@ -187,7 +185,7 @@ class LiveView:
         self._watched.answer(status, now_s)
         recent = [each for each in self._watched.events if not each.minor and self._watched.run_s(now_s) - each.at_s < NEWS_S]
         if status.get("state") == "finished":
-            status["news"] = ENDING
+            status["news"] = f"finished: {ENDING}"
         elif recent:
             status["news"] = f"{duration(recent[-1].at_s)}  {recent[-1].who}: {recent[-1].text}"
         self._live.update(render(status, self._console.width, self._console.height, self._watched), refresh=True)

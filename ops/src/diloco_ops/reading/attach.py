@@ -32,7 +32,7 @@ def attach(
             "--bulk",
             metavar="[REGION=]URL",
             envvar="DILOCO_NATS_BULK_URL",
-            help="With regions: the server of one; or of each with its name, repeatable, which checkpoints need.",
+            help="With regions: one region's server, or each region's as REGION=URL (repeatable). Checkpoints need all.",
         ),
     ] = None,
     identity: Annotated[
@@ -48,7 +48,7 @@ def attach(
 
 
 async def attached(directory: Path, run: str, nats_url: str, bulk: Sequence[str] = (), identity: str | None = None) -> None:
-    """Write ``run.json`` of a run that is at a server. ``bulk``: the server of one region, or of each as ``REGION=URL``.
+    """Write ``run.json`` of a run that is at a server. ``bulk``: one region's server, or each region's as ``REGION=URL``.
 
     Raises:
         SettingsError: regions' servers are given, but not one for each.

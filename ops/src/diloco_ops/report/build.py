@@ -10,7 +10,7 @@ from typing import Any
 from diloco import __version__
 from diloco.core.log.chain import Chain
 from diloco.core.run.changes import Changes, in_force, text_of
-from diloco.core.run.ledger import Ledger
+from diloco.core.run.ledger import Ledger, fragment_mean
 from diloco.core.tensors.fragments import FragmentMap
 from diloco.errors import RunError
 from diloco.process.tape import load_all
@@ -72,7 +72,7 @@ class Findings:
     def validation(self) -> list[list[Any]]:
         """Points (seconds, merged tokens, loss) of the global model; the last one is the evaluator's result.
 
-        The coordinator ends about when the run does, and may not have heard that one.
+        The coordinator may end before it hears that result.
         """
         points, last = [list(point) for point in self.series["validation"]], self.evaluation.get("val_loss")
         if last is not None and (not points or points[-1][2] != last):
@@ -138,7 +138,7 @@ def build(found: Findings) -> dict[str, Any]:
 
 
 def last_status(status: Mapping[str, Any], report: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the status of a run that is over: the last one that its coordinator gave, with what the report has since."""
+    """Return the final status of a run: the coordinator's last one, with the totals and the loss of the report."""
     ended: dict[str, Any] = {name: report[name] for name in ("tokens_processed", "tokens_merged", "versions")}
     known, points = status.get("validation") or [], report["series"]["global"]
     if points:
@@ -267,4 +267,4 @@ def _learner(name: str, found: Findings, processed: int) -> dict[str, Any]:
 
 def mean(values: Sequence[int], sizes: Sequence[int]) -> int:
     """Return the mean over fragments, weighted by parameters."""
-    return round(sum(value * size for value, size in zip(values, sizes, strict=True)) / sum(sizes)) if values else 0
+    return round(fragment_mean(values, sizes)) if values else 0

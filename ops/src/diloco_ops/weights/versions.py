@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from diloco.core.log.chain import Chain
+from diloco.core.run.ledger import fragment_mean
 from diloco.errors import RunError, SettingsError
 from diloco.log.stream import pass_over
 from diloco_ops.audit.lineage import Headed
@@ -121,17 +122,18 @@ def at_share(chains: Sequence[Chain], heads: Sequence[Headed], sizes: Sequence[i
         record = head.record
         versions[record.fragment] = record.version - record.makes_version
         merged[record.fragment] = record.tokens_merged - sum(member.tokens for member in record.members)
-    whole, wanted = _mean(ends, sizes), _mean(ends, sizes) * percent / 100
-    if any(versions) and _mean(merged, sizes) > wanted:
+    whole, wanted = fragment_mean(ends, sizes), fragment_mean(ends, sizes) * percent / 100
+    before = fragment_mean(merged, sizes)
+    if any(versions) and before > wanted:
         raise RunError(
-            f"--version {percent}%: the log begins after {share(_mean(merged, sizes) / whole, 1)} of the merged tokens; how "
+            f"--version {percent}%: the log begins after {share(before / whole, 1)} of the merged tokens; how "
             "far back it goes is set by log.keep_keyframes and log.keep_bytes"
         )
     for head in line:
-        if percent < 100 and _mean(merged, sizes) >= wanted:
+        if percent < 100 and fragment_mean(merged, sizes) >= wanted:
             break
         versions[head.record.fragment], merged[head.record.fragment] = head.record.version, head.record.tokens_merged
-    return ChosenVersions(versions, (round(_mean(merged, sizes)), round(whole)))
+    return ChosenVersions(versions, (round(fragment_mean(merged, sizes)), round(whole)))
 
 
 def _line(chains: Sequence[Chain], heads: Sequence[Headed]) -> list[Headed]:
@@ -144,8 +146,3 @@ def _line(chains: Sequence[Chain], heads: Sequence[Headed]) -> list[Headed]:
             found.append(known.pop(at))
             at = found[-1].record.previous
     return found
-
-
-def _mean(values: Sequence[int], sizes: Sequence[int]) -> float:
-    """Return the mean over fragments, weighted by parameters."""
-    return sum(value * size for value, size in zip(values, sizes, strict=True)) / max(1, sum(sizes))

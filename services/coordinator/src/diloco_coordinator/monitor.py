@@ -12,7 +12,7 @@ from typing import Any
 
 from diloco.control.status import activity, extend, of_learner, of_syncer
 from diloco.core.run.changes import Effective
-from diloco.core.run.ledger import Ledger
+from diloco.core.run.ledger import Ledger, fragment_mean
 from diloco.core.run.pace import MovingAverage
 from diloco.core.tensors.fragments import FragmentMap
 from diloco.errors import FormatError
@@ -409,8 +409,8 @@ class Monitor:
 
 def _mean(fragment_map: FragmentMap, tokens: Mapping[int, int]) -> int:
     """Return tokens by fragment as a mean over the parameters."""
-    weighted = sum(tokens.get(f.index, 0) * f.size for f in fragment_map.fragments)
-    return round(weighted / fragment_map.size)
+    fragments = fragment_map.fragments
+    return round(fragment_mean([tokens.get(each.index, 0) for each in fragments], [each.size for each in fragments]))
 
 
 def _syncers(made: Monitor, now_s: float) -> dict[str, dict[str, Any]]:

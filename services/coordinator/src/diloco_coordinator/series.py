@@ -21,7 +21,7 @@ UNWATCHED_S = 60.0  # between two coordinators: a longer time is a pause of the 
 class Resumed:
     """The seconds of a run that the series cover with which a coordinator goes on.
 
-    ``at_s``: Unix time at which they ended; 0 if an older version wrote them, None if the run was about to pause.
+    ``at_s``: Unix time at which they ended. None: the run was about to pause, or an older version wrote them.
     """
 
     covered_s: float
@@ -29,7 +29,7 @@ class Resumed:
 
     def run_s(self, at_s: float) -> float:
         """Return the seconds of the run by a Unix time: it goes on between a coordinator that was killed and the next one."""
-        unwatched_s = at_s - self.at_s if self.at_s else 0.0
+        unwatched_s = 0.0 if self.at_s is None else at_s - self.at_s
         return self.covered_s + (unwatched_s if 0.0 < unwatched_s <= UNWATCHED_S else 0.0)
 
 
@@ -52,7 +52,7 @@ class SeriesFile:
     def _resume(self, monitor: Monitor, read: Callable[[], Any], beyond_s: float) -> Resumed | None:
         try:
             series = read()
-            covered = Resumed(float(series["wall_s"]), None if series.get("paused") else float(series.get("at_s") or 0.0))
+            covered = Resumed(float(series["wall_s"]), _ended_at_s(series))
             if covered.covered_s < beyond_s:
                 return None
             monitor.resume(series)
@@ -71,6 +71,11 @@ class SeriesFile:
             self._complaint.warn("series_not_saved", file=str(self.path), reason=str(error))
         else:
             self._complaint.over()
+
+
+def _ended_at_s(series: Mapping[str, Any]) -> float | None:
+    at_s = None if series.get("paused") else series.get("at_s")
+    return None if at_s is None else float(at_s)
 
 
 def as_text(monitor: Monitor, alerts: Alerts, now_s: float, at_s: float, *, paused: bool) -> str:

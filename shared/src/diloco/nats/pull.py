@@ -45,9 +45,7 @@ HEARTBEAT_S = 0.5  # of an idle consumer: four fit into SILENCE_S
 SILENCE_S = 2.0  # without message or heartbeat for so long, the consumer or the server is gone
 MOST_SILENCE_S = 60.0  # of consumers from which nothing comes at all
 FAR_SILENCE_S = 20.0  # over thin links, where a part of 512 KiB may share one with others
-SILENCE_PARTS = (
-    4  # a silence is so many waits: what came meanwhile is taken in between two of them, however busy the machine is
-)
+SILENCE_PARTS = 4  # waits of which a silence consists: between two of them a busy process takes in what came
 INACTIVE_S = 30.0  # a consumer that is not read for so long is removed: longer than a connection needs to be remade
 REQUESTS = 2
 

@@ -82,10 +82,10 @@ class Tasks:
 
 
 async def heeding(work: Awaitable[T]) -> T:
-    """Await a library's work in this task, and end with a cancellation that came meanwhile and was swallowed.
+    """Await a library's work in this task. Raise CancelledError if a cancellation came meanwhile and was swallowed.
 
-    Before Python 3.12, ``asyncio.wait_for`` swallows one that comes together with its result. A task group cancels its tasks
-    once, and would wait for ever for one that goes on.
+    Before Python 3.12, ``asyncio.wait_for`` swallows a cancellation that arrives together with the result. A task group
+    cancels each task once, so it would wait for ever for a task that goes on.
     """
     task = asyncio.current_task()
     assert task is not None  # else nothing could be awaited

@@ -168,10 +168,7 @@ class Ledger:
         They are the mean over fragments, weighted by their ``sizes``.
         """
         learners = sorted({learner for own in self.own for learner, tokens in own.items() if tokens})
-        return {
-            learner: round(sum(size * own.get(learner, 0) for size, own in zip(sizes, self.own, strict=True)) / sum(sizes))
-            for learner in learners
-        }
+        return {learner: round(fragment_mean([own.get(learner, 0) for own in self.own], sizes)) for learner in learners}
 
     def dump(self) -> dict[str, Any]:
         """Return the ledger as plain values."""
@@ -230,3 +227,8 @@ def _spell(data: Sequence[Range]) -> str:
     """Describe ranges, the first few of many."""
     spelled = [f"share {share}: {first} to {first + count - 1}" for share, first, count in data[:3]]
     return ", ".join(spelled) + (f" and {len(data) - 3} more ranges" if len(data) > 3 else "")
+
+
+def fragment_mean(values: Sequence[int], sizes: Sequence[int]) -> float:
+    """Return the mean of values by fragment, weighted by the fragments' ``sizes`` in parameters."""
+    return sum(value * size for value, size in zip(values, sizes, strict=True)) / sum(sizes)
