@@ -23,6 +23,7 @@ from diloco.control.genesis import await_genesis
 from diloco.control.hearing import hear, name_in
 from diloco.core.learner.accounts import MemberTraffic, StepDone
 from diloco.core.learner.fragment_state import Reader
+from diloco.core.learner.heartbeats import HeartbeatSchedule
 from diloco.core.learner.learner import Dump, Learner
 from diloco.core.learner.markers import MarkerReply
 from diloco.core.learner.schedule import Moment
@@ -95,7 +96,7 @@ class Member:
         )
         self.learner = Learner(settings.name, settings.role, settings.region or "", self.admission.incarnation, run.created)
         self.shared, self.taped = SharedLearner(self.learner), LearnerTape(self.tape)
-        self._outbox = Outbox(transport, run, settings.name, self.shared)
+        self._outbox, self._heartbeats = Outbox(transport, run, settings.name, self.shared), HeartbeatSchedule()
         self.show = self._outbox.show
         self.traces = MemberTraces(telemetry, run.identity, settings.name, self.shared.loop.time, transport.wall_s)
         self.arrays: Arrays = OwnArrays(self) if arrays is None else arrays
@@ -246,13 +247,21 @@ class Member:
     async def _send_heartbeats_regularly(self) -> None:
         progress = Progress(self.log, self.shared.loop.time(), lambda: _progress(self.heartbeat()))
         while True:
-            await self._outbox.send(self.heartbeat())
             progress.look(self.shared.loop.time())
-            await asyncio.sleep(self.run.in_force.liveness.heartbeat_s)
+            left_s = self._heartbeats.left_s(self.learner, self.shared.loop.time())
+            if left_s <= 0:
+                await self._send_heartbeat()
+            else:
+                await asyncio.sleep(left_s)
 
-    def _heartbeat_soon(self) -> None:
+    def _send_heartbeat_soon(self) -> None:
         self.tape.flush()
-        self.shared.tasks.spawn(self._outbox.send(self.heartbeat()))
+        self.shared.tasks.spawn(self._send_heartbeat())
+
+    async def _send_heartbeat(self) -> None:
+        heartbeat = self.heartbeat()
+        self._heartbeats.note_sent(heartbeat, self.shared.loop.time())
+        await self._outbox.send(heartbeat)
 
     def heartbeat(self) -> Heartbeat:
         """Return the heartbeat: what others are told of this member now."""
@@ -273,7 +282,8 @@ class Member:
             DilocoError: a task of the loop thread failed.
         """
         boundary = self.arrays.boundary(done)
-        self.shared.loop.call_soon_threadsafe(self._heartbeat_soon)
+        if self._heartbeats.ask(self.learner, self.shared.loop.time()):
+            self.shared.loop.call_soon_threadsafe(self._send_heartbeat_soon)
         return boundary
 
     def submit(self, fragment: int, reader: Reader) -> None:

@@ -188,9 +188,7 @@ class LogSettings(_Section):
 class LivenessSettings(_Section):
     """Heartbeats, and the silence after which a member counts as dead."""
 
-    heartbeat_s: float = Field(
-        0.5, gt=0, le=60, description="a learner sends a heartbeat at every step, and at least this often"
-    )
+    heartbeat_s: float = Field(0.5, gt=0, le=60, description="a learner sends a heartbeat at least this often")
     dead_s: float = Field(5.0, gt=0, le=3600, description="a learner not heard for so long is not waited for")
     lease_s: float = Field(30.0, gt=0, le=3600, description="a learner not heard for so long loses its data shares to others")
     takeover_s: float = Field(1.5, gt=0, le=3600, description="a syncer not heard for so long loses its fragments to others")

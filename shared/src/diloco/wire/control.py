@@ -38,7 +38,7 @@ Place = Annotated[str, Meta(max_length=MAX_PLACE)]  # a device or a host, for pe
 
 
 class Heartbeat(Message, frozen=True):
-    """A learner's heartbeat, at every step and at least every ``liveness.heartbeat_s``. Not stored."""
+    """A learner's heartbeat, when a step has ended and at least every ``liveness.heartbeat_s``. Not stored."""
 
     kind = "heartbeat"
     subject_field = "learner"
