@@ -65,7 +65,7 @@ class Governed:
 async def governed(link: NatsTransport, **overrides: Any) -> AsyncIterator[Governed]:
     begun = await begin(link, **overrides)
     ownership = begun.ownership()
-    intake = Intake(begun.context, None, lambda: None)
+    intake = Intake(begun.context, None, lambda _: None)
 
     async def announce() -> None:
         await made.announce()

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.services
 async def reading(begun: Begun, *owners: FragmentOwner) -> AsyncIterator[tuple[Intake, asyncio.Event]]:
     """Read the offers of these fragments; the event is set when one is held."""
     held = asyncio.Event()
-    intake = Intake(begun.context, None, held.set)
+    intake = Intake(begun.context, None, lambda _: held.set())
     owned = {owner.index: owner for owner in owners}
     async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
         await intake.read(owned, begun.ownership(), group)

@@ -28,7 +28,7 @@ from diloco_syncer.links import LinkWatch
 from diloco_syncer.offers.quarantine import Suspects
 from diloco_syncer.owning.governor import Governor
 from diloco_syncer.owning.owner import FragmentOwner
-from diloco_syncer.rounds import RoundLoop
+from diloco_syncer.rounds import RoundLoop, RoundNews
 
 pytestmark = pytest.mark.services
 
@@ -69,7 +69,7 @@ class Running:
     owner: FragmentOwner
     governor: Owned
     suspects: Suspects
-    news: asyncio.Event
+    news: RoundNews
     announced: asyncio.Queue[Announcement] = field(default_factory=asyncio.Queue)
 
     def hear(self, step: int, *learners: str, **changes: Any) -> None:
@@ -77,7 +77,7 @@ class Running:
         for learner in learners:
             values = {"tokens": 10 * step, "step_s": 0.1} | changes
             self.begun.context.roster.hear(learner_heartbeat(learner, step, self.owner.chain.version, 0, **values), clock_s())
-        self.news.set()
+        self.news.tell()
 
     async def until(self, *, version: int) -> None:
         while self.owner.chain.version < version:
@@ -87,14 +87,14 @@ class Running:
 @asynccontextmanager
 async def running(link: NatsTransport, **overrides: Any) -> AsyncIterator[Running]:
     begun = await begin(link, **overrides)
-    owner, news = await begun.taken_over(), asyncio.Event()
+    owner, news = await begun.taken_over(), RoundNews()
     governor = Owned({0: owner})
     context = begun.context
 
     def changed() -> None:
         context.roster.change(context.run.in_force, suspects.excluded)
         owner.round.drop_unfit()
-        news.set()
+        news.tell()
 
     follower = ChangesFollower(link, context.run, context.log, changed)
     suspects = Suspects(context, follower, changed)
@@ -111,7 +111,7 @@ async def running(link: NatsTransport, **overrides: Any) -> AsyncIterator[Runnin
         task = group.create_task(loop.run(group))
         yield made
         governor.over = True
-        news.set()
+        news.tell()
         await end(task)
 
 
@@ -123,7 +123,7 @@ async def test_a_round_opens_is_announced_until_its_offers_are_in_and_becomes_a_
             assert (announcement.version, announcement.epoch, announcement.closing) == (1, 1, False)
         for learner in ("ann", "bob"):
             assert made.owner.round.hold(offer(made.owner, learner, 1.0)) is None
-        made.news.set()
+        made.news.tell()
         await made.until(version=1)
     counts = made.begun.context.counts
     assert (counts.rounds, counts.versions, counts.merged_members) == (1, 1, 2)
@@ -134,11 +134,11 @@ async def test_an_order_to_go_back_comes_before_rounds(link: NatsTransport) -> N
         made.hear(4, "ann")
         await made.announced.get()
         made.owner.round.hold(offer(made.owner, "ann", 1.0))
-        made.news.set()
+        made.news.tell()
         await made.until(version=1)
         run = made.begun.context.run
         change(run, Rollback(0, [0]))
-        made.news.set()
+        made.news.tell()
         await made.until(version=2)
     assert not made.owner.replica.theta.any()
 
@@ -150,7 +150,7 @@ async def test_a_fragment_that_another_process_has_appended_to_is_lost(link: Nat
         await made.begun.taken_over(context=made.begun.another("syncer-1"))
         with capture_logs() as logs:
             made.owner.round.hold(offer(made.owner, "ann", 1.0))
-            made.news.set()
+            made.news.tell()
             while not made.governor.lost:
                 await asyncio.sleep(0.005)
     assert "version_fenced" in [entry["event"] for entry in logs]
@@ -165,7 +165,7 @@ async def test_offers_whose_sum_overflows_are_named_and_the_version_is_made_with
         with capture_logs() as logs:
             for learner, value in zip(learners, (3e38, 1.0, 3e38), strict=True):
                 made.owner.round.hold(offer(made.owner, learner, value))
-            made.news.set()
+            made.news.tell()
             await made.until(version=1)  # though the quorum is all: these have answered
     assert made.governor.again == []
     [told] = [entry for entry in logs if entry["event"] == "merge_not_finite"]
@@ -182,7 +182,7 @@ async def test_a_merge_that_moves_too_far_is_made_without_the_offer_that_does_it
             await made.announced.get()
             for learner, value in (("ann", mine), ("bob", liars)):
                 made.owner.round.hold(offer(made.owner, learner, value, number=version))
-            made.news.set()
+            made.news.tell()
             await made.until(version=version)
     # 1 and 0.5 times 1 before it: the momentum is 1.5 in each of 64 values, of norm 12; 0.5 * 1.5 + 1 after the third version
     np.testing.assert_array_equal(made.owner.replica.momentum, np.full(SIZE, 1.75, np.float32))
@@ -198,7 +198,7 @@ async def test_a_fresh_owner_that_would_leave_out_all_offers_waits_until_it_has_
         with capture_logs() as logs:
             for learner in ("ann", "bob"):  # both as far as nothing has moved: what everybody does is the usual
                 made.owner.round.hold(offer(made.owner, learner, 1e6))
-            made.news.set()
+            made.news.tell()
             while not made.owner.chain.version:
                 made.hear(4, "ann", "bob")
                 await asyncio.sleep(0.1)
@@ -221,7 +221,7 @@ async def test_an_outlier_is_excluded_at_once_and_put_on_record(link: NatsTransp
         await made.announced.get()
         for learner, value in zip(learners, (1.0, 1.0, 1000.0), strict=True):
             made.owner.round.hold(offer(made.owner, learner, value))
-        made.news.set()
+        made.news.tell()
         await made.until(version=1)
         run = made.begun.context.run
         while not run.now.quarantined:

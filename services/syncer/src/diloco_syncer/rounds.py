@@ -1,6 +1,6 @@
 """Open, announce and close the rounds of all owned fragments, by the decisions of :mod:`diloco.core.syncer.round`.
 
-One loop looks at all rounds whenever an offer or a heartbeat came in or something is due. Merges of different fragments
+One loop looks at the rounds of which something was told, and at those where something is due. Merges of different fragments
 overlap, each in a thread.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Callable
 
 from diloco.core.syncer.round import Merge
 from diloco.errors import FenceError, FormatError, NonFiniteError, RewoundError, UnmergeableError
@@ -18,48 +19,97 @@ from diloco_syncer.owning.governor import Governor
 from diloco_syncer.owning.owner import FragmentOwner
 
 ANNOUNCE_EVERY_S = 0.25  # an open round: an announcement may be lost, and a learner may come late
+LOOK_S = 0.25  # at every round, at least: patience ends, and learners are silent, without news
+SOON_S = 0.02  # many learners' heartbeats are looked at together: far less than the time in which a round may open
+
+
+class RoundNews:
+    """What was told since the rounds were looked at last: of single fragments, or of all. Construct it in the loop's thread."""
+
+    def __init__(self) -> None:
+        self._event, self._loop = asyncio.Event(), asyncio.get_running_loop()
+        self._of_all, self._fragments = False, set[int]()
+        self._coming: asyncio.TimerHandle | None = None
+
+    def tell(self) -> None:
+        """Have all rounds looked at now."""
+        self._of_all = True
+        self._event.set()
+        if self._coming is not None:
+            self._coming.cancel()
+            self._coming = None
+
+    def tell_of(self, fragment: int) -> None:
+        """Have a fragment's round looked at now."""
+        self._fragments.add(fragment)
+        self._event.set()
+
+    def tell_soon(self) -> None:
+        """Have all rounds looked at within :data:`SOON_S`."""
+        if self._coming is None:
+            self._coming = self._loop.call_later(SOON_S, self.tell)
+
+    def take(self) -> Callable[[int], bool]:
+        """Return whether anything was told of a fragment, as a function, and forget it."""
+        of_all, fragments = self._of_all, self._fragments
+        self._of_all, self._fragments = False, set()
+        self._event.clear()
+        return lambda fragment: of_all or fragment in fragments
+
+    async def wait(self, timeout_s: float) -> None:
+        """Wait until something is told, at most ``timeout_s``."""
+        await wait(self._event, timeout_s)
 
 
 class RoundLoop:
     """One syncer's rounds, until ``governor`` says that there is nothing left to do."""
 
-    def __init__(self, context: Context, governor: Governor, links: LinkWatch, suspects: Suspects, news: asyncio.Event) -> None:
-        """``news`` is set when a round may have to be looked at."""
+    def __init__(self, context: Context, governor: Governor, links: LinkWatch, suspects: Suspects, news: RoundNews) -> None:
+        """``news`` tells which rounds may have to be looked at."""
         self.context, self.governor, self.links, self.suspects, self.news = context, governor, links, suspects, news
+        self._due_s: dict[int, float] = {}  # by fragment: when it is looked at without news
         self._too_short: set[int] = set()  # steps between two rounds that were found to be less than a round takes
 
     async def run(self, group: asyncio.TaskGroup) -> None:
         """Hold rounds until everything is over."""
         while not self.governor.over:
-            self.news.clear()
+            is_told = self.news.take()
             self.context.roster.ending = self.governor.ending
-            wait_s = ANNOUNCE_EVERY_S
-            for owner in list(self.governor.owned.values()):
-                if not owner.busy:
-                    wait_s = min(wait_s, await self._look(owner, clock_s(), group))
-            await wait(self.news, max(wait_s, 0.001))
+            # one time for all: what follows from the learners as of then is found out once
+            now_s, steps = clock_s(), self.links.bandwidth.steps
+            next_s = now_s + LOOK_S
+            for index, owner in list(self.governor.owned.items()):
+                if owner.busy:
+                    continue
+                if is_told(index) or now_s >= self._due_s.get(index, now_s):
+                    self._due_s[index] = now_s + min(LOOK_S, await self._look(owner, now_s, steps, group))
+                next_s = min(next_s, self._due_s[index])
+            await self.news.wait(max(next_s - clock_s(), 0.001))
 
-    async def _look(self, owner: FragmentOwner, now_s: float, group: asyncio.TaskGroup) -> float:
-        """Do everything that is due for one fragment. Return the seconds until the next look."""
-        round_, bandwidth = owner.round, self.links.bandwidth
+    async def _look(self, owner: FragmentOwner, now_s: float, steps: int, group: asyncio.TaskGroup) -> float:
+        """Do everything that is due for one fragment; return the seconds until the next look.
+
+        ``steps`` inner steps are to lie between two of its rounds.
+        """
+        round_ = owner.round
         order = owner.order()
         if order is not None:
             owner.busy = True
             group.create_task(self._roll_back(owner, *order))
             return math.inf
-        if round_.due(now_s, bandwidth.steps):
+        if round_.due(now_s, steps):
             round_.open(now_s)
             self.context.counts.rounds += 1
             owner.announced_at_s = -math.inf
         if round_.opened_at_s is None:
-            return round_.next_look_s(now_s, bandwidth.steps)
+            return round_.next_look_s(now_s, steps)
         merge = round_.poll(now_s)
         if merge is not None:
             owner.busy = True
             group.create_task(self._commit(owner, merge, group))
             return math.inf
         if now_s - owner.announced_at_s >= ANNOUNCE_EVERY_S:
-            await owner.announce(now_s, bandwidth.steps, bandwidth.offer_bits)
+            await owner.announce(now_s, steps, self.links.bandwidth.offer_bits)
         wait_s = owner.announced_at_s + ANNOUNCE_EVERY_S - now_s
         if round_.quorum_at_s is not None and not round_.closing:
             wait_s = min(wait_s, round_.remaining_s(now_s))  # the end of its grace window
@@ -90,7 +140,7 @@ class RoundLoop:
             await self.governor.lose(owner)
         finally:
             owner.busy = False
-            self.news.set()
+            self.news.tell_of(owner.index)
 
     def _tell_long_round(self, owner: FragmentOwner) -> None:
         """Say once, for each interval, that rounds last longer than it."""
@@ -133,4 +183,4 @@ class RoundLoop:
             await self.governor.lose(owner)
         finally:
             owner.busy = False
-            self.news.set()
+            self.news.tell_of(owner.index)

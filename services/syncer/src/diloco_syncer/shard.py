@@ -45,7 +45,7 @@ from diloco_syncer.owning.copies import Copies
 from diloco_syncer.owning.governor import Governor
 from diloco_syncer.owning.owner import FragmentOwner
 from diloco_syncer.regions import Connect, Regions
-from diloco_syncer.rounds import RoundLoop
+from diloco_syncer.rounds import RoundLoop, RoundNews
 
 SETTLE_S = 10.0  # for entries to be known in all regions, before a syncer ends
 
@@ -103,11 +103,11 @@ class Shard:
         self.aggregator: RegionalAggregator | None = None
         if run.created.regions.merge:
             self.aggregator = RegionalAggregator(self.context, incarnation)
-        self._news = asyncio.Event()
-        self.intake = Intake(self.context, self.aggregator, self._news.set)
+        self._news = RoundNews()
+        self.intake = Intake(self.context, self.aggregator, self._news.tell_of)
         tape = tape or Unrecorded()
         self.governor = Governor(
-            self.context, self.ownership, self.intake, tape, changed=self._news.set, announce=self._send_heartbeat
+            self.context, self.ownership, self.intake, tape, changed=self._news.tell, announce=self._send_heartbeat
         )
         changed = self.governor.news.set
         self.links = LinkWatch(self.context, self.owned, self.intake.collectors, self.ownership, changed)
@@ -181,7 +181,7 @@ class Shard:
         self.ownership.leaving = True
         await self._send_heartbeat()
         self.governor.news.set()
-        self._news.set()
+        self._news.tell()
 
     async def _begin_regions(self, regions: Regions, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
         """Begin to reach the other regions. Return the tasks that go on with it."""
@@ -215,7 +215,7 @@ class Shard:
         if self.aggregator is not None:
             self.aggregator.change(excluded)
         self.governor.news.set()
-        self._news.set()
+        self._news.tell()
 
     # ---- what comes in
 
@@ -233,11 +233,14 @@ class Shard:
             raise FormatError(f"heartbeat of {heartbeat.syncer} names fragments that the run does not have")
         if self.ownership.hear(heartbeat, clock_s()):
             self.governor.news.set()
-            self._news.set()
+            self._news.tell()
 
     async def _hear_learner(self, heartbeat: Heartbeat) -> None:
         self.context.roster.hear(heartbeat, clock_s())
-        self._news.set()
+        if heartbeat.state == "stepping" and not self.run.created.round.learners_wait:
+            self._news.tell_soon()
+        else:  # others may wait for a round that is due now
+            self._news.tell()
         if self.aggregator is not None:
             self.aggregator.hear_learner(heartbeat)
 
@@ -258,7 +261,7 @@ class Shard:
                     await owner.store_keyframe()
                 finally:
                     owner.busy = False
-                    self._news.set()
+                    self._news.tell_of(index)
 
     def _refuse_entry(self, refusal: RefusedEntry) -> None:
         self.context.refuse(refusal.sender, refusal.error, sequence=refusal.sequence)

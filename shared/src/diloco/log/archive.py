@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from diloco.core.tensors import codec, quantise
 from diloco.errors import FenceError, FormatError
-from diloco.log.stream import LogStream, open_body
+from diloco.log.stream import LogStream, open_quantised
 from diloco.log.writer import Writer
+from diloco.process.tasks import computed
 from diloco.transport import Fence
 from diloco.wire import framing
 from diloco.wire.body import ATTEMPT_BYTES, check_body_size, describe_body
@@ -78,9 +79,6 @@ class Archive:
         if self._place_of(offer) != head:
             raise FormatError(f"{what}: another one stands there, which would be at {self._place_of(offer)}")
         size = self.stream.map.fragments[fragment].size
-        raw_bytes = quantise.body_bytes(size, offer.bits)
-        check_body_size(offer.body, codec.packed_limit(raw_bytes), what)
+        check_body_size(offer.body, codec.packed_limit(quantise.body_bytes(size, offer.bits)), what)
         pieces = await self.stream.parts(head, offer.body, what, stored.sequence, stream)
-        raw = await asyncio.to_thread(open_body, offer.body, inline, pieces, raw_bytes, what)
-        await asyncio.to_thread(quantise.validate, raw, size, offer.bits)
-        return offer, raw
+        return offer, await computed(size, open_quantised, offer.body, inline, pieces, size, offer.bits, what)

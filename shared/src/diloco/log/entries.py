@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Collection, Iterable
 from typing import TypeVar
 
@@ -13,7 +12,7 @@ from diloco.errors import ChainError, FormatError, MessageError, StateError, Wro
 from diloco.log.stream import EntryHead, LogEntry, LogStream, Packed, Refuse, RefusedEntry
 from diloco.process import observe
 from diloco.process.retry import until_available
-from diloco.process.tasks import unbroken
+from diloco.process.tasks import computed, unbroken
 from diloco.transport import Stored
 from diloco.wire import subjects
 from diloco.wire.assemble import ChunkAssembler, part_index
@@ -159,7 +158,7 @@ class Entries:
             follows_wrong = wrong.note(entry.record, entry.entry_hash)
             try:
                 fold_one = judged if judge else fold
-                await unbroken(asyncio.to_thread(fold_one, replica, entry))
+                await unbroken(computed(replica.theta.size, fold_one, replica, entry))
             except ChainError as error:
                 if isinstance(error, WrongEntryError):
                     wrong.add(entry.record, entry.entry_hash)

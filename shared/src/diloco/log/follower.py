@@ -38,7 +38,7 @@ from diloco.log.log import Log
 from diloco.log.stream import LogEntry, Refuse, RefusedEntry
 from diloco.process.observe import Logger
 from diloco.process.retry import until_available
-from diloco.process.tasks import side_by_side, unbroken
+from diloco.process.tasks import computed, side_by_side, unbroken
 from diloco.wire.entries import Genesis
 
 # Loading has six round trips beside those of a keyframe's parts: those of a fragment pass while others' parts come. Half of the
@@ -271,7 +271,7 @@ class LogFollower:
         return Reloaded(again, rewound=False)
 
     async def _fold(self, copy: LogCopy, entry: LogEntry) -> None:
-        await asyncio.to_thread(fold, copy.replica, entry, in_place=self.in_place)
+        await computed(copy.replica.theta.size, fold, copy.replica, entry, in_place=self.in_place)
         _note(copy, entry)
         self._heads[entry.record.fragment] = replace(copy.replica.chain)
 

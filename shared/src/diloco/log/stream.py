@@ -22,6 +22,7 @@ from diloco.core.tensors.compiled import BLOCK
 from diloco.core.tensors.fragments import FragmentMap
 from diloco.errors import AppendUncertainError, FenceError, FormatError, HashError, MessageError, RewoundError
 from diloco.process.prefetch import Prefetcher
+from diloco.process.tasks import computed
 from diloco.settings.run import TWO_BITS, RunSettings
 from diloco.transport import Stored, Transport
 from diloco.wire import framing, subjects
@@ -243,10 +244,7 @@ class LogStream:
         what = f"fragment {record.fragment}, version {record.version}"
         size, moments = self.map.fragments[record.fragment].size, self.optimizers[record.fragment].moments
         values = fold.entry_values(record, size, moments)
-        raw_bytes = quantise.body_bytes(values, record.bits)
-        body = await asyncio.to_thread(open_body, record.body, packed.inline, packed.parts, raw_bytes, what)
-        await asyncio.to_thread(quantise.validate, body, values, record.bits)
-        return body
+        return await computed(values, open_quantised, record.body, packed.inline, packed.parts, values, record.bits, what)
 
     async def parts(
         self,
@@ -315,6 +313,18 @@ def _of_subject(message: Stored, found: Of) -> Of:
     if found.fragment != fragment:
         raise FormatError(f"{found.kind} of fragment {found.fragment} came as one of fragment {fragment}")
     return found
+
+
+def open_quantised(body: Body, inline: bytes, pieces: Sequence[bytes], values: int, bits: int, what: str) -> NDArray[np.uint8]:
+    """Return a body of ``values`` quantised values, uint8 [quantised bytes], sizes, hash and values checked.
+
+    Raises:
+        FormatError, HashError: as :func:`open_body`.
+        NonFiniteError: a value would not be finite.
+    """
+    raw = open_body(body, inline, pieces, quantise.body_bytes(values, bits), what)
+    quantise.validate(raw, values, bits)
+    return raw
 
 
 def open_body(body: Body, inline: bytes, pieces: Sequence[bytes], raw_bytes: int, what: str) -> NDArray[np.uint8]:

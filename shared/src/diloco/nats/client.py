@@ -116,6 +116,7 @@ class Client(library.Client):  # type: ignore[misc]  # nats-py is not typed
         self._public_nkey = None if identity is None else identity.public_key
         self.has_jetstream = False  # by the server's configuration, which may still be starting it
         self.told_of_reconnects: set[asyncio.Queue[Any]] = set()  # each gets a None when the connection was remade
+        self.asked: set[asyncio.Future[Any]] = set()  # requests under way: their answers would come by this connection alone
         self.denied = 0  # requests that the server denied to this identity
 
     @property
@@ -172,6 +173,7 @@ class Client(library.Client):  # type: ignore[misc]  # nats-py is not typed
         that comes together with an answer), and would go on for ever: it makes no attempt once the end has begun.
         """
         self._tcp.ends = True
+        self._give_up_asked()
         await self._close_in_time()
         remaking = self._reconnection_task
         if remaking is not None and remaking is not asyncio.current_task():
@@ -191,9 +193,14 @@ class Client(library.Client):  # type: ignore[misc]  # nats-py is not typed
     async def _attempt_reconnect(self) -> None:
         # a peer that is cut off never takes what waits to be sent, nor the end of TLS, for which asyncio waits 30 s
         self._tcp.abort()
+        self._give_up_asked()
         await super()._attempt_reconnect()
         for queue in self.told_of_reconnects:
             queue.put_nowait(None)
+
+    def _give_up_asked(self) -> None:
+        for request in self.asked:
+            request.cancel()
 
     async def _process_headers(self, block: bytes) -> dict[str, str] | None:
         return headers(block) if block else None

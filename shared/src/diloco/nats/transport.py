@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 
 from diloco.errors import AppendUncertainError
 from diloco.nats import append, streams
-from diloco.nats.connection import POLL_S, NatsLink, ask, subscribe, wait_connected
+from diloco.nats.connection import NatsLink, ask, subscribe, wait_connected
 from diloco.nats.pull import Puller
 from diloco.nats.registry import Registry
-from diloco.process.tasks import give_up
+from diloco.process.tasks import heeding
 from diloco.transport import Fence, Heard, Room, Stored
 from diloco.wire.grants import SignedGrant
 
@@ -124,15 +124,19 @@ class NatsTransport(NatsLink):
 
     async def _answered(self, asking: Coroutine[Any, Any, T], what: str) -> T:
         """Await a request over the bulk connection, until that connection is lost."""
-        asked, lost = asyncio.ensure_future(asking), asyncio.ensure_future(self._bulk_lost())
+        asked, task = asyncio.ensure_future(asking), asyncio.current_task()
+        assert task is not None  # else nothing could be awaited
+        before = task.cancelling()
+        self.bulk.asked.add(asked)
         try:
-            await asyncio.wait({asked, lost}, return_when=asyncio.FIRST_COMPLETED)
-            if not asked.done():
-                # its answer died with the connection: a caller that tries again need not wait for the timeout
-                raise AppendUncertainError(f"{what}: the connection was lost before the answer came")
-            return asked.result()
+            return await heeding(asked)
+        except asyncio.CancelledError:
+            if task.cancelling() > before:
+                raise
+            # its answer died with the connection: a caller that tries again need not wait for the timeout
+            raise AppendUncertainError(f"{what}: the connection was lost before the answer came") from None
         finally:
-            await give_up(asked, lost)
+            self.bulk.asked.discard(asked)
 
     async def _asked(self, asking: Callable[[], Coroutine[Any, Any, T]], what: str) -> T:
         """Await a request as :meth:`_answered`, once there is a connection.
@@ -142,14 +146,6 @@ class NatsTransport(NatsLink):
         """
         await wait_connected(self.bulk, streams.TIMEOUT_S, what)
         return await self._answered(asking(), what)
-
-    async def _bulk_lost(self) -> None:
-        """Wait until the bulk connection, once it is there, is lost."""
-        while not self.bulk.is_connected:
-            await asyncio.sleep(POLL_S)
-        made = self.bulk.stats["reconnects"]
-        while self.bulk.is_connected and self.bulk.stats["reconnects"] == made:
-            await asyncio.sleep(POLL_S)
 
     async def last(self, stream: str, subject: str) -> Stored | None:
         return await self._asked(partial(streams.last, self, stream, subject), stream)

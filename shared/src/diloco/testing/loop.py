@@ -183,6 +183,8 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         assert self.host is not None
         return await self.host.connect(factory, (host, port))
 
+    draws_threads = True  # work for a thread is handed to one however small it is: what happens meanwhile is tried
+
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
         future = self.create_future()
 

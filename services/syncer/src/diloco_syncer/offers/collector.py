@@ -19,9 +19,9 @@ from diloco.core.syncer.round import RoundOffer
 from diloco.core.tensors import codec, quantise
 from diloco.core.tensors.fragments import Fragment
 from diloco.errors import BrokerError, FormatError, MessageError, NotAdmittedError, RewoundError
-from diloco.log.stream import open_body
+from diloco.log.stream import open_quantised
 from diloco.process.retry import RETRY_S, Complaint, until_available
-from diloco.process.tasks import end
+from diloco.process.tasks import computed, end
 from diloco.transport import Stored, Transport
 from diloco.wire import framing, subjects
 from diloco.wire.assemble import ChunkAssembler, part_index
@@ -61,11 +61,13 @@ class _Reading:
 class Collector:
     """Reads the offers of the fragments that :meth:`serve` was last given."""
 
-    def __init__(self, context: Context, transport: Transport, held: Callable[[], None], elsewhere: str | None = None) -> None:
+    def __init__(
+        self, context: Context, transport: Transport, held: Callable[[int], None], elsewhere: str | None = None
+    ) -> None:
         """Read over ``transport``.
 
-        ``held`` is called when an offer is held; ``elsewhere`` is the other region whose offers are read: its stream is waited
-        for.
+        ``held`` is called with the fragment of an offer that is held. ``elsewhere`` is the other region whose offers are read:
+        its stream is waited for.
         """
         self.context, self.transport, self.held, self.elsewhere = context, transport, held, elsewhere
         self.run, self.log = context.run, context.log
@@ -235,15 +237,12 @@ class Collector:
                 self.context.report_refusal(sender, offer.fragment, offer, "ejected", reason)
             return None
         size = self._takers[offer.fragment].fragment.size
-        raw_bytes = quantise.body_bytes(size, offer.bits)
-        body = await asyncio.to_thread(open_body, offer.body, inline, pieces, raw_bytes, what)
-        await asyncio.to_thread(quantise.validate, body, size, offer.bits)
-        return body
+        return await computed(size, open_quantised, offer.body, inline, pieces, size, offer.bits, what)
 
     def _tell(self, offer: Offer | RegionalOffer, sender: str, reason: str | None) -> None:
         """Tell that an offer is held, or (``reason``) passed over."""
         if reason is None:
-            self.held()
+            self.held(offer.fragment)
         else:
             values: dict[str, Any] = {"fragment": offer.fragment, "sender": sender, "number": offer.number}
             self.log.debug("offer_passed_over", **values, reason=reason)

@@ -14,9 +14,9 @@ from diloco_syncer.regions import Regions
 
 
 class Intake:
-    """The collectors of all regions that can be reached; ``held`` is called when one of them has an offer to merge."""
+    """The collectors of all regions that can be reached; ``held`` is called with the fragment of each offer to be merged."""
 
-    def __init__(self, context: Context, aggregator: RegionalAggregator | None, held: Callable[[], None]) -> None:
+    def __init__(self, context: Context, aggregator: RegionalAggregator | None, held: Callable[[int], None]) -> None:
         self.context, self.aggregator, self._on_held = context, aggregator, held
         home = Collector(context, context.transport, self._held)
         self.collectors = {context.region: home}  # by region
@@ -65,7 +65,7 @@ class Intake:
         for collector in self.collectors.values():
             await collector.stop()
 
-    def _held(self) -> None:
-        self._on_held()
+    def _held(self, fragment: int) -> None:
+        self._on_held(fragment)
         if self.aggregator is not None:
             self.aggregator.news.set()

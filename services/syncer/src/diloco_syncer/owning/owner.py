@@ -18,6 +18,7 @@ from diloco.core.syncer.outliers import Norms, Outlier
 from diloco.core.syncer.round import Merge, Round
 from diloco.errors import FenceError, FormatError, RunError, StorageFullError
 from diloco.log.follower import LogCopy
+from diloco.process.tasks import computed
 from diloco.settings.run import Bits
 from diloco.wire import framing
 from diloco.wire.body import ATTEMPT_BYTES
@@ -112,7 +113,7 @@ class FragmentOwner:
         judged = []
         for item in merge.held:
             assert isinstance(item.offer, Offer), "the settings refuse this together with regional offers"
-            norm = await asyncio.to_thread(excess.norm_of, item.body, self.fragment.size, item.offer.bits)
+            norm = await computed(self.fragment.size, excess.norm_of, item.body, self.fragment.size, item.offer.bits)
             judged.append((item.offer, norm))
         return self._norms.judge(judged, live, settings)
 
@@ -132,7 +133,8 @@ class FragmentOwner:
         if merge.held:
             await self._bases.know(merge)
             await self.archive(merge)
-            record, inline, parts = await asyncio.to_thread(self._merge, merge, bits, self._awaited(), trace)
+            values = len(merge.held) * self.fragment.size
+            record, inline, parts = await computed(values, self._merge, merge, bits, self._awaited(), trace)
         else:
             record = self.marker("close")
             inline, parts = b"", []
