@@ -163,7 +163,8 @@ def test_heartbeats_out_of_order_are_ignored() -> None:
     roster = Roster(settings_of(ROUNDS))
     assert roster.hear(learner_heartbeat("ann", 5), 0)
     assert not roster.hear(learner_heartbeat("ann", 4), 1)
-    assert roster.hear(learner_heartbeat("ann", 5), 2)
+    assert not roster.hear(learner_heartbeat("ann", 5), 2)  # nothing new, but that it lives
+    assert [seen.at_s for seen in roster.live(2)] == [2]
     assert roster.hear(learner_heartbeat("ann", 1, incarnation=2), 3)  # restarted
     assert not roster.hear(learner_heartbeat("ann", 99), 4)
     assert [(seen.heartbeat.step, seen.at_s) for seen in roster.live(4)] == [(1, 3)]

@@ -59,7 +59,6 @@ SAVE_EVERY_S = 5.0  # at most so much of the series is lost with a process; writ
 LAST_HEARTBEATS_S = 1.0  # two heartbeats of every member, which say that it has finished
 TICK_S = 0.5  # between the leader's own heartbeats: four fit into leadership.SILENCE_S
 NOTE_EVERY_S = 1.0  # of what the series holds: a curve on a page needs no more
-WATCH_S = 0.1  # between two looks whether the run is finished
 
 
 class _Leader(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -96,6 +95,7 @@ class Coordinator:
         self._alerts = Alerts()
         self.monitor: Monitor | None = None  # while this process leads
         self._gate: HeartbeatGate | None = None  # and of its heartbeats
+        self._log_closes = asyncio.Event()  # a fragment's log has its last entry
         self._measured = False  # a learner has said how many tokens its steps have
         self.ticked_s = self._clock()  # time of the last tick of the leadership
         self._heard: frozenset[str] = frozenset()  # members that the tape has as present
@@ -212,7 +212,8 @@ class Coordinator:
 
     async def _until_finished(self, monitor: Monitor) -> None:
         while monitor.state != "finished":
-            await asyncio.sleep(WATCH_S)
+            self._log_closes.clear()
+            await self._log_closes.wait()
         await asyncio.sleep(LAST_HEARTBEATS_S)
 
     def _change(self) -> None:
@@ -279,6 +280,8 @@ class Coordinator:
         log = Log(self.transport, self.run.name, self.run.identity, monitor.map, self.run.created)
         async for head in log.entries.heads(self._refuse_entry):
             monitor.entry(head.record, self.now_s())
+            if monitor.closed:
+                self._log_closes.set()
 
     def _refuse_entry(self, refusal: RefusedEntry) -> None:
         self.refused.note(refusal.subject, type(refusal.error).__name__, reason=str(refusal.error))

@@ -19,7 +19,7 @@ from diloco_syncer.owning.governor import Governor
 from diloco_syncer.owning.owner import FragmentOwner
 
 ANNOUNCE_EVERY_S = 0.25  # an open round: an announcement may be lost, and a learner may come late
-LOOK_S = 0.25  # at every round, at least: patience ends, and learners are silent, without news
+LOOK_S = 1.0  # at rounds that are not open, at least: patience ends, and learners are silent, without news
 SOON_S = 0.02  # many learners' heartbeats are looked at together: far less than the time in which a round may open
 
 
@@ -30,6 +30,7 @@ class RoundNews:
         self._event, self._loop = asyncio.Event(), asyncio.get_running_loop()
         self._of_all, self._fragments = False, set[int]()
         self._coming: asyncio.TimerHandle | None = None
+        self._taken_s = -math.inf
 
     def tell(self) -> None:
         """Have all rounds looked at now."""
@@ -45,15 +46,19 @@ class RoundNews:
         self._event.set()
 
     def tell_soon(self) -> None:
-        """Have all rounds looked at within :data:`SOON_S`."""
-        if self._coming is None:
-            self._coming = self._loop.call_later(SOON_S, self.tell)
+        """Have all rounds looked at, :data:`SOON_S` after the last look at the earliest."""
+        left_s = self._taken_s + SOON_S - self._loop.time()
+        if left_s <= 0:
+            self.tell()
+        elif self._coming is None:
+            self._coming = self._loop.call_later(left_s, self.tell)
 
     def take(self) -> Callable[[int], bool]:
         """Return whether anything was told of a fragment, as a function, and forget it."""
         of_all, fragments = self._of_all, self._fragments
         self._of_all, self._fragments = False, set()
         self._event.clear()
+        self._taken_s = self._loop.time()
         return lambda fragment: of_all or fragment in fragments
 
     async def wait(self, timeout_s: float) -> None:

@@ -236,11 +236,11 @@ class Shard:
             self._news.tell()
 
     async def _hear_learner(self, heartbeat: Heartbeat) -> None:
-        self.context.roster.hear(heartbeat, clock_s())
-        if heartbeat.state == "stepping" and not self.run.created.round.learners_wait:
-            self._news.tell_soon()
-        else:  # others may wait for a round that is due now
-            self._news.tell()
+        if self.context.roster.hear(heartbeat, clock_s()):
+            if heartbeat.state == "stepping" and not self.run.created.round.learners_wait:
+                self._news.tell_soon()
+            else:  # others may wait for a round that is due now
+                self._news.tell()
         if self.aggregator is not None:
             self.aggregator.hear_learner(heartbeat)
 

@@ -221,8 +221,9 @@ class Puller:
             "batch": 1 if self._singly else self._half_bytes,
             "max_bytes": self._half_bytes,
             "expires": int(EXPIRES_S * 1e9),
-            "idle_heartbeat": int(HEARTBEAT_S * 1e9),
         }
+        if number == 0:  # all requests have the same consumer: one that says that it is idle is enough
+            request["idle_heartbeat"] = int(HEARTBEAT_S * 1e9)
         subject = f"$JS.API.CONSUMER.MSG.NEXT.{self.stream}.{consumer}"
         await self.link.bulk.publish(subject, json.dumps(request).encode(), reply=f"{inbox}.{number}")
 

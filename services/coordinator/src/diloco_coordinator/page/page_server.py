@@ -35,7 +35,7 @@ STALLED_S = 30.0  # a viewer that takes nothing for so long is cut off, and come
 MAX_REQUEST_BYTES = 16384
 SEND_BYTES = 1 << 17  # of a socket's buffer, which Linux doubles: else it keeps megabytes of old frames for one that stalls
 FIRST = ("state", "headline", "alerts")  # parts that a browser can show while others are drawn
-CLOSE_S = 0.5  # for the server to end, which looks whether it should every tenth of a second
+CLOSE_S = 0.5  # for the server to end
 
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; style-src-attr 'unsafe-inline'; "
@@ -119,6 +119,7 @@ class PageServer:
             log_level="critical",
             access_log=False,
             server_header=False,
+            date_header=False,  # it would be that of the server's start
             proxy_headers=False,
             timeout_graceful_shutdown=0,
             h11_max_incomplete_event_size=MAX_REQUEST_BYTES,
@@ -135,7 +136,8 @@ class PageServer:
         """Stop answering; viewers are shown the end of a run that is over."""
         await self.viewers.close()
         if self._server is not None and self._task is not None and self._listener is not None:
-            self._server.should_exit = self._server.force_exit = True
+            self._server.force_exit = True
+            self._server.ends.set()
             self._listener.cut_off()
             await asyncio.wait([self._task], timeout=CLOSE_S)
             await end(self._task)
@@ -242,7 +244,15 @@ def _with_headers(send: Send) -> Send:
 
 
 class _Server(uvicorn.Server):
-    """A server within a service: signals are the service's."""
+    """A server within a service: signals are the service's. It is there until ``ends`` is set."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.ends = asyncio.Event()
+
+    async def main_loop(self) -> None:
+        await self.on_tick(0)  # uvicorn makes its headers there
+        await self.ends.wait()  # the library looks ten times a second whether it should end
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

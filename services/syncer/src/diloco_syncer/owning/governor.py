@@ -113,7 +113,7 @@ class Governor:
             self._reconcile(group)
             if not self.taking:  # reading begins again when fragments come or go: not for each of many
                 await self.intake.read(self.owned, self.ownership, group)
-            await wait(self.news, self.ownership.heartbeat_s / 2)
+            await wait(self.news, self.ownership.heartbeat_s)
 
     async def check_heads(self) -> None:
         """Let go of fragments whose log has another end than is known here, without having met a fence; for ever.

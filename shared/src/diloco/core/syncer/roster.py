@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable
+from typing import Any
 
 from diloco.core.learner.slots import ReferenceClock, SeenHeartbeat
 from diloco.core.log.chain import Chain
@@ -57,7 +58,10 @@ class Roster:
         )
 
     def hear(self, heartbeat: Heartbeat, now_s: float) -> bool:
-        """Take in a heartbeat of an admitted learner. Return False for one of an excluded learner, or older than the newest."""
+        """Take in a heartbeat of an admitted learner; return whether a round may go by it.
+
+        None goes by one of an excluded learner, or older than the newest, nor by one that says again what was known.
+        """
         known = self.learners.get(heartbeat.learner)
         if heartbeat.learner in self.excluded or (known and _age(heartbeat) < _age(known.heartbeat)):
             return False
@@ -72,11 +76,14 @@ class Roster:
         else:
             seen = known
             self._note_step(seen, heartbeat, now_s)
+        is_news = (
+            known is None or now_s - seen.at_s >= self.settings.liveness.dead_s or _said(heartbeat) != _said(seen.heartbeat)
+        )
         seen.heartbeat, seen.at_s, self._live = heartbeat, now_s, None
         for fragment, version in enumerate(heartbeat.versions):
             if seen.since.get(fragment, (-1, 0))[0] != version:
                 seen.since[fragment] = (version, heartbeat.step)
-        return True
+        return is_news
 
     def _note_step(self, seen: SeenHeartbeat, heartbeat: Heartbeat, now_s: float) -> None:
         taken = heartbeat.step - seen.heartbeat.step
@@ -237,6 +244,11 @@ class Roster:
         """Whether every live learner has stopped: none takes a step any more."""
         live = self.live(now_s)
         return bool(live) and all(seen.heartbeat.state == "closing" for seen in live)
+
+
+def _said(heartbeat: Heartbeat) -> tuple[Any, ...]:
+    """Return what rounds go by."""
+    return heartbeat.incarnation, heartbeat.state, heartbeat.step, heartbeat.tokens, heartbeat.versions, heartbeat.steps
 
 
 def _age(heartbeat: Heartbeat) -> tuple[int, int, int]:
