@@ -65,6 +65,9 @@ class Roster:
         known = self.learners.get(heartbeat.learner)
         if heartbeat.learner in self.excluded or (known and _age(heartbeat) < _age(known.heartbeat)):
             return False
+        is_news = (
+            known is None or now_s - known.at_s >= self.settings.liveness.dead_s or _said(heartbeat) != _said(known.heartbeat)
+        )
         if self._first_s is None:
             self._first_s = now_s
         if known is None:
@@ -76,9 +79,6 @@ class Roster:
         else:
             seen = known
             self._note_step(seen, heartbeat, now_s)
-        is_news = (
-            known is None or now_s - seen.at_s >= self.settings.liveness.dead_s or _said(heartbeat) != _said(seen.heartbeat)
-        )
         seen.heartbeat, seen.at_s, self._live = heartbeat, now_s, None
         for fragment, version in enumerate(heartbeat.versions):
             if seen.since.get(fragment, (-1, 0))[0] != version:
