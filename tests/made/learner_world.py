@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from hypothesis import strategies as st
@@ -14,7 +15,7 @@ from tests.made.run_settings import WORLD
 from diloco.core.learner.accounts import StepDone
 from diloco.core.learner.boundary import Applied, Decision, apply, decide
 from diloco.core.learner.delta import PendingDelta
-from diloco.core.learner.fragment_state import DueOffer, FragmentVersion
+from diloco.core.learner.fragment_state import DueOffer, FragmentState, FragmentVersion
 from diloco.core.learner.learner import Learner
 from diloco.core.log.chain import Chain
 from diloco.settings.run import RunSettings
@@ -99,6 +100,8 @@ class LearnerWorld:
     def boundary(self) -> Decision:
         self.now_s += 1
         decision = decide(self.learner, self.now_s)
+        with mock.patch.object(FragmentState, "is_quiet", return_value=False):  # it only saves time
+            assert decide(self.learner, self.now_s) == decision
         self.write(apply(self.learner, decision))
         for index in decision.reads:
             self.learner.submit(index, self.values[index].copy if self.arrays else None)

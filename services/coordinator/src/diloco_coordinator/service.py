@@ -95,7 +95,7 @@ class Coordinator:
         self._alerts = Alerts()
         self.monitor: Monitor | None = None  # while this process leads
         self._gate: HeartbeatGate | None = None  # and of its heartbeats
-        self._log_closes = asyncio.Event()  # a fragment's log has its last entry
+        self._closed = asyncio.Event()  # of the run that it leads, all logs are closed
         self._measured = False  # a learner has said how many tokens its steps have
         self.ticked_s = self._clock()  # time of the last tick of the leadership
         self._heard: frozenset[str] = frozenset()  # members that the tape has as present
@@ -192,6 +192,7 @@ class Coordinator:
             self._began_s = self._clock() - resumed.run_s(self.transport.wall_s())
         self._alerts = self._continued(past)
         self.monitor = monitor
+        self._closed.clear()
         self._gate = gate = HeartbeatGate(self.run, fragment_map, self.refused, self._hear_learner, self._hear_evaluator)
         async with asyncio.TaskGroup() as group:
             work = (
@@ -205,16 +206,11 @@ class Coordinator:
             )
             tasks = [group.create_task(task) for task in work]
             try:
-                await self._until_finished(monitor)
+                await self._closed.wait()
+                await asyncio.sleep(LAST_HEARTBEATS_S)
             finally:
                 await end(*tasks)
         self.log.info("run_finished", wall_s=round(self.now_s(), 1), versions=sum(monitor.versions))
-
-    async def _until_finished(self, monitor: Monitor) -> None:
-        while monitor.state != "finished":
-            self._log_closes.clear()
-            await self._log_closes.wait()
-        await asyncio.sleep(LAST_HEARTBEATS_S)
 
     def _change(self) -> None:
         if self.monitor is not None:
@@ -280,8 +276,8 @@ class Coordinator:
         log = Log(self.transport, self.run.name, self.run.identity, monitor.map, self.run.created)
         async for head in log.entries.heads(self._refuse_entry):
             monitor.entry(head.record, self.now_s())
-            if monitor.closed:
-                self._log_closes.set()
+            if monitor.state == "finished":
+                self._closed.set()
 
     def _refuse_entry(self, refusal: RefusedEntry) -> None:
         self.refused.note(refusal.subject, type(refusal.error).__name__, reason=str(refusal.error))

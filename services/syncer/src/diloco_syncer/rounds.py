@@ -24,7 +24,7 @@ SOON_S = 0.02  # many learners' heartbeats are looked at together: far less than
 
 
 class RoundNews:
-    """What was told since the rounds were looked at last: of single fragments, or of all. Construct it in the loop's thread."""
+    """News since the rounds were looked at last: of single fragments, or of all. Construct it in the loop's thread."""
 
     def __init__(self) -> None:
         self._event, self._loop = asyncio.Event(), asyncio.get_running_loop()

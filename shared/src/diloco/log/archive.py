@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -81,4 +82,5 @@ class Archive:
         size = self.stream.map.fragments[fragment].size
         check_body_size(offer.body, codec.packed_limit(quantise.body_bytes(size, offer.bits)), what)
         pieces = await self.stream.parts(head, offer.body, what, stored.sequence, stream)
-        return offer, await computed(size, open_quantised, offer.body, inline, pieces, size, offer.bits, what)
+        work = partial(open_quantised, offer.body, inline, pieces, size, offer.bits, what)
+        return offer, await computed(size, work)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Collection, Iterable
+from functools import partial
 from typing import TypeVar
 
 from diloco.core.log.chain import Chain, WrongEntries
@@ -158,7 +159,7 @@ class Entries:
             follows_wrong = wrong.note(entry.record, entry.entry_hash)
             try:
                 fold_one = judged if judge else fold
-                await unbroken(computed(replica.theta.size, fold_one, replica, entry))
+                await unbroken(computed(replica.theta.size, partial(fold_one, replica, entry)))
             except ChainError as error:
                 if isinstance(error, WrongEntryError):
                     wrong.add(entry.record, entry.entry_hash)

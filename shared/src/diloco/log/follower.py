@@ -271,7 +271,7 @@ class LogFollower:
         return Reloaded(again, rewound=False)
 
     async def _fold(self, copy: LogCopy, entry: LogEntry) -> None:
-        await computed(copy.replica.theta.size, fold, copy.replica, entry, in_place=self.in_place)
+        await computed(copy.replica.theta.size, partial(fold, copy.replica, entry, in_place=self.in_place))
         _note(copy, entry)
         self._heads[entry.record.fragment] = replace(copy.replica.chain)
 

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias, TypeVar
 
 import numpy as np
@@ -244,7 +245,8 @@ class LogStream:
         what = f"fragment {record.fragment}, version {record.version}"
         size, moments = self.map.fragments[record.fragment].size, self.optimizers[record.fragment].moments
         values = fold.entry_values(record, size, moments)
-        return await computed(values, open_quantised, record.body, packed.inline, packed.parts, values, record.bits, what)
+        work = partial(open_quantised, record.body, packed.inline, packed.parts, values, record.bits, what)
+        return await computed(values, work)
 
     async def parts(
         self,

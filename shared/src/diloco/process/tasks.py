@@ -12,11 +12,11 @@ SMALL_VALUES = 1 << 16  # work on so many takes about as long as to hand it to a
 T = TypeVar("T")
 
 
-async def computed(values: int, work: Callable[..., T], *given: Any, **options: Any) -> T:
+async def computed(values: int, work: Callable[[], T]) -> T:
     """Return what ``work`` on so many values returns: it is done in a thread, and at once where a thread would cost more."""
     if values <= SMALL_VALUES and not getattr(asyncio.get_running_loop(), "draws_threads", False):
-        return work(*given, **options)
-    return await asyncio.to_thread(work, *given, **options)
+        return work()
+    return await asyncio.to_thread(work)
 
 
 async def side_by_side(count: int, most: int, work: Callable[[int], Awaitable[T]]) -> list[T]:

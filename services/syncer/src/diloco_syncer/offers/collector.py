@@ -237,7 +237,7 @@ class Collector:
                 self.context.report_refusal(sender, offer.fragment, offer, "ejected", reason)
             return None
         size = self._takers[offer.fragment].fragment.size
-        return await computed(size, open_quantised, offer.body, inline, pieces, size, offer.bits, what)
+        return await computed(size, partial(open_quantised, offer.body, inline, pieces, size, offer.bits, what))
 
     def _tell(self, offer: Offer | RegionalOffer, sender: str, reason: str | None) -> None:
         """Tell that an offer is held, or (``reason``) passed over."""

@@ -113,7 +113,8 @@ class FragmentOwner:
         judged = []
         for item in merge.held:
             assert isinstance(item.offer, Offer), "the settings refuse this together with regional offers"
-            norm = await computed(self.fragment.size, excess.norm_of, item.body, self.fragment.size, item.offer.bits)
+            size = self.fragment.size
+            norm = await computed(size, partial(excess.norm_of, item.body, size, item.offer.bits))
             judged.append((item.offer, norm))
         return self._norms.judge(judged, live, settings)
 
@@ -134,7 +135,7 @@ class FragmentOwner:
             await self._bases.know(merge)
             await self.archive(merge)
             values = len(merge.held) * self.fragment.size
-            record, inline, parts = await computed(values, self._merge, merge, bits, self._awaited(), trace)
+            record, inline, parts = await computed(values, partial(self._merge, merge, bits, self._awaited(), trace))
         else:
             record = self.marker("close")
             inline, parts = b"", []

@@ -68,9 +68,15 @@ def decide(learner: Learner, now_s: float, applicable: Applicable | None = None)
     ``applicable`` gives the versions of a fragment that it applies: by default all that :func:`due` gives.
     """
     accounts, fragments = learner.accounts, learner.fragments
+    step, budget = accounts.step, learner.in_force.settings.tokens
+    soon_s = now_s + PREDICTION_STEPS * accounts.step_average.get()
     applies: list[Application] = []
+    reads, answers = list[int](), list[int]()
     late = False  # a version is not there at the end of its overlap
+    passes_over = applicable is None and not learner.settings.round.learners_wait
     for index, state in enumerate(learner.fragments):
+        if passes_over and state.is_quiet(step, soon_s):
+            continue
         left = _steps_left(learner, state)
         found = [] if left else (applicable or due)(learner, state)
         late |= left == 0 and not found and _is_awaited(learner, state)
@@ -78,8 +84,11 @@ def decide(learner: Learner, now_s: float, applicable: Applicable | None = None)
             if not applies:
                 accounts, fragments = replace(accounts), learner.fragments.copy()
             applies += found
-            fragments[index] = _after(learner, accounts, state, found)
-    step, budget = accounts.step, learner.in_force.settings.tokens
+            state = fragments[index] = _after(learner, accounts, state, found)
+        if _keep_readable(learner, state, step, soon_s):
+            reads.append(index)
+        if _is_unanswered(state):
+            answers.append(index)
     stop = learner.draining or learner.leaving or _used_up(learner, accounts, budget)
     since_s = learner.missing_since_s
     if learner.in_lockstep and not stop:
@@ -98,8 +107,8 @@ def decide(learner: Learner, now_s: float, applicable: Applicable | None = None)
         changes=learner.in_force.number,
         budget=budget,
         applies=tuple(applies),
-        reads=tuple(state.index for state in fragments if _keep_readable(learner, state, step, now_s)),
-        answers=tuple(state.index for state in fragments if _is_unanswered(state)),
+        reads=tuple(reads),
+        answers=tuple(answers),
         activity=_activity(learner, finished=finished, stop=stop, wait=wait, behind=behind),
         stop=stop,
         wait=wait,
@@ -268,21 +277,19 @@ def _must_wait(learner: Learner, fragments: Sequence[FragmentState], step: int) 
     return any(step - state.version_step >= _steps_due(learner, state) for state in fragments)
 
 
-def _keep_readable(learner: Learner, state: FragmentState, step: int, now_s: float) -> bool:
-    """Return whether a round of the fragment is open, or expected before the next boundary."""
-    if learner.role == "evaluator" or not learner.work.unmerged(state) or state.sending or state.pending:
+def _keep_readable(learner: Learner, state: FragmentState, step: int, soon_s: float) -> bool:
+    """Return whether a round of the fragment is open, or expected before the next boundary, at ``soon_s`` at the latest."""
+    if learner.role == "evaluator":
         return False
-    if state.wants_answer:
-        return True
-    if state.open_version > state.delta.base_version:  # answered: the next round comes after the next version
-        return False
+    if state.open_version > state.delta.base_version:  # once it is answered, the next round comes after the next version
+        return state.wants_answer and learner.work.unmerged(state)
     expected_step = _expected_step(learner, state)
-    if expected_step is not None and step >= expected_step - 1:
-        return True
-    if state.opened_at_s is None or state.period.value is None:
+    is_near = expected_step is not None and step >= expected_step - 1
+    if not is_near and state.opened_at_s is not None and state.period.value is not None:
+        is_near = soon_s >= state.opened_at_s + state.period.value
+    if not is_near:
         return False
-    expected_s = state.opened_at_s + state.period.value
-    return now_s + PREDICTION_STEPS * learner.accounts.step_average.get() >= expected_s
+    return not state.sending and not state.pending and learner.work.unmerged(state)
 
 
 def _activity(learner: Learner, *, finished: bool, stop: bool, wait: bool, behind: bool) -> Activity:

@@ -24,6 +24,7 @@ arrays and carries out the decision. All of it is pure; the caller serialises th
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -212,7 +213,9 @@ class DeltaState:
 
     def copy(self) -> DeltaState:
         """Return a state that goes on by itself."""
-        return replace(self, pending=[replace(offer) for offer in self.pending])
+        copied = copy(self)
+        copied.pending = [copy(offer) for offer in self.pending]
+        return copied
 
     def offer(self, steps: int, tokens: int, data: list[Range], round_version: int, bits: Bits) -> PendingDelta:
         """Count an offer of ``steps``, ``tokens`` and ``data``, this fragment's when the snapshot was taken."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
@@ -192,6 +193,17 @@ class FragmentState:
         """Whether an offer is under way."""
         return self.phase in (Phase.ENCODING, Phase.SENDING)
 
+    def is_quiet(self, step: int, soon_s: float) -> bool:
+        """Return whether a boundary after ``step`` own steps, before ``soon_s``, finds nothing to do: of most fragments.
+
+        No version waits, no round is open, and none is expected; what a learner does that waits for rounds is not known here.
+        """
+        if self.pending or self.open_version != self.delta.base_version or self.phase is not Phase.READY:
+            return False
+        if self.opened_step is None or self.opened_at_s is None or step >= self.opened_step + self.steps_between - 1:
+            return False
+        return self.period.value is None or soon_s < self.opened_at_s + self.period.value
+
     @property
     def wants_answer(self) -> bool:
         """Whether a round is open that this learner could answer, had it a snapshot."""
@@ -204,7 +216,9 @@ class FragmentState:
 
     def copy(self) -> FragmentState:
         """Return a state of which versions can be applied by themselves; it shares the arrays, and writes none."""
-        return replace(self, delta=self.delta.copy(), values=None, pending=self.pending.copy())
+        copied = copy(self)  # a tenth of the time of dataclasses.replace
+        copied.delta, copied.values, copied.pending = self.delta.copy(), None, self.pending.copy()
+        return copied
 
     # ---- the log
 
