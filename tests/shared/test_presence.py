@@ -13,7 +13,7 @@ from diloco.core.run.summaries_heard import SummariesHeard
 from diloco.core.syncer.ownership import Ownership
 from diloco.core.syncer.presence_teller import PresenceTeller, turn_s
 from diloco.settings.run import LivenessSettings
-from diloco.wire.control import Presence
+from diloco.wire.control import PresenceSummary
 from diloco.wire.fields import MAX_MEMBERS, MAX_SYNCERS
 
 LIVENESS = LivenessSettings(heartbeat_s=2.0, dead_s=5.0, lease_s=16.0, takeover_s=1.5)
@@ -165,9 +165,9 @@ def test_each_region_has_a_syncer_that_speaks() -> None:
 # ---- the learner
 
 
-def summary(number: int, *learners: tuple[str, float], whole: bool = True, **changes: Any) -> Presence:
+def summary(number: int, *learners: tuple[str, float], whole: bool = True, **changes: Any) -> PresenceSummary:
     values: dict[str, Any] = {"syncer": "syncer-0", "incarnation": 7} | changes
-    return Presence(number=number, whole=whole, learners=list(learners), **values)
+    return PresenceSummary(number=number, whole=whole, learners=list(learners), **values)
 
 
 def test_a_learner_does_without_heartbeats_while_whole_summaries_come() -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from diloco.control.hearing import decoding, name_in
 from diloco.core.run.summaries_heard import SummariesHeard
 from diloco.transport import Heard, Subscribed
-from diloco.wire.control import Presence
+from diloco.wire.control import PresenceSummary
 
 if TYPE_CHECKING:
     from diloco.member.member import Member
@@ -28,7 +28,7 @@ class LivingLearners:
     async def listen(self) -> None:
         """Begin to hear summaries, for good, and heartbeats."""
         member = self._member
-        heard = decoding(Presence, member.run.identity, self._hear_summary, member.refused)
+        heard = decoding(PresenceSummary, member.run.identity, self._hear_summary, member.refused)
         await member.transport.subscribe(member.subjects.presence(), heard, optional=True)
         await self._hear_heartbeats()
 
@@ -63,7 +63,7 @@ class LivingLearners:
         self._member.shares.hear(name_in(heard.subject), self._member.shared.loop.time())
         self._member.loans.hear(heard)
 
-    async def _hear_summary(self, summary: Presence, heard: Heard) -> None:
+    async def _hear_summary(self, summary: PresenceSummary, heard: Heard) -> None:
         member, now_s = self._member, self._member.shared.loop.time()
         for learner, heard_s in self._summaries.hear(summary, member.run.in_force.liveness, now_s):
             member.shares.hear(learner, heard_s)

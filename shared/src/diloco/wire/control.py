@@ -125,7 +125,7 @@ class ShardHeartbeat(Message, frozen=True):
     software: Software
 
 
-class Presence(Message, frozen=True):
+class PresenceSummary(Message, frozen=True):
     """Summary of a syncer for learners: which of them it has heard. Not stored.
 
     Sent four times in ``liveness.lease_s``, and when a learner comes or comes back.

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 
 from diloco.settings.run import LivenessSettings
-from diloco.wire.control import Presence
+from diloco.wire.control import PresenceSummary
 from diloco.wire.fields import MAX_SYNCERS
 
 SUMMARIES_A_LEASE = 4  # whole ones, of each syncer that speaks, within `liveness.lease_s`
@@ -30,7 +30,7 @@ class SummariesHeard:
         self._newest: dict[str, tuple[int, int, float]] = {}  # by syncer: incarnation and number, and when it came
         self._since_s, self._whole_s = math.inf, -math.inf  # when whole summaries began to come, and when the last one came
 
-    def hear(self, summary: Presence, liveness: LivenessSettings, now_s: float) -> Sequence[tuple[str, float]]:
+    def hear(self, summary: PresenceSummary, liveness: LivenessSettings, now_s: float) -> Sequence[tuple[str, float]]:
         """Take in a summary; return when each learner that it names was last heard. Return none if it is late or repeated.
 
         Only a whole one counts for this learner itself. One that comes back is named in a summary of a few, and must not take

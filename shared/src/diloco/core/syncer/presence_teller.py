@@ -9,7 +9,7 @@ import math
 
 from diloco.core.run.summaries_heard import SUMMARIES_A_LEASE
 from diloco.settings.run import LivenessSettings
-from diloco.wire.control import Presence
+from diloco.wire.control import PresenceSummary
 from diloco.wire.fields import MAX_MEMBERS
 
 NEWS_S = 0.5  # a learner that came or came back is named within: a trainer's step is about as long
@@ -40,7 +40,9 @@ class PresenceTeller:
             self._came.add(learner)
         self._heard[learner] = now_s
 
-    def due(self, liveness: LivenessSettings, now_s: float, *, hearing_s: float, waits: bool, speaks: bool) -> Presence | None:
+    def due(
+        self, liveness: LivenessSettings, now_s: float, *, hearing_s: float, waits: bool, speaks: bool
+    ) -> PresenceSummary | None:
         """Return the summary that is to be sent now, or None.
 
         Args:
@@ -64,7 +66,7 @@ class PresenceTeller:
         if not (whole or named):
             return None
         self._number += 1
-        return Presence(
+        return PresenceSummary(
             syncer=self.syncer,
             incarnation=self.incarnation,
             number=self._number,
