@@ -17,6 +17,7 @@ from diloco.wire.control import (
     Heartbeat,
     MarkerAnswer,
     MarkerDeclined,
+    PresenceSummary,
     Sample,
     ShardHeartbeat,
     SnapshotMarker,
@@ -197,6 +198,9 @@ MESSAGES: dict[type[Message], st.SearchStrategy[Any]] = {
     Genesis: st.builds(Genesis, NAME, HASH, HASH, st.lists(HASH, min_size=1, max_size=3), SECONDS),
     Claim: st.builds(Claim, FRAGMENT, st.integers(1, 2**62), NAME, COUNT, COUNT, st.booleans(), HASH, COUNT),
     CommitNotice: st.builds(CommitNotice, FRAGMENT, COUNT, COUNT, HASH, COUNT),
+    PresenceSummary: st.builds(
+        PresenceSummary, NAME, COUNT, NUMBER, st.booleans(), st.lists(st.tuples(NAME, SECONDS), max_size=4)
+    ),
     Sample: st.builds(Sample, NAME, COUNTS, st.text(max_size=20)),
     SnapshotMarker: st.builds(SnapshotMarker, COUNT, COUNTS),
     MarkerDeclined: st.builds(MarkerDeclined, NAME, COUNT, st.sampled_from(["keeps_own", "not_saved"]), st.text(max_size=1000)),
@@ -310,6 +314,7 @@ EXAMPLES: dict[type[Message], Message] = {
     Claim: Claim(3, 2, "syncer-1", 1, 4, False, b"e" * 32, 9),
     CommitNotice: CommitNotice(3, 4, 1, b"e" * 32, 9),
     Gauges: Gauges("ann", 0.0125, 1.5, 0.75, 2**30, 2**34, "NVIDIA H100", "node-7"),
+    PresenceSummary: PresenceSummary("syncer-1", 1, 2, True, [("ann", 0.25), ("bob", 29.5)]),
     Sample: Sample("judge", [1, 2], "x\u00e9\n"),
     SnapshotMarker: SnapshotMarker(7, [1, 2]),
     MarkerDeclined: MarkerDeclined("ann", 7, "not_saved", "a full disk"),

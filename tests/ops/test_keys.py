@@ -374,7 +374,8 @@ def test_an_account_imports_what_its_identity_may_publish_and_nothing_else() -> 
         assert {one.account for one in own.imports} <= {"RUN", "SIGNALS"}
         assert list(own.streams) == chunks  # a service would put a header before a chunk's bytes
     heard = {one.subject for one in made["SIGNALS"].imports if one.account == "P0"}
-    assert heard == {f"heard.diloco.r.{what}" for what in ("heartbeat.*", "round.*", "marker", "changed", "state.a")}
+    whats = ("heartbeat.*", "presence.*", "round.*", "marker", "changed", "state.a")
+    assert heard == {f"heard.diloco.r.{what}" for what in whats}
     assert made["RUN"].streams == ("_INBOX_d.>",)  # snapshots of streams are sent there
     assert sorted((one.kind, one.account, one.subject) for one in made["RUN"].imports) == [
         ("stream", "P4", f"$JS.SNAPSHOT.RESTORE.{stream}.>")

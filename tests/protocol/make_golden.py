@@ -283,6 +283,9 @@ def make() -> tuple[dict[str, bytes], dict[str, Any], list[bytes]]:
     shard = ["syncer-1", "us", 1700000000000, 1200, "owner", 7, [0, 2], [1], 9, 8, [[2, 1, 2, 0.75]], 0, 65536, 255]
     crossing = [["eu", 4096, 200], ["ap", 0, 70000]]
     golden.add("shard", "shard", [*shard, crossing, 8, 1.5, [["ap", 4], ["eu", 8]], "0.1.0"])
+    heard = [["learner-0", 0.25], ["learner-1", 0.0], ["learner-2", 29.5]]
+    golden.add("presence", "presence", ["syncer-1", 1700000000000, 9, True, heard])
+    golden.add("presence_came", "presence", ["syncer-1", 1700000000000, 10, False, [["learner-3", 0.125]]])
     golden.add("coordinator", "coordinator", ["coordinator-1", 3, False, ""])
     golden.add("round", "round", [FRAGMENT, 1, 1, "syncer-1", 0.5, False, 98304, 36, [["eu", 8]]])
 

@@ -30,6 +30,7 @@ _KIND_OF = {
     "regional": "regional_offer",
     "heartbeat": "heartbeat",
     "shard": "shard",
+    "presence": "presence",
     "round": "round",
     "fragment": "record",
     "archive": "offer",

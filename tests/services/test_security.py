@@ -125,8 +125,8 @@ OFFERED = [NAMES.offer(0, "toy-2"), f"diloco.{RUN}.delta.0.toy-2.part.0"]
 OTHERS_OFFERS = [
     f"$JS.API.{call}.{OFFERS}" for call in ("STREAM.INFO", "STREAM.MSG.GET", "DIRECT.GET", "CONSUMER.CREATE", "STREAM.PURGE")
 ]
-SIGNS = [NAMES.shard("syncer-1"), NAMES.heartbeat("toy-2"), NAMES.marker_answer("toy-2")]
-DECIDING = [NAMES.round(0), NAMES.shard("syncer-0"), NAMES.coordinator, NAMES.marker, NAMES.changed]
+SIGNS = [NAMES.shard("syncer-1"), NAMES.presence("syncer-1"), NAMES.heartbeat("toy-2"), NAMES.marker_answer("toy-2")]
+DECIDING = [NAMES.round(0), NAMES.presence("syncer-0"), NAMES.shard("syncer-0"), NAMES.coordinator, NAMES.marker, NAMES.changed]
 
 FORBIDDEN: dict[str, list[str]] = {
     LEARNER: [

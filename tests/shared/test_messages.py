@@ -17,7 +17,7 @@ from tests.made.message_examples import EXAMPLES, MESSAGES
 from diloco.errors import FormatError, HashError, MessageError
 from diloco.wire import framing, subjects
 from diloco.wire.body import ATTEMPT_BYTES, PART_BYTES, Body, body_pieces, check_body_size, describe_body
-from diloco.wire.control import Announcement, CoordinatorHeartbeat, Heartbeat, ShardHeartbeat
+from diloco.wire.control import Announcement, CoordinatorHeartbeat, Heartbeat, PresenceSummary, ShardHeartbeat
 from diloco.wire.entries import Claim, CommitNotice, Genesis, Keyframe, Record, Repaired, RolledBack
 from diloco.wire.fields import Range
 from diloco.wire.framing import MAX_FRAME_BYTES, Message
@@ -208,6 +208,15 @@ def test_a_message_of_another_run_does_not_pass_by_its_check() -> None:
         (ShardHeartbeat, {"pace": 0.5}),
         (ShardHeartbeat, {"pace": 17.0}),
         (ShardHeartbeat, {"offer_bits": [["us", 4, 4]]}),
+        (PresenceSummary, {"number": 0}),
+        (PresenceSummary, {"whole": 1}),
+        (PresenceSummary, {"learners": [["Ann", 0.5]]}),
+        (PresenceSummary, {"learners": [["ann"]]}),
+        (PresenceSummary, {"learners": [["ann", -0.5]]}),
+        (PresenceSummary, {"learners": [["ann", 1e13]]}),
+        (PresenceSummary, {"learners": [["ann", math.nan]]}),
+        (PresenceSummary, {"learners": [["ann", math.inf]]}),
+        (PresenceSummary, {"learners": [["ann", 0.5]] * 4097}),
         (CoordinatorHeartbeat, {"coordinator": "A"}),
         (CoordinatorHeartbeat, {"revision": -1}),
         (CoordinatorHeartbeat, {"finished": 1}),

@@ -7,7 +7,7 @@ import gc
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
 from typing import cast
 
@@ -20,7 +20,7 @@ from diloco.errors import AppendUncertainError
 from diloco.nats import streams
 from diloco.nats.transport import NatsTransport
 from diloco.process.observe import get_logger
-from diloco.transport import Stored
+from diloco.transport import Heard, Stored
 from diloco_ops.broker.server import Server
 
 LONG_S = 10 * DEADLINE_S
@@ -46,6 +46,28 @@ async def test_an_append_whose_connection_is_lost_is_uncertain_at_once(make_serv
         assert await again == 1
     finally:
         await transport.close()
+
+
+@pytest.mark.services
+async def test_a_subscription_that_has_ended_hears_nothing_and_others_go_on(link: NatsTransport) -> None:
+    ended, other = asyncio.Queue[bytes](), asyncio.Queue[bytes]()
+
+    def putting(queue: asyncio.Queue[bytes]) -> Callable[[Heard], Awaitable[None]]:
+        async def put(message: Heard) -> None:
+            queue.put_nowait(message.data)
+
+        return put
+
+    async with asyncio.timeout(DEADLINE_S):
+        ends = await link.subscribe("topic.*", putting(ended))
+        await link.subscribe("topic.*", putting(other))
+        await link.publish("topic.a", b"1")
+        assert [await ended.get(), await other.get()] == [b"1", b"1"]
+        await ends.end()
+        await ends.end()
+        await link.publish("topic.a", b"2")
+        assert await other.get() == b"2"
+    assert ended.empty()
 
 
 @pytest.mark.services

@@ -57,6 +57,13 @@ class Heard(Protocol):
         """Answer a request."""
 
 
+class Subscribed(Protocol):
+    """A subscription that can be ended."""
+
+    async def end(self) -> None:
+        """Hear nothing more of it; once is enough, and more does no harm."""
+
+
 class Bucket(Protocol):
     """A small key-value bucket with compare-and-set. Calls are tried again while the server is silent, and give up then.
 
@@ -127,11 +134,18 @@ class Transport(Protocol):
     def random_bytes(self, count: int) -> bytes:
         """Draw bytes that no other process draws."""
 
-    async def publish(self, subject: str, data: bytes) -> None:
-        """Send a message to all subscribers; it is not stored, and may be lost."""
+    async def publish(self, subject: str, data: bytes, *, optional: bool = False) -> None:
+        """Send a message to all subscribers; it is not stored, and may be lost.
 
-    async def subscribe(self, subject: str, heard: Callable[[Heard], Awaitable[None]]) -> None:
-        """Hear messages on ``subject`` (wildcards allowed)."""
+        ``optional``: an identity may lack the right, as one that was made before there was the subject. A denial is no error
+        then, and later messages there are not sent.
+        """
+
+    async def subscribe(self, subject: str, heard: Callable[[Heard], Awaitable[None]], *, optional: bool = False) -> Subscribed:
+        """Hear messages on ``subject`` (wildcards allowed), until the subscription is ended.
+
+        ``optional``: an identity may lack the right, and hears nothing then; a denial is no error.
+        """
 
     async def serve(self, subject: str, heard: Callable[[Heard], Awaitable[None]]) -> None:
         """Hear requests of :meth:`request`, to answer them."""

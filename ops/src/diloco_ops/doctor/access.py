@@ -48,6 +48,7 @@ def at_control(role: Role, run: str, name: str) -> RequiredAccess:
     own = (f"member.{name}", f"share.{name}")
     keys = {"learner": own, "evaluator": (), "syncer": ("owners",), "coordinator": ("coordinator",)}
     stores, others = (tuple(f"$KV.{subjects.bucket}.{key}" for key in some) for some in (keys[role], OTHERS_KEYS[role]))
+    # without summaries (`presence`) a learner goes by heartbeats, so an older auth.conf does
     listens = {
         "learner": (subjects.heartbeat(), subjects.round(), subjects.marker, subjects.changed),
         "evaluator": (subjects.round(), subjects.changed),

@@ -139,7 +139,7 @@ def _own(number: int, who: Who, run: str, regions: Sequence[str], serves: Collec
 
 def _signals(names: Subjects) -> tuple[str, ...]:
     """Return the subjects of all that is not stored: messages to all, and requests that a process answers."""
-    named = (names.heartbeat(), names.shard(), names.sample(), names.gauges(), names.round())
+    named = (names.heartbeat(), names.presence(), names.shard(), names.sample(), names.gauges(), names.round())
     return (*named, names.marker_answer(), names.state("*"), names.coordinator, names.changed, names.marker, names.status)
 
 

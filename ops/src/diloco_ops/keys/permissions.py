@@ -105,7 +105,7 @@ def _granted(who: Who, names: Subjects, regional: bool) -> _Granted:
 
 def _learner(who: Who, names: Subjects) -> _Granted:
     offers = _bodies(names.offer("*", who.name), 1)
-    heard = (names.heartbeat(), names.round(), names.marker, names.changed)
+    heard = (names.heartbeat(), names.presence(), names.round(), names.marker, names.changed)
     control = Allowed((names.heartbeat(who.name), names.gauges(who.name), names.marker_answer(who.name)), heard)
     control += _read_bucket(names) + _keys(names, f"member.{who.name}", f"share.{who.name}")
     home = Allowed((*offers, names.state("*"), ANSWERS), (names.state(who.name), names.answers(who.name)))
@@ -117,7 +117,7 @@ def _learner(who: Who, names: Subjects) -> _Granted:
 
 
 def _syncer(who: Who, names: Subjects, regional: bool) -> _Granted:
-    control = Allowed((names.shard(who.name), names.round(), names.changed))
+    control = Allowed((names.shard(who.name), names.presence(who.name), names.round(), names.changed))
     control += Allowed((), (names.shard(), names.heartbeat(), names.round(), names.marker, names.changed))
     control += _read_bucket(names) + _keys(names, "owners", "changes", refusals_key("*"))
     log = Allowed((*_bodies(names.record("*"), 2), *_bodies(names.keyframe("*"), 2)))

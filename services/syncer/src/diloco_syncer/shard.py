@@ -46,6 +46,7 @@ from diloco_syncer.owning.governor import Governor
 from diloco_syncer.owning.owner import FragmentOwner
 from diloco_syncer.regions import Connect, Regions
 from diloco_syncer.rounds import RoundLoop, RoundNews
+from diloco_syncer.speaker import PresenceSpeaker
 
 SETTLE_S = 10.0  # for entries to be known in all regions, before a syncer ends
 
@@ -90,7 +91,6 @@ class Shard:
         )
         sizes = [fragment.size for fragment in fragment_map.fragments]
         incarnation, takeover_s = int(transport.wall_s() * 1000), run.created.liveness.takeover_s
-        away_s = run.created.regions.away_s
         self.ownership = Ownership(
             name=settings.name,
             incarnation=incarnation,
@@ -98,7 +98,7 @@ class Shard:
             shards=run.created.shards,
             takeover_s=takeover_s,
             region=region,
-            away_s=away_s,
+            away_s=run.created.regions.away_s,
         )
         self.aggregator: RegionalAggregator | None = None
         if run.created.regions.merge:
@@ -113,6 +113,7 @@ class Shard:
         self.links = LinkWatch(self.context, self.owned, self.intake.collectors, self.ownership, changed)
         self.follower = ChangesFollower(transport, run, log, self._change)
         self.gate = HeartbeatGate(run, fragment_map, refused, self._hear_learner)
+        self.speaker = PresenceSpeaker(self.context, self.ownership, self.gate, lambda: self._state() == "unable")
         self.suspects = Suspects(self.context, self.follower, self._change)
         self.rounds = RoundLoop(self.context, self.governor, self.links, self.suspects, self._news)
         self._heartbeats = 0
@@ -157,8 +158,8 @@ class Shard:
     async def _serve(self, store: Log, regions: Regions | None) -> None:
         crossing: list[asyncio.Task[None]] = []
         async with asyncio.TaskGroup() as group:
-            tasks = (self._send_heartbeats(), self.follower.follow(), self.gate.work(), self.context.refusals.work())
-            working = [group.create_task(task) for task in tasks]
+            tasks = (self._send_heartbeats(), self.speaker.work(), self.follower.follow(), self.gate.work())
+            working = [group.create_task(task) for task in (*tasks, self.context.refusals.work())]
             if regions is not None:
                 crossing = await self._begin_regions(regions, group)
             await until_available(self.follower.look, self.log)  # before anything is owned
@@ -236,6 +237,7 @@ class Shard:
             self._news.tell()
 
     async def _hear_learner(self, heartbeat: Heartbeat) -> None:
+        self.speaker.hear(heartbeat)
         if self.context.roster.hear(heartbeat, clock_s()):
             if heartbeat.state == "stepping" and not self.run.created.round.learners_wait:
                 self._news.tell_soon()

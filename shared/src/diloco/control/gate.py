@@ -55,6 +55,11 @@ class HeartbeatGate:
             else:
                 self._held.clear()
 
+    @property
+    def waits(self) -> bool:
+        """Whether heartbeats are held back whose learners' admissions are to be read."""
+        return self._gate.waits
+
     async def hear(self, heard: Heard) -> None:
         """Take in a message on the heartbeats' subjects; it is decoded unless its name alone says that it is not heard."""
         verdict = self._gate.glance(name_in(heard.subject), self._clock())

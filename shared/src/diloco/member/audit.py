@@ -10,6 +10,7 @@ import asyncio
 from diloco.core.run.leases import LOOKS_A_LEASE
 from diloco.errors import BrokerError
 from diloco.member.admission import AdmissionClient
+from diloco.member.living import LivingLearners
 from diloco.member.refused_offers import RefusalWatch
 from diloco.member.shared import SharedLearner
 from diloco.member.shares import Leases
@@ -26,11 +27,12 @@ class Audit:
         admission: AdmissionClient,
         leases: Leases,
         refusals: RefusalWatch,
+        living: LivingLearners,
         log: Logger,
     ) -> None:
         self.learner, self.lock = shared.learner, shared.lock
         self.admission, self.leases, self.log = admission, leases, log
-        self.refusals = refusals
+        self.refusals, self.living = refusals, living
         self.run, self.transport = admission.run, admission.transport
         self.subjects = Subjects(self.run.name)
         self._answered: dict[int, int] = {}  # by fragment: version of the round that was open and answered at the last look
@@ -44,6 +46,7 @@ class Audit:
         while True:
             await asyncio.sleep(self.run.in_force.liveness.lease_s / LOOKS_A_LEASE)
             try:
+                await self.living.look()
                 await self.leases.look(self.learner.ends(), asyncio.get_running_loop().time())
                 if await self.admission.is_lost():
                     self.refusals.forgive()  # before the new admission, too: its answer may be long in coming

@@ -14,21 +14,20 @@ from diloco.log.log import Log
 from diloco.process.observe import Counted, Logger
 from diloco.process.retry import until_available
 from diloco.process.tasks import Tasks, end
-from diloco.transport import Heard
+from diloco.transport import Heard, Subscribed
 from diloco.wire.control import Announcement, Heartbeat
 
 LOOK_S = 0.25  # at the log's notices, of the fragments that are behind
 
-HearAlive = Callable[[Heard], Awaitable[None]]
 HearRound = Callable[[Announcement, Heard], Awaitable[None]]
 
 
 async def listen(
-    run: KnownRun, store: Log, region: str, tasks: Tasks, refused: Counted, log: Logger, alive: HearAlive, open_round: HearRound
+    run: KnownRun, store: Log, region: str, tasks: Tasks, refused: Counted, log: Logger, open_round: HearRound
 ) -> Catching:
-    """Begin to hear the others, for good; heartbeats and, once the log is loaded, rounds are handed on to the learner."""
-    catching = Catching(run=run, store=store, region=region, tasks=tasks, log=log, alive=alive, open_round=open_round)
-    await store.transport.subscribe(store.subjects.heartbeat(), catching.hear_alive)
+    """Begin to hear heartbeats, until the wait is over, and rounds for good, which the learner gets once the log is loaded."""
+    catching = Catching(run=run, store=store, region=region, tasks=tasks, log=log, open_round=open_round)
+    catching.heartbeats = await store.transport.subscribe(store.subjects.heartbeat(), catching.hear_heartbeat)
     await hear(store.transport, store.subjects.round(), Announcement, run.identity, catching.hear_round, refused)
     return catching
 
@@ -36,24 +35,21 @@ async def listen(
 class Catching:
     """Hears the others while its learner joins. Construct it in the loop's thread.
 
-    ``alive`` is called with all heartbeats, ``open_round`` with the announcements that come once the log is ``loaded``.
+    ``open_round`` is called with the announcements that come once the log is ``loaded``.
     """
 
-    def __init__(
-        self, run: KnownRun, store: Log, region: str, tasks: Tasks, log: Logger, alive: HearAlive, open_round: HearRound
-    ) -> None:
-        self.store, self.log, self._alive, self._open_round = store, log, alive, open_round
+    def __init__(self, run: KnownRun, store: Log, region: str, tasks: Tasks, log: Logger, open_round: HearRound) -> None:
+        self.store, self.log, self._open_round = store, log, open_round
         self._clock = asyncio.get_running_loop().time
         self._known = CatchUp(region, len(store.map.fragments), run.in_force.liveness.heartbeat_s, self._clock())
         self._gate = HeartbeatGate(run, store.map, None, self._hear_learner)  # the run's members count what is refused
         self._work = tasks.spawn(self._gate.work())
         self.loaded = False
+        self.heartbeats: Subscribed | None = None
 
-    async def hear_alive(self, heard: Heard) -> None:
+    async def hear_heartbeat(self, heard: Heard) -> None:
         """Take in a message on the heartbeats' subjects."""
-        await self._alive(heard)
-        if not self._work.done():
-            await self._gate.hear(heard)
+        await self._gate.hear(heard)
 
     async def hear_round(self, announced: Announcement, heard: Heard) -> None:
         """Take in the announcement of a round."""
@@ -70,6 +66,8 @@ class Catching:
         try:
             await self._wait()
         finally:
+            if self.heartbeats is not None:
+                await self.heartbeats.end()
             await end(self._work)
 
     async def _wait(self) -> None:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from diloco.control.changes import ChangesFollower
 from diloco.control.creation import KnownRun
 from diloco.control.genesis import await_genesis
-from diloco.control.hearing import hear, name_in
+from diloco.control.hearing import hear
 from diloco.core.learner.accounts import MemberTraffic, StepDone
 from diloco.core.learner.fragment_state import Reader
 from diloco.core.learner.heartbeats import HeartbeatSchedule
@@ -37,6 +37,7 @@ from diloco.member.answering import Answering
 from diloco.member.arrays import Arrays, Boundary, Initial
 from diloco.member.audit import Audit
 from diloco.member.catching_up import Catching, listen
+from diloco.member.living import LivingLearners
 from diloco.member.member_tracing import MemberTraces
 from diloco.member.outbox import Outbox, sample_of
 from diloco.member.own_arrays import OwnArrays
@@ -102,6 +103,7 @@ class Member:
         self.arrays: Arrays = OwnArrays(self) if arrays is None else arrays
         self.answering = Answering(self.shared, self.taped, self.arrays)
         self.refusals = RefusalWatch(run, settings.name, self.shared, log)
+        self.living = LivingLearners(self)
         self._changes = ChangesFollower(transport, run, log, self._change)
 
     # ---- loop thread
@@ -130,9 +132,8 @@ class Member:
         if catching is not None:
             await catching.wait()
         self.learner.seat_all(await self.arrays.load(genesis), self.map.fragments)
-        if learns and catching is None:
-            await self.transport.subscribe(self.subjects.heartbeat(), self._hear_alive)
         if learns:
+            await self.living.listen()
             await until_available(lambda: self.shares.take(self.learner.ends()), self.log)
         while self.learner.is_over and not await until_available(self.arrays.holds, self.log):  # it lost its end since
             self.learner.seat_all(await self.arrays.load(genesis), self.map.fragments)
@@ -153,15 +154,23 @@ class Member:
             self.log.warning("run_is_over", remedy="start another run; diloco up --continue starts from its model")
 
     async def _listen_early(self) -> Catching:
-        own, handlers = self.settings.region or "", (self._hear_alive, self._hear_round)
-        return await listen(self.run, self.store, own, self.shared.tasks, self.refused, self.log, *handlers)
+        own = self.settings.region or ""
+        return await listen(self.run, self.store, own, self.shared.tasks, self.refused, self.log, self._hear_round)
 
     async def _serve(self) -> None:
         """Hear what others want of a learner's state, and what they refuse of its work."""
         await self._hear(self.subjects.marker, SnapshotMarker, self._marker_hearing().hear)
         await self.lender.serve()
         self.shared.tasks.spawn(self.refusals.work())
-        self.shared.tasks.spawn(Audit(self.shared, self.admission, self.shares, self.refusals, self.log).work())
+        audit = Audit(
+            shared=self.shared,
+            admission=self.admission,
+            leases=self.shares,
+            refusals=self.refusals,
+            living=self.living,
+            log=self.log,
+        )
+        self.shared.tasks.spawn(audit.work())
 
     async def _hear(self, subject: str, kind: type[M], handle: Callable[[M, Heard], Awaitable[None]]) -> None:
         await hear(self.transport, subject, kind, self.run.identity, handle, self.refused)
@@ -222,10 +231,6 @@ class Member:
         self.lender.close()
         self.tape.flush()
         await self.arrays.end()
-
-    async def _hear_alive(self, heard: Heard) -> None:
-        self.shares.hear(name_in(heard.subject), self.shared.loop.time())
-        self.loans.hear(heard)
 
     async def _hear_round(self, announced: Announcement, heard: Heard) -> None:
         with self.shared.lock:

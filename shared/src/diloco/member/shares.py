@@ -85,10 +85,10 @@ class LeaseClient:
             for share, batch in positions:
                 self._positions[int(share)] = max(int(batch), self._positions.get(int(share), 0))
 
-    def hear(self, learner: str, now_s: float) -> None:
-        """Take in that a learner sent a heartbeat, whatever it says: the name is its subject's."""
+    def hear(self, learner: str, heard_s: float) -> None:
+        """Take in when a learner was last heard, whatever its heartbeat said: the name is its subject's."""
         if learner not in self.run.now.ejected:  # others get its data
-            self._watch.hear(learner, now_s)
+            self._watch.hear(learner, heard_s)
 
     async def take(self, ends: Mapping[int, int]) -> None:
         """Lease at least one share; ``ends``: by share, the batch after the last one that the log has merged."""
@@ -189,7 +189,7 @@ class OwnData:
     def restore(self, positions: Iterable[tuple[int, int]]) -> None:
         pass
 
-    def hear(self, learner: str, now_s: float) -> None:
+    def hear(self, learner: str, heard_s: float) -> None:
         pass
 
     async def take(self, ends: Mapping[int, int]) -> None:

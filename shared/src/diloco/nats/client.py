@@ -118,6 +118,18 @@ class Client(library.Client):  # type: ignore[misc]  # nats-py is not typed
         self.told_of_reconnects: set[asyncio.Queue[Any]] = set()  # each gets a None when the connection was remade
         self.asked: set[asyncio.Future[Any]] = set()  # requests under way: their answers would come by this connection alone
         self.denied = 0  # requests that the server denied to this identity
+        self._optional: dict[str, bool] = {}  # subjects that it may lack the right to: whether the server has denied one
+
+    def may_try(self, subject: str) -> bool:
+        """Let the server deny this identity a subject; return False if it has."""
+        return not self._optional.setdefault(subject, False)
+
+    def is_optional(self, denial: str) -> bool:
+        """Whether a denial, in the server's words, is of a subject that this identity may lack the right to; remember it."""
+        subject = next((subject for subject in self._optional if f'"{subject.lower()}"' in denial.lower()), None)
+        if subject is not None:
+            self._optional[subject] = True
+        return subject is not None
 
     @property
     def incoming(self) -> Moved:

@@ -168,6 +168,9 @@ class Opening:
         elif not (self.client.is_closed or self.client.is_reconnecting or isinstance(error, nats.errors.UnexpectedEOF)):
             reason = _said(error, self.identity)
             if "permissions violation" in reason.lower():  # nothing else shows it: the request is never answered
+                if self.client.is_optional(reason):
+                    self.log.debug("optional_denied", connection=self.name, reason=reason)
+                    return
                 if self.identity is not None:
                     reason += f": {_lacks(self.identity)}"
                 self.client.denied += 1

@@ -11,6 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import nats.errors
+from nats.aio.subscription import Subscription
+
 from diloco.errors import AppendUncertainError
 from diloco.nats import append, streams
 from diloco.nats.connection import NatsLink, ask, subscribe, wait_connected
@@ -21,6 +24,17 @@ from diloco.transport import Fence, Heard, Room, Stored
 from diloco.wire.grants import SignedGrant
 
 T = TypeVar("T")
+
+
+class NatsSubscribed:
+    """A subscription of the control connection."""
+
+    def __init__(self, subscription: Subscription) -> None:
+        self._subscription = subscription
+
+    async def end(self) -> None:
+        with contextlib.suppress(nats.errors.Error):  # it has ended, or the connection has: there is nothing to hear
+            await self._subscription.unsubscribe()
 
 
 class NatsTransport(NatsLink):
@@ -68,7 +82,9 @@ class NatsTransport(NatsLink):
     def random_bytes(self, count: int) -> bytes:
         return os.urandom(count)
 
-    async def publish(self, subject: str, data: bytes) -> None:
+    async def publish(self, subject: str, data: bytes, *, optional: bool = False) -> None:
+        if optional and not self.control.may_try(subject):
+            return
         await self.control.publish(subject, data)
         if not self.connected:
             return
@@ -77,8 +93,12 @@ class NatsTransport(NatsLink):
             with contextlib.suppress(OSError):  # no reason to be dead
                 self.alive_file.touch()
 
-    async def subscribe(self, subject: str, heard: Callable[[Heard], Awaitable[None]]) -> None:
-        await subscribe(self.control, subject, heard)
+    async def subscribe(
+        self, subject: str, heard: Callable[[Heard], Awaitable[None]], *, optional: bool = False
+    ) -> NatsSubscribed:
+        if optional:
+            self.control.may_try(subject)
+        return NatsSubscribed(await subscribe(self.control, subject, heard))
 
     async def serve(self, subject: str, heard: Callable[[Heard], Awaitable[None]]) -> None:
         await subscribe(self.bulk, subject, heard)

@@ -38,11 +38,17 @@ class VirtualMessage:
         self.reply(data)
 
 
-@dataclass
+@dataclass(eq=False)
 class Subscription:
     pattern: str
     transport: VirtualTransport
     heard: Callable[[Any], Awaitable[None]]
+    ended: bool = False
+
+    async def end(self) -> None:
+        if not self.ended:
+            self.ended = True
+            self.transport.world.subscriptions.remove(self)
 
 
 class Wires:
@@ -109,12 +115,14 @@ class VirtualTransport:
 
     # ---- messages
 
-    async def publish(self, subject: str, data: bytes) -> None:
+    async def publish(self, subject: str, data: bytes, *, optional: bool = False) -> None:
         self.bytes_out += len(data)
         self._send(subject, data, lambda answer: None)
 
-    async def subscribe(self, subject: str, heard: Callable[[Any], Awaitable[None]]) -> None:
-        self.world.subscriptions.append(Subscription(subject, self, heard))
+    async def subscribe(self, subject: str, heard: Callable[[Any], Awaitable[None]], *, optional: bool = False) -> Subscription:
+        subscription = Subscription(subject, self, heard)
+        self.world.subscriptions.append(subscription)
+        return subscription
 
     async def serve(self, subject: str, heard: Callable[[Any], Awaitable[None]]) -> None:
         await self.subscribe(subject, heard)
@@ -384,7 +392,9 @@ class VirtualBucket:
 
 
 def deliver(subscription: Subscription, message: VirtualMessage) -> None:
-    """Have a subscriber hear a message."""
+    """Have a subscriber hear a message, unless its subscription has ended while that was on its way."""
+    if subscription.ended:
+        return
     subscription.transport.bytes_in += len(message.data)
     heard: Any = subscription.heard(message)
     try:

@@ -9,6 +9,7 @@ from msgspec import Meta
 from diloco.wire.body import ATTEMPT_BYTES, Attempt
 from diloco.wire.fields import (
     MAX_FRAGMENTS,
+    MAX_MEMBERS,
     MAX_REGIONS,
     AxisCounts,
     Bits,
@@ -122,6 +123,23 @@ class ShardHeartbeat(Message, frozen=True):
     pace: Pace  # of its rounds: `round.steps` times this number of steps lie between two of them
     offer_bits: RegionBits  # bits of the offers that it asks for
     software: Software
+
+
+class PresenceSummary(Message, frozen=True):
+    """Summary of a syncer for learners: which of them it has heard. Not stored.
+
+    Sent four times in ``liveness.lease_s``, and when a learner comes or comes back.
+    """
+
+    kind = "presence"
+    subject_field = "syncer"
+
+    syncer: MemberName
+    incarnation: Count
+    number: Number  # of this incarnation's summaries
+    whole: bool  # it names every learner heard within `liveness.lease_s`; else only those that came, or came back
+    learners: Annotated[list[tuple[MemberName, Seconds]], Meta(max_length=MAX_MEMBERS)]
+    # each with the seconds since the syncer last heard it
 
 
 class CoordinatorHeartbeat(Message, frozen=True):

@@ -107,6 +107,10 @@ class Subjects:
     def shard(self, syncer: str = "*") -> str:
         return f"diloco.{self.run}.shard.{syncer}"
 
+    def presence(self, syncer: str = "*") -> str:
+        """Return the subject of a syncer's summaries of the learners that it hears."""
+        return f"diloco.{self.run}.presence.{syncer}"
+
     def round(self, fragment: int | str = "*") -> str:
         return f"diloco.{self.run}.round.{fragment}"
 

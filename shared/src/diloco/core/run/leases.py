@@ -248,27 +248,29 @@ def _taken_over(freed: ClaimedShare, lease: Lease) -> bool:
 
 @dataclass
 class LeaseWatch:
-    """Tells one learner which of the run's shares it is to take, by heartbeats and the time of its own clock.
+    """Tells one learner which of the run's shares it is to take, by the times at which learners were last heard.
+
+    The times are of its own clock: those of heartbeats, or those that a syncer's summary states.
 
     A learner that was silent for ``lease_s`` is gone. Its shares, and those that were free for ``lease_s`` (a run's learners
     do not all join at once), are for the living learner with the fewest, at once; and for the next one after each fifth of
     ``lease_s``, since each learner hears for itself, and not all do as they should. They continue behind the last batch that
     a version merged: later work died with its learner, and is done again.
 
-    A learner that does not hear its own heartbeats takes nothing: it is deaf, and not the others silent.
+    A learner that does not hear of its own heartbeats takes nothing: it is deaf, and not the others silent.
     """
 
     learner: str
     lease_s: float
     gone: frozenset[str] = frozenset()
-    _heard: dict[str, float] = field(default_factory=dict)  # by holder of a share: time of its last heartbeat
+    _heard: dict[str, float] = field(default_factory=dict)  # by holder of a share: time of its newest heartbeat
     _free: dict[int, float] = field(default_factory=dict)  # by free share of the run: since when
     _looked_s: float | None = None
 
-    def hear(self, learner: str, now_s: float) -> None:
-        """Take in that a learner sent a heartbeat; of those that held no share at the last look nothing is kept."""
+    def hear(self, learner: str, heard_s: float) -> None:
+        """Take in when a learner was last heard. Nothing is kept of learners that held no share at the last look."""
         if learner in self._heard:
-            self._heard[learner] = now_s
+            self._heard[learner] = max(self._heard[learner], heard_s)
 
     def due(self, table: Shares, now_s: float) -> list[int]:
         """Return the shares that this learner is to take now; called :data:`LOOKS_A_LEASE` times in ``lease_s``."""

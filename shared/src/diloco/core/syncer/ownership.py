@@ -243,6 +243,22 @@ class Ownership:
             live -= {name for name in new if not self._others.is_back(None if name == self.name else name, now_s)}
         return plan(self.table, live, self.sizes, self.shards, self._regions())
 
+    def hearing_s(self, now_s: float) -> float:
+        """Return for how long this syncer has heard others without a break; 0 while it is deaf."""
+        return self._others.hearing_s(now_s)
+
+    def speaks(self, now_s: float) -> bool:
+        """Whether this syncer tells learners who is alive: of its region's syncers that are there, the one that began first."""
+        if self.leaving or self.unable(now_s):
+            return False
+        return all(
+            (self.incarnation, self.name) < (syncer.heartbeat.incarnation, name)
+            for name, syncer in self._others
+            if syncer.heartbeat.region == self.region
+            and syncer.heartbeat.state not in ("leaving", "unable")
+            and not self._is_gone(name, now_s)
+        )
+
     def keeps(self, fragment: int, now_s: float) -> bool:
         """Whether this syncer looks after a fragment in its region: the first of those who live there does.
 
