@@ -32,6 +32,7 @@ from diloco.settings.run import RunSettings
 
 KINDS = ("syncer", "server", "coordinator", "learner")
 BUSY = 0.8
+SETTLE_S = 50.0  # syncers tell learners who is alive once they have listened for a lease
 LEAST_CYCLES = 2  # of all fragments, that are measured
 Learners = Annotated[Sequence[int], "numbers of learners"]
 Parameters = Annotated[int, "of the model"]
@@ -100,7 +101,7 @@ def _rounds(
 ) -> Result:
     settings = settings_of(learners, syncers, fragments, max(fragments, round(due_s * fragments / step_s)))
     with crowd(settings, learners=learners, parameters=parameters, step_s=step_s) as run:
-        window(run, due_s * fragments)  # until all fragments are in turn
+        window(run, max(SETTLE_S, due_s * fragments))  # until all fragments are in turn
         found = taken(*window(run, max(window_s, LEAST_CYCLES * due_s * fragments), LEAST_CYCLES * fragments))
         memory = run.memory_bytes()
         joined_s = max(run.joined_s)
@@ -170,7 +171,7 @@ def rest(
 
 def _rest(learners: int, syncers: int, parameters: int, window_s: float) -> Result:
     with crowd(settings_of(learners, syncers, 8, 40), learners=learners, parameters=parameters, step_s=0) as run:
-        window(run, 5.0)
+        window(run, SETTLE_S)
         found = taken(*window(run, window_s))
     took_s = found["took_s"]
     cpu = {f"{kind}_ms": 1e3 * used_s / took_s for kind, used_s in found["cpu_s"].items()}

@@ -239,13 +239,12 @@ class Member:
             self.answering.begin(announced.fragment)
 
     def _marker_hearing(self) -> MarkerHearing:
-        fragments = len(self.map.fragments)
         return MarkerHearing(
             shared=self.shared,
             outbox=self._outbox,
             registry=self.run.registry,
             settings=self.settings,
-            fragments=fragments,
+            fragments=len(self.map.fragments),
             log=self.log,
         )
 
