@@ -80,8 +80,8 @@ def test_a_misspelt_command_is_answered_with_a_close_one() -> None:
         ),
         (  # the command is named once
             ("up", "--preset", "publishd"),
-            "diloco up: no preset 'publishd' (did you mean 'published'?); there are decoupled, published, streaming, diloco, "
-            "data-parallel",
+            "diloco up: no preset 'publishd' (did you mean 'published'?); the presets are decoupled, published, streaming, "
+            "diloco, data-parallel",
         ),
     ],
 )

@@ -652,7 +652,7 @@ async def test_members_wait_for_the_rights_that_an_older_file_lacks(launch: Laun
 
         def lacks(name: str) -> bool:
             told = " ".join(str(values["reason"]) for values in cluster.events("permission_denied", name))
-            return f'"$kv.diloco_{RUN}.share.{name}"' in told.lower() and f"auth.conf does not give it to {name}" in told
+            return f'"$kv.diloco_{RUN}.share.{name}"' in told.lower() and f"auth.conf does not permit this to {name}" in told
 
         await cluster.until(lambda: all(lacks(toy.name) for toy in cluster.toys), "learners say what they lack")
         assert cluster.tokens() == 0

@@ -85,7 +85,7 @@ def certificate_ends(url: str, tls: ssl.SSLContext) -> datetime:
     """
     with _spoken_to(url) as (plain, said):
         if not said.tls:
-            raise BrokerError("the server offers no TLS, which an identity is never used without")
+            raise BrokerError("the server offers no TLS, which an identity requires")
         with tls.wrap_socket(plain, server_hostname=endpoint(url)[0]) as secured:
             ends = (secured.getpeercert() or {}).get("notAfter")
             return datetime.fromtimestamp(ssl.cert_time_to_seconds(str(ends)), UTC)
