@@ -118,7 +118,7 @@ def test_what_each_strategy_would_make_of_the_model_is_said(examined: Callable[[
     # balanced cuts weight into two of 4, of which one shares a fragment with bias
     assert sizes["balanced"] == sizes["strided"] == sizes["layer"] == (3, 16, 32)
     assert sizes["layers"] == sizes["tensors"] == (0, 0, 0)
-    assert "the model has no layers" in found["layers"].refusal
+    assert "no layers found in the model" in found["layers"].refusal
 
 
 def test_the_rule_of_each_array_of_a_state_is_said(examined: Callable[[str], TaskExamination]) -> None:

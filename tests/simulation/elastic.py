@@ -36,7 +36,7 @@ BACK_S = 5.0  # in which a process that has begun again takes part in a step
 DRILLS_S = 30.0  # so long are processes taken away: a run has to end within 60 s, and two islands in lockstep take turns
 LOOK_S = 0.05
 # where no state can be kept, and all go on from the newest checkpoint
-NOT_KEPT = re.compile(r"not the log's yet, or its value is not finite|No space left")
+NOT_KEPT = re.compile(r"not joined the log yet, or its value is not finite|No space left")
 
 
 class ElasticIsland(Island):

@@ -105,7 +105,7 @@ class Governor:
             self.news.clear()
             if self.ownership.replaced:
                 raise RunError(
-                    f"run {self.context.run.name!r}: a younger process goes by the name {self.context.settings.name!r}; this "
+                    f"run {self.context.run.name!r}: a newer process has joined as {self.context.settings.name!r}; this "
                     "one ends: give every syncer a name of its own"
                 )
             self._look_for_wrong_entries()
