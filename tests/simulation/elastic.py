@@ -180,7 +180,7 @@ class ElasticIsland(Island):
 
 def _fail(ended: asyncio.Future[None]) -> None:
     if not ended.done():
-        ended.set_exception(IslandError("a collective failed, as where a process is gone"))
+        ended.set_exception(IslandError("a collective operation failed, perhaps because a process is gone"))
         ended.exception()  # it may not be asked for
 
 
