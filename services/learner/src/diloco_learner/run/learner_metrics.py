@@ -133,7 +133,7 @@ METRICS: tuple[Metric[MemberMoment], ...] = (
     Metric(
         "diloco_learner_state",
         "gauge",
-        "1 for the state it is in",
+        "1 for the current state",
         lambda seen: one_of(seen.heartbeat.state, get_args(Activity)),
         ("state",),
     ),
