@@ -26,7 +26,7 @@ def test_what_is_not_there_is_said_at_once(tmp_path: Path) -> None:
         diloco.open(tmp_path)
     with pytest.raises(SettingsError, match=r"say which run: diloco.open\('nats://127.0.0.1:1', run='NAME'\)"):
         diloco.open("nats://127.0.0.1:1")
-    with pytest.raises(SettingsError, match="a directory is of one run; leave run out"):
+    with pytest.raises(SettingsError, match="a directory belongs to one run; leave run out"):
         diloco.open(tmp_path, run="mine")
     RunDirectory(tmp_path, "mine", "", None, run_settings()).save()
     run = diloco.open(tmp_path)

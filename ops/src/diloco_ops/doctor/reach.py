@@ -125,5 +125,5 @@ def server_info(line: bytes) -> ServerInfo:
         raise BrokerError(f"no NATS server: it says {line[:40]!r}")
     version, max_payload = info.get("version"), info.get("max_payload")
     if not isinstance(version, str) or not isinstance(max_payload, int):
-        raise BrokerError("a NATS server of no version")
+        raise BrokerError("a NATS server that states no version")
     return ServerInfo(version[:40], max_payload, info.get("jetstream") is True, info.get("tls_required") is True)
