@@ -55,7 +55,7 @@ def test_a_learner_that_is_in_no_merge() -> None:
     for version in range(1, 7):
         for fragment in (0, 1):
             made.entry(entry_record(fragment, version, "s", "bob"), 1.0 * version)
-    assert list(conditions(made, 19.0)) == ["ann: steps, and is in no merge"]
+    assert list(conditions(made, 19.0)) == ["ann: takes steps, but none of its work is merged"]
     made.entry(entry_record(0, 7, "s", "ann"), 19.0)
     assert list(conditions(made, 19.0)) == []
 
@@ -91,7 +91,7 @@ def test_a_loss_that_jumps() -> None:
     for at_s in (30, 31, 32):  # one step, or two, may be anything
         assert list(conditions(made, float(at_s))) == []
         made.hear(learner_heartbeat("ann", at_s, loss=3.1), float(at_s))
-    assert list(conditions(made, 32.0)) == ["ann: its loss is far above what it was"]
+    assert list(conditions(made, 32.0)) == ["ann: its loss has risen far above its earlier values"]
 
 
 def test_a_fragment_that_makes_no_version_while_another_does() -> None:
@@ -120,7 +120,7 @@ def test_events_are_bounded() -> None:
 def test_a_stream_that_is_nearly_full() -> None:
     made = monitor()
     made.rooms = [Room("OFFERS", 899_999_999, 10**9), Room("ARCHIVE", 900_000_000, 10**9)]
-    assert list(conditions(made, 1.0)) == ["ARCHIVE: nearly as full as it may be; at its bound of 1.00 GB versions wait"]
+    assert list(conditions(made, 1.0)) == ["ARCHIVE: nearly full; versions wait once it reaches its limit of 1.00 GB"]
 
 
 def test_rounds_that_last_longer_than_the_steps_between_them() -> None:
@@ -138,6 +138,6 @@ def test_rounds_that_last_longer_than_the_steps_between_them() -> None:
     assert play(0.1 * steps, 5) == []
     assert play(0.15 * steps, 2) == [], "a learner may have been gone for so long"
     [found] = play(0.15 * steps, 1)
-    assert found.startswith(f"rounds last {0.15 * steps:.3g} s, and {steps} steps between two of them {0.1 * steps:.3g} s")
+    assert found.startswith(f"rounds last {0.15 * steps:.3g} s, but {steps} steps last {0.1 * steps:.3g} s")
     assert play(0.2 * steps, 3) == [found], "in the same words while it lasts"
     assert play(0.1 * steps, 1) == []

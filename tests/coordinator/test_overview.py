@@ -124,7 +124,7 @@ def test_a_page_says_from_where_it_knows_a_run() -> None:
     made = monitor()
     made.entry(entry_record(0, 41, "s", "ann"), 5.0)
     series = overview.series(overview.thinned(made.curves(6.0)))
-    assert "40 older versions are not here" in parts(report_of(made, 6.0) | {"series": series})["merges"]
+    assert "40 older versions are missing" in parts(report_of(made, 6.0) | {"series": series})["merges"]
 
 
 def test_all_parts_that_show_a_series_are_drawn_with_it() -> None:
@@ -156,8 +156,6 @@ async def test_the_page_of_a_runs_end_is_preliminary_where_diloco_up_has_yet_to_
     stand_in.finished = True
     await Coordinator.write_page(stand_in)
     for page in (parts(await served.report())["state"], (tmp_path / "report.html").read_text()):
-        said = (
-            "Preliminary, as of 2023-11-14 22:13:20 UTC: training has ended, and the run's final checks are still being made."
-        )
+        said = "Preliminary, as of 2023-11-14 22:13:20 UTC: training has ended, and the run's final checks are still running."
         assert (said in html.unescape(page)) is follows
         assert ("finished after 0:06" in page) is not follows

@@ -402,7 +402,7 @@ async def test_an_address_that_is_taken_is_named() -> None:
 def test_others_reach_no_page_without_a_token(tmp_path: Path) -> None:
     for here in ("127.0.0.1:1", "[::1]:1", "localhost:1"):
         assert check(here, None) == (None, None)
-    with pytest.raises(SettingsError, match=r"page_address = '0.0.0.0:1': others reach this address"):
+    with pytest.raises(SettingsError, match=r"page_address = '0.0.0.0:1': other machines can reach this address"):
         check("0.0.0.0:1", None)
     file = tmp_path / "token"
     with pytest.raises(SettingsError, match="cannot be read"):
@@ -431,7 +431,7 @@ def test_each_deployment_makes_a_token_of_its_own(tmp_path: Path) -> None:
         assert check("0.0.0.0:1", file) == (token, None)
         tokens.add(token)
     assert len(tokens) == 2
-    with pytest.raises(SettingsError, match=r"page_token_file .*: is not there, and cannot be made: .*No such file"):
+    with pytest.raises(SettingsError, match=r"page_token_file .*: is missing, and cannot be created: .*No such file"):
         make_token(tmp_path / "nowhere" / "token")
 
 

@@ -73,17 +73,17 @@ def test_named_figures_are_passed_on_alone() -> None:
 @pytest.mark.parametrize(
     ("varz", "jsz", "said"),
     [
-        ({"mem": -1}, {}, "mem is no number"),
-        ({"mem": True}, {}, "mem is no number"),
-        ({"mem": 1.5}, {}, "mem is no number"),
-        ({"mem": 1 << 63}, {}, "mem is no number"),
-        ({"connections": "7"}, {}, "connections is no number"),
+        ({"mem": -1}, {}, "mem is not a number"),
+        ({"mem": True}, {}, "mem is not a number"),
+        ({"mem": 1.5}, {}, "mem is not a number"),
+        ({"mem": 1 << 63}, {}, "mem is not a number"),
+        ({"connections": "7"}, {}, "connections is not a number"),
         ({"version": 'x"} 1\nup{'}, {}, "version is none"),
         ({"version": "2.15"}, {}, "version is none"),
-        ({"start": "yesterday"}, {}, "start is no time"),
-        ({"start": 5}, {}, "start is no time"),
-        ({}, {"config": None}, "config.max_storage is no number"),
-        ({}, {"api": []}, "api.errors is no number"),
+        ({"start": "yesterday"}, {}, "start is not a time"),
+        ({"start": 5}, {}, "start is not a time"),
+        ({}, {"config": None}, "config.max_storage is not a number"),
+        ({}, {"api": []}, "api.errors is not a number"),
     ],
 )
 def test_a_figure_that_is_none_is_named(varz: dict[str, Any], jsz: dict[str, Any], said: str) -> None:
@@ -162,7 +162,7 @@ async def test_a_closed_port_and_a_wrong_answer_are_logged_once_until_it_answers
             await watch.look()
     told = [(event["event"], event.get("reason")) for event in logged]
     assert told == [
-        ("server_silent", "/varz: no JSON object"),
+        ("server_silent", "/varz: not a JSON object"),
         ("server_answers", None),
         ("server_silent", "Connection refused"),
     ]

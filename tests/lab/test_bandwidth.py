@@ -344,7 +344,7 @@ def test_tables_of_the_command() -> None:
     assert "197 (198)" in shown
     assert "published cells" not in run("--parameters", "1e9")
     assert "one datacenter" in run("--datacenters", "1")
-    assert "no H will do" in run("--link-gbit", "1e-6")
+    assert "no H is long enough" in run("--link-gbit", "1e-6")
     assert "Decoupled" not in run("--link-gbit", "1", "--strategy", "diloco")
 
 
@@ -356,7 +356,7 @@ def test_tables_of_the_command() -> None:
         ("--wanted 0.9", "--wanted 0.9: only with --link-gbit"),
         ("--link-gbit 1 --utilisation 0.9", "--utilisation 0.9: not with --link-gbit"),
         ("--strategy diloco --fragments 3", "fragments = 3: diloco"),
-        ("--published --bits 8", "--published shows the paper's cells as they are"),
+        ("--published --bits 8", "--published shows the paper's cells unchanged"),
     ],
 )
 def test_options_that_do_not_fit_are_named(arguments: str, message: str) -> None:

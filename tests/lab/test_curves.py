@@ -140,7 +140,7 @@ def test_each_arm_is_played_at_each_place_and_the_page_has_the_curves(file: Path
         ("[arms.four]", '[arms.four]\ntuned = { "inner.learning_rate" = [0.1, 0.2, 0.3] }', "leave tuned and claims out"),
         ("tokens = [1000000, 2000000, 4000000]", "tokens = []", "curves.grid"),
         ('"task.width" = [32, 48, 80]', '"task.with" = [32]', "no setting 'task.with'"),
-        ('"task.context" = 64', '"task.name" = "mine:task"', "built-in task alone"),
+        ('"task.context" = 64', '"task.name" = "mine:task"', "only for the built-in task"),
     ],
 )
 def test_files_that_cannot_be_played_are_refused(file: Path, old: str, new: str, said: str) -> None:

@@ -43,5 +43,5 @@ def test_only_known_blocks_are_filled() -> None:
         docs_page.fill("a\n<!-- simulate: one -->\nold\n<!-- end -->\nb", made)
         == "a\n<!-- simulate: one -->\n| new |\n<!-- end -->\nb"
     )
-    with pytest.raises(FormatError, match="of the page: two; there are one"):
+    with pytest.raises(FormatError, match="of the page: two; known blocks are one"):
         docs_page.fill("<!-- simulate: two -->\n<!-- end -->", made)

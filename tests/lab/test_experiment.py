@@ -92,10 +92,10 @@ def test_every_experiment_that_comes_with_the_lab_can_be_read(name: str) -> None
         (
             "[arms.equal]",
             "[arms.equal]\nchosen = 'before'\ntuned = { 'inner.learning_rate' = [1, 2, 3] }",
-            "not both: inner.learning_rate; leave out chosen or tuned",
+            "settings are either chosen beforehand or tuned: inner.learning_rate; leave out chosen or tuned",
         ),
         ("[arms.equal]", f"[arms.equal]\nchanges = [{CHANGE}, {CHANGE}]", "must come one after another"),
-        ("[arms.equal]", f"[arms.equal]\nmethod = 'alone'\nchanges = [{CHANGE}]", "method 'alone' is none"),
+        ("[arms.equal]", f"[arms.equal]\nmethod = 'alone'\nchanges = [{CHANGE}]", "which 'alone' is not"),
         (
             "[arms.equal]",
             "[arms.equal]\nchanges = [{ after = 0.5, settings = { 'task.batch' = 8 } }]",
@@ -236,7 +236,7 @@ def test_raw_results_are_one_file_from_which_the_page_is_made_again(tiny: Path, 
     assert again.asked == experiment
     assert "tuned, seed 1, failed: trial: no end" in answer.markdown(again)
     path.write_text(kept.encode().replace('"seed"', '"sead"'))
-    with pytest.raises(FormatError, match="no results of an experiment"):
+    with pytest.raises(FormatError, match="not results of an experiment"):
         record.read(path)
 
 

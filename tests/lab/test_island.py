@@ -59,8 +59,8 @@ def test_room_for_a_checkpoints_copy(memory: float, fits: bool) -> None:
 @pytest.mark.parametrize(
     ("hardware", "said"),
     [
-        (Hardware(8, 80e9, 3), "--hosts 3: they do not divide 8 devices"),
-        (Hardware(8, 80e9), r"do not fit 60% of 8 devices of 80 GB: take 24 devices or more"),
+        (Hardware(8, 80e9, 3), "--hosts 3: 8 devices are not divisible by them"),
+        (Hardware(8, 80e9), r"do not fit into 60% of 8 devices of 80 GB: use 24 devices or more"),
     ],
 )
 def test_what_does_not_fit_is_said_with_a_remedy(hardware: Hardware, said: str) -> None:

@@ -314,7 +314,7 @@ def test_what_is_left_out_is_listed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [
-        ("[model]", "[modle]", ":1: modle is no table of such a file (did you mean 'model'?)"),
+        ("[model]", "[modle]", ":1: modle is not a table of such a file (did you mean 'model'?)"),
         ("parameters", "parametres", ":2: model.parametres is unknown (did you mean 'parameters'?)"),
         ("tokens = 691_200_000", "", ":1: model.tokens is missing: token budget"),
         ("tokens = 691_200_000", "tokens = 1.5", ":3: model.tokens = 1.5: "),
@@ -339,7 +339,7 @@ def test_what_is_left_out_is_listed(tmp_path: Path) -> None:
         (
             "between_s = inf",
             "flops_utilisation = 0.5",
-            ":12: sites.a.flops_utilisation is of flops_per_chip, which is not given",
+            ":12: sites.a.flops_utilisation applies to flops_per_chip, which is not given",
         ),
         ("chips_per_slice = 1", "chips_per_slice = 5", ":11: sites.a.chips_per_slice = 5 is more than chips = 4"),
         ("chips_per_slice = 1", "", ":6: sites.a.chips_per_slice = 256 is more than chips = 4"),
@@ -357,14 +357,14 @@ def test_what_is_left_out_is_listed(tmp_path: Path) -> None:
         ),
         ("[model]", "[plan]\nutilisation = 1\n[model]", ":2: plan.utilisation = 1: input should be less than 1"),
         (TWO[TWO.index("[[links]]") :], "", "[[links]] has none between 'a' and 'b'"),
-        ('"a", "b"', '"a", "a"', ":23: links[0].between = ['a', 'a']: from a site to itself"),
+        ('"a", "b"', '"a", "a"', ":23: links[0].between = ['a', 'a']: joins a site to itself"),
         ('"a", "b"', '"a", "bb"', ":23: links[0].between = ['a', 'bb']: no site 'bb' (did you mean 'b'?)"),
         ('"a", "b"', '"a"', ":23: links[0].between = ['a']: "),
         ("bits_per_s = 1e9", "bits_per_s = 0", ":24: links[0].bits_per_s = 0: input should be greater than 0"),
         (
             "delay_s = 0.0",
             'delay_s = 0.0\n[[links]]\nbetween = ["b", "a"]\nbits_per_s = 1e9',
-            ":27: links[1].between = ['b', 'a']: the second link of these two",
+            ":27: links[1].between = ['b', 'a']: is the second link between these sites",
         ),
         ("[[links]]", "[links]", "links expected [[links]], one for each pair of sites"),
         ("[sites.a]", "[sites.a", "not TOML"),

@@ -645,7 +645,7 @@ def test_the_table_is_for_people(command: Command) -> None:
         (["tape.jsonl"], 3, "0 repairs were seen"),
         (["tape.jsonl", "--unit", "node"], 2, "tape.jsonl is a failure tape; options for columns, times and rows are for CSV"),
         (["one.csv"], 3, "0 repairs were seen"),
-        (["one.csv", "--for", "60"], 2, "--learners, --slices-per-learner, --from and --for say how a tape is written"),
+        (["one.csv", "--for", "60"], 2, "--learners, --slices-per-learner, --from and --for describe the tape to write"),
         (["one.csv", "--tape", "o", "--learners", "2"], 2, "--learners and --slices-per-learner go together"),
         (["one.csv", "--tape", "folder"], 2, "folder: cannot be written"),
         (["one.csv", "--unit", "nod"], 2, "--unit nod: one.csv has no such column"),

@@ -55,7 +55,9 @@ def test_a_mesh_that_cannot_shrink_is_refused() -> None:
 def test_a_batch_has_to_fit_what_may_be_left() -> None:
     look(learner(3, 2, data=3), 12)
     look(learner(3, None, data=3), 3)  # no process is left out
-    with pytest.raises(SettingsError, match=r"processes.least = 2: 2 of 3 processes may be left \(mesh.data = 2\)"):
+    with pytest.raises(
+        SettingsError, match=r"processes.least = 2: the learner may continue with 2 of 3 processes \(mesh.data = 2\)"
+    ):
         look(learner(3, 2, data=3), 3)
     with pytest.raises(SettingsError, match=r"task: a batch has 2 rows"):
         look(learner(3, 2, data=3), 2)
@@ -63,5 +65,5 @@ def test_a_batch_has_to_fit_what_may_be_left() -> None:
 
 def test_a_tensor_has_to_fit_what_may_be_left() -> None:
     look(learner(4, 2, data=4), 12, P(None, "data"))
-    with pytest.raises(SettingsError, match=r"processes.least = 2: 3 of 4 processes .* mesh.data = 3 does not divide"):
+    with pytest.raises(SettingsError, match=r"processes.least = 2: .* 3 of 4 processes .* mesh.data = 3 does not divide"):
         look(learner(4, 2, data=4), 12, P("data"))

@@ -150,7 +150,7 @@ def test_a_task_that_is_right(checked: Callable[[str], TaskFacts], name: str) ->
     [
         (
             "AuxiliaryLoss",
-            r"returned a tuple of float32\[\], a dict, expected a float32 scalar: return the mean loss of",
+            r"returned a tuple of float32\[\], a dict, expected a float32 scalar: return only the mean loss of",
         ),
         (
             "ThreeParts",
@@ -158,7 +158,8 @@ def test_a_task_that_is_right(checked: Callable[[str], TaskFacts], name: str) ->
         ),
         (
             "Unknown",
-            r"loss\(\) needs 'keys', which is not given to it: it may name key, train, .* beyond its first 2 .*line 26\)",
+            r"loss\(\) requires 'keys', which diloco does not pass: beyond its first 2 arguments it may have key, train, "
+            r".*line 26\)",
         ),
         (
             "MetricOfEach",
@@ -171,15 +172,15 @@ def test_a_task_that_is_right(checked: Callable[[str], TaskFacts], name: str) ->
             "Changing",
             r"batches\(\) gave x as float32\[4, 2\] and then as float32\[4, 3\]: batches have the same shapes each time \(",
         ),
-        ("OneBatch", r"batches\(\) of share 0 ended before batch 1; they go on without end"),
+        ("OneBatch", r"batches\(\) of share 0 ended before batch 1; batches\(\) must not end"),
         ("LossOfEach", r"loss\(\) returned float32\[2, 3\], expected a float32 scalar"),
-        ("NoBatches", r"batches\(\) of share 0 ended before batch 0; they go on without end"),
+        ("NoBatches", r"batches\(\) of share 0 ended before batch 0; batches\(\) must not end"),
         ("NothingHeldOut", r"validation\(\) returned no batch; give at least one"),
         ("RoundedLoss", r"loss\(\) returned bfloat16\[\], expected a float32 scalar: cast logits to float32 before the loss"),
         ("HalfPrecision", "parameter 'weight' is float16, expected float32 or bfloat16: gradients below 6e-8 .* use bfloat16"),
         ("Broken", r"KeyError: 'wieght' \(.*mine\.py, line 70\)"),
         ("Counter", r"parameter 'steps' is int32, expected float32 or bfloat16: .* \(.*mine\.py, line 73\)"),
-        ("Short", r"batches\(\) of share 0 ended before batch 20; they go on without end: .* \(.*mine\.py, line 76\)"),
+        ("Short", r"batches\(\) of share 0 ended before batch 20; batches\(\) must not end: .* \(.*mine\.py, line 76\)"),
         ("LastOfAnEpoch", r"batches\(\) gave x as float32\[4, 2\] and then as float32\[3, 2\]: .* \(.*mine\.py, line 79\)"),
         ("NotANumber", r"loss\(\) of the first batch is nan: no step is taken with NaN or infinity \(.*mine\.py, line 83\)"),
         ("NoGradient", r"loss\(\) of the first batch is 6, and its gradient of 'bias' is NaN or infinity: .* line 87\)"),

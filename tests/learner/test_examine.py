@@ -118,7 +118,7 @@ def test_what_each_strategy_would_make_of_the_model_is_said(examined: Callable[[
     # balanced cuts weight into two of 4, of which one shares a fragment with bias
     assert sizes["balanced"] == sizes["strided"] == sizes["layer"] == (3, 16, 32)
     assert sizes["layers"] == sizes["tensors"] == (0, 0, 0)
-    assert "the model has no layers" in found["layers"].refusal
+    assert "no layers found in the model" in found["layers"].refusal
 
 
 def test_the_rule_of_each_array_of_a_state_is_said(examined: Callable[[str], TaskExamination]) -> None:
@@ -143,7 +143,7 @@ def test_a_task_and_its_first_batch_are_made_once(examined: Callable[[str], Task
     [
         ("Still", "tensor 'bias' has no gradient: the loss of the first batch does not depend on it ("),
         ("Closed", "the loss has closed over an array float32[600, 500] of 1 MB, which is compiled into the program"),
-        ("Changing", "batches() gives other batches when it is called again"),
+        ("Changing", "batches() returns other batches when it is called again"),
         ("Fixed", "shares 0 and 1 begin with the same batch: learners train on the same data ("),
         ("Deaf", "batches(start=1) does not begin with the second batch"),
         ("Same", "batches() gives the same batch twice, the first and the second of share 0"),
@@ -151,7 +151,7 @@ def test_a_task_and_its_first_batch_are_made_once(examined: Callable[[str], Task
         ("Unsteady", "the same step gives two results (losses "),
         (
             "Beyond",
-            "takes another element where index 3 is out of bounds for axis 0 with size 3, in an array of shape (3, 2)",
+            "which then reads another element: index 3 is out of bounds for axis 0 with size 3, in an array of shape (3, 2)",
         ),
     ],
 )
@@ -163,7 +163,7 @@ def test_faults_that_a_run_would_get_through(examined: Callable[[str], TaskExami
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("Short", r"batches\(\) of share 0 ended before batch 20; they go on without end"),
+        ("Short", r"batches\(\) of share 0 ended before batch 20; batches\(\) must not end"),
         (
             "NotANumber",
             r"loss\(\) of the first batch is nan: no step is taken with NaN or infinity \(.*own\.py",

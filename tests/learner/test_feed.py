@@ -103,5 +103,5 @@ def test_batches_that_end_are_named() -> None:
 
     feed = BatchFeed(cast(Task, Ends()), SETTINGS, lambda: {1: 0}, get_logger())
     assert [next(feed).index for _ in range(3)] == [0, 1, 2]
-    with pytest.raises(SettingsError, match=r"batches\(\) of share 1 ended before batch 3; they go on without end"):
+    with pytest.raises(SettingsError, match=r"batches\(\) of share 1 ended before batch 3; batches\(\) must not end"):
         next(feed)

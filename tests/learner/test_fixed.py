@@ -153,19 +153,22 @@ def test_a_map_that_is_damaged_there_is_refused() -> None:
     [
         (
             {"merge_state": lambda self, path: "average"},
-            r"state 'steps' is int32, and to be averaged, expected float32: make it that, or return 'local'.*\(.*line",
+            r"state 'steps' is averaged and must be float32, but is int32: make it float32, or return 'local'.*\(.*line",
         ),
         ({"merge_state": lambda self, path: "newest"}, r"merge_state\('mean'\) is 'newest', expected 'average' or 'local' \("),
-        ({"merge_state": lambda self, path: "latest"}, r"merge_state\('mean'\) is 'latest', .* left to chance"),
+        ({"merge_state": lambda self, path: "latest"}, r"merge_state\('mean'\) is 'latest', .* depends on chance"),
         (
             {"merge_state": None, "init_state": lambda self, key: {"mean": jnp.zeros(3, jnp.bfloat16)}},
-            r"state 'mean' is bfloat16, and to be averaged by default, expected float32.*\(.*line",
+            r"state 'mean' is averaged by default and must be float32, but is bfloat16.*\(.*line",
         ),
         ({"init_state": lambda self, key: {"mean": "none"}}, r"init_state\(\) returned 'mean' as a str, expected an array"),
         ({"init_state": lambda self, key: {"key": key}}, r"returned 'key' as key<fry>, which cannot be saved.*key_data"),
         ({"constants": lambda self: {"scale": "two"}}, r"constants\(\) returned 'scale' as a str, expected an array"),
         ({"tensor": lambda self, path, shape: Tensor(kind="frozen")}, "has no parameters that are trained"),
-        ({"tensor": lambda self, path, shape: Tensor(kind="vector")}, r"'index' is int32.*Tensor\(kind='frozen'\) if it is"),
+        (
+            {"tensor": lambda self, path, shape: Tensor(kind="vector")},
+            r"'index' is int32.*Tensor\(kind='frozen'\) if the parameter is",
+        ),
     ],
 )
 def test_what_cannot_be_is_named(members: Mapping[str, Any], says: str) -> None:

@@ -119,7 +119,7 @@ def test_a_task_that_no_framework_claims(made: Callable[[str], TaskSettings]) ->
     [
         ("import no_such_library", "ModuleNotFoundError: No module named 'no_such_library'"),
         ("raise SystemExit('no licence')", "SystemExit: no licence"),
-        ("Third = 3", "TypeError: it is no subclass of diloco_learner.frameworks.Framework"),
+        ("Third = 3", "TypeError: it is not a subclass of diloco_learner.frameworks.Framework"),
     ],
 )
 def test_a_framework_that_fails_is_named_where_no_other_claims_the_task(

@@ -65,7 +65,8 @@ def test_a_task_says_how_a_tensor_is_split() -> None:
     [
         (
             P("model"),
-            r"task: the partition of 'a/w' is .*'model'.*: it names 'model', which no mesh has: name data, fsdp, tensor or",
+            r"task: the partition of 'a/w' is .*'model'.*: it names 'model', which is not an axis of the mesh: name data, "
+            r"fsdp, tensor or",
         ),
         (P("fsdp", "fsdp"), r"it names 'fsdp', more than once"),
         (P(None, None, "fsdp"), r"at most 2 axes, as the tensor of shape \(6, 8\) has"),

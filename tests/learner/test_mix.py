@@ -336,8 +336,12 @@ def test_another_tokenizer_of_the_same_size_is_refused(make: MakeMix, tmp_path: 
         (ONE + 'column = "text"\n', SettingsError, "column: a source of kind 'text' has none"),
         ("[sources.a]\nkind = 'parquet'\n", SettingsError, "a source of kind 'parquet' needs one"),
         ("[sources.a]\nkind = 'txt'\n", SettingsError, r"source 'a': kind = 'txt'.*'text', 'bin', 'parquet' or 'huggingface'"),
-        ("vocabulary = 9\n" + ONE, SettingsError, "vocabulary: is for sources of kind bin alone"),
-        ("[sources.a]\nkind = 'bin'\npath = 'b.bin'\n", SettingsError, "vocabulary: say how many tokens there are"),
+        ("vocabulary = 9\n" + ONE, SettingsError, "vocabulary: only for mixes in which all sources are of kind bin"),
+        (
+            "[sources.a]\nkind = 'bin'\npath = 'b.bin'\n",
+            SettingsError,
+            "vocabulary: required, because all sources are of kind bin",
+        ),
         ("[tokenizer]\n" + ONE, SettingsError, "tokenizer: needs one of file"),
         (TRAINED.replace("270", "200") + ONE, SettingsError, "vocabulary = 200"),
         (TRAINED.replace("270", "60000") + ONE, DataError, r"vocabulary = 60000: the sources' text gives \d+ tokens only"),
@@ -362,7 +366,7 @@ def test_what_is_refused(make: MakeMix, toml: str, error: type[DilocoError], sai
 @pytest.mark.parametrize(
     ("tokens", "said"),
     [
-        (np.arange(900, dtype=np.uint16).tobytes()[:-1], r"b\.bin: has 1799 bytes, no multiple of the 2 of a uint16"),
+        (np.arange(900, dtype=np.uint16).tobytes()[:-1], r"b\.bin: has 1799 bytes, not a multiple of the 2 bytes of uint16"),
         (b"", r"b\.bin: is empty"),
         (np.full(900, 1000, np.uint16).tobytes(), r"has the token 1000, and the vocabulary ends with 999.*sources\.b\.dtype"),
         (

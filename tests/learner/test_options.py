@@ -40,7 +40,10 @@ def test_fields_are_filled_and_others_keep_their_defaults() -> None:
     ("values", "says"),
     [
         ({}, r"--task rate=VALUE: option 'rate' of Options has no default, so it has to be given"),
-        ({"rate": 1, "widht": 3}, r"--task widht: Options has no option 'widht' \(did you mean 'width'\?\); there are rate, "),
+        (
+            {"rate": 1, "widht": 3},
+            r"--task widht: Options has no option 'widht' \(did you mean 'width'\?\); its options are rate, ",
+        ),
         ({"rate": "fast"}, r"--task rate = 'fast': option 'rate' of Options is float"),
         ({"rate": True}, r"--task rate = True: option 'rate' of Options is float"),
         ({"rate": 1, "width": 2.5}, r"--task width = 2\.5: option 'width' of Options is int"),
@@ -123,7 +126,7 @@ def test_a_factory_gets_the_options_of_its_annotation(module: None, name: str) -
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("none", r"--task width: the task has none, since .* no parameter 'options' \(.*optional\.py, line 31\)"),
+        ("none", r"--task width: the task has no options, because .* no parameter 'options' \(.*optional\.py, line 31\)"),
         (
             "unnamed",
             r"the annotation of its factory's parameter 'options' is missing, expected a class that @dataclass\(frozen",
@@ -141,7 +144,7 @@ def test_a_factory_that_cannot_take_them(module: None, name: str, says: str) -> 
 
 
 def test_the_built_in_task_has_none() -> None:
-    with pytest.raises(SettingsError, match="--task width: the built-in task has none"):
+    with pytest.raises(SettingsError, match="--task width: the built-in task has no options"):
         load_task(TaskSettings(options={"width": 3}), None)
 
 

@@ -104,5 +104,5 @@ def test_a_state_that_begins_with_no_numbers_is_named() -> None:
 
 
 def test_one_fragment_has_no_room_for_parameters_and_state() -> None:
-    with pytest.raises(SettingsError, match=r"fragments.count = 1: state 'state/mean', which is merged, .* take 2 at least"):
+    with pytest.raises(SettingsError, match=r"fragments.count = 1: merged state such as 'state/mean' .* set at least 2"):
         Island(Centred(), run_settings(overrides=SMALL | {"fragments.count": 1})).fragments()

@@ -84,7 +84,7 @@ def test_users_task(user_module: Path) -> None:
         (
             "class Model:\n    init = loss = validation = is_embedding = None\n    tokens_per_batch = 1\n"
             "    def __init__(self, *_): pass\n    def batches(self, share, shares, seed, start, rows): pass",
-            r"batches\(\.\.\., rows\) needs the default None: whole batches",
+            r"batches\(\.\.\., rows\) needs the default None, which stands for whole batches",
         ),
     ],
 )

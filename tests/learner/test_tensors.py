@@ -146,14 +146,18 @@ def test_fused_matrices_of_unequal_sizes_are_muon_s_each_by_itself() -> None:
     ("said", "shape", "message"),
     [
         ("matrix", (3, 4), r"tensor\('w', \(3, 4\)\) is 'matrix', expected a Tensor\(kind=...\) \(.*line"),
-        (Tensor(kind="vektor"), (3, 4), "has the kind 'vektor'.*vector.*there are matrix, embedding"),  # type: ignore[arg-type]
+        (Tensor(kind="vektor"), (3, 4), "has the kind 'vektor'.*vector.*the kinds are matrix, embedding"),  # type: ignore[arg-type]
         (Tensor(kind="matrix"), (3,), "is a matrix, which has two axes or more: call it a 'vector'"),
         (Tensor(kind="matrix", output_axis=2), (3, 4), "has output_axis = 2, expected one of its 2 axes"),
-        (Tensor(kind="matrix", output_axis=(0, -1)), (3, 4), "expected each axis once, and one at least that is an input"),
+        (
+            Tensor(kind="matrix", output_axis=(0, -1)),
+            (3, 4),
+            "expected each axis at most once, and at least one other axis as input",
+        ),
         (Tensor(kind="matrix", parts=(1, 1)), (3, 4), r"has parts = \(1, 1\), expected numbers that add up to the 3"),
         (Tensor(kind="matrix", output_axis=-1, stacked=True), (4, 3, 3), "is stacked, .*: name the axis of layers, 0, before"),
-        (Tensor(kind="vector", stacked=True), (), "is stacked, and a number: a stack has an axis of layers"),
-        (Tensor(kind="embedding", parts=(1, 2)), (3, 4), "has parts, which a embedding has none of"),
+        (Tensor(kind="vector", stacked=True), (), "is stacked, but has no axes: a stack has the axis of its layers"),
+        (Tensor(kind="embedding", parts=(1, 2)), (3, 4), "has parts, which a embedding must not have"),
     ],
 )
 def test_what_cannot_be_is_named_with_the_tensor_and_the_line(said: Any, shape: tuple[int, ...], message: str) -> None:
@@ -168,7 +172,7 @@ def test_what_cannot_be_is_named_with_the_tensor_and_the_line(said: Any, shape: 
 def test_two_ways_to_say_it_are_refused() -> None:
     task = Line()
     task.is_embedding = lambda path: False  # type: ignore[attr-defined]
-    with pytest.raises(SettingsError, match=r"has tensor\(\) and is_embedding\(\), .*leave is_embedding\(\) out"):
+    with pytest.raises(SettingsError, match=r"has tensor\(\) and is_embedding\(\), .*remove is_embedding\(\)"):
         check_members(task, "task")
 
 

@@ -166,7 +166,9 @@ def test_validation_too_short() -> None:
     assert of(17) == 1
     with pytest.raises(DataError, match=r"text: 16 bytes are held out for validation, one batch.*takes 17"):
         of(16)
-    with pytest.raises(DataError, match=r"16 bytes .* without the 1024 of passages that the training text has too, one batch"):
+    with pytest.raises(
+        DataError, match=r"16 bytes .* without 1024 bytes of passages that the training text also contains, one batch"
+    ):
         of(16, 1024)
     with pytest.raises(DataError, match="16 bytes are held out for validation, one batch"):
         of(16, 16, all_kept=True)

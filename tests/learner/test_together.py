@@ -80,7 +80,11 @@ def test_an_error_of_its_own_is_what_it_ends_with(error: BaseException) -> None:
     ("present", "kind", "says"),
     [
         (3, SettingsError, r"no room for a step \(RESOURCE_EXHAUSTED.*: take fewer rows a batch"),
-        (2, IslandError, r"^of 3 processes 2 have come, .*train on once more have come; processes.least = 3 has them wait"),
+        (
+            2,
+            IslandError,
+            r"^only 2 of 3 processes are present, .*continue once .*; set processes.least = 3 to make them wait",
+        ),
     ],
 )
 def test_devices_without_room_for_a_step_end_the_learner_or_wait_for_the_missing_ones(

@@ -55,7 +55,7 @@ def test_another_form_is_named(raw: bytes, dtype: str, vocabulary: int, said: st
 
 def test_an_array_s_file_is_named(tmp_path: Path) -> None:
     found = fault(written(tmp_path / "b.bin", npy(tmp_path / "array", NARROW)), "uint16", 65_536)
-    assert found == "is a NumPy file (.npy): write its values alone, with array.tofile(path)"
+    assert found == "is a NumPy file (.npy): write only its values, with array.tofile(path)"
 
 
 BYTES = np.frombuffer(Path(__file__).read_bytes(), np.uint8).astype(np.int64)

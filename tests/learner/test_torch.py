@@ -354,7 +354,10 @@ class _NoOptimizer(Slope):
         (_Lazy, r"ValueError: Attempted to use an uninitialized parameter .*\(.*test_torch\.py, line \d+\)"),
         (_Late, r"parameter 'y' came with the first step: make all of them in module\(\), .*\(.*test_torch\.py, line \d+\)"),
         (_Growing, r"its state has x/seen of shape \[2\], expected \[1\], as before the step \(.*test_torch\.py, line \d+\)"),
-        (_OthersOptimizer, r"optimizer\(\) has a parameter of shape \[3\], which is none of those .*\(.*test_torch\.py, line"),
+        (
+            _OthersOptimizer,
+            r"optimizer\(\) has a parameter of shape \[3\], which is not one of the parameters .*\(.*test_torch\.py, line",
+        ),
         (_OtherValidation, r"TypeError: only .*\(.*test_torch\.py, line \d+\)"),
         (_NoOptimizer, "optimizer\\(\\) returned a str, expected a torch.optim.Optimizer"),
     ],
@@ -453,7 +456,7 @@ def test_a_parameter_that_a_task_replaces_in_mid_run_is_named() -> None:
     model = checked_and_rehearsed(task)
     task.replaces = True
     with pytest.raises(
-        SettingsError, match=r"parameter 'x' is another one than module\(\) made: .*\(.*test_torch\.py, line \d+\)"
+        SettingsError, match=r"parameter 'x' was replaced after module\(\) created it.*\(.*test_torch\.py, line \d+\)"
     ):
         model.begin_step(np.float32(1), 0.1).wait()
 

@@ -154,9 +154,9 @@ def tied(module: Any) -> None:
     [
         (
             unfreeze,
-            "parameter '0/(bias|weight)' requires a gradient now, and was frozen when this loop joined: join with it unfr",
+            "parameter '0/(bias|weight)' requires a gradient, but was frozen when this loop joined: join with it unfr",
         ),
-        (another_base, "frozen parameter '0/weight' has other values, or another type, than when this loop joined"),
+        (another_base, "frozen parameter '0/weight' changed its values or type since this loop joined"),
         (one_more, "params are not those that joined: 2/bias, 2/weight"),
         (one_less, "params are not those that joined: 1/bias, 1/weight"),
         (wider, r"parameter '1/weight' has shape \(5, 4\), expected \(4, 4\), as it joined"),
@@ -559,7 +559,7 @@ def test_one_rank_of_two_is_refused_and_the_other_goes_on() -> None:
     ]
     said = [rank.communicate()[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0]
-    assert said[0].startswith("join: this is rank 0 of a process group of 2, and a loop that joins is one process")
+    assert said[0].startswith("join: this is rank 0 of a process group of 2, but a loop that joins must be a single process")
     assert [text.splitlines()[-1] for text in said] == ["alone", "alone"]
 
 

@@ -122,7 +122,9 @@ def test_a_folder_is_read_by_the_tasks_own_names_and_its_index(tmp_path: Path) -
 def test_names_that_are_no_names_are_refused_with_their_line(tmp_path: Path) -> None:
     task = Named()
     task.names = lambda: ["bias"]  # type: ignore[method-assign]
-    with pytest.raises(SettingsError, match=r"names\(\) is no mapping that JSON has: it is a list \(.*test_weights\.py, "):
+    with pytest.raises(
+        SettingsError, match=r"names\(\) did not return a mapping that JSON can store: it is a list \(.*test_weights\.py, "
+    ):
         put(tmp_path, Island(task, SETTINGS))
 
 

@@ -80,8 +80,8 @@ def test_a_misspelt_command_is_answered_with_a_close_one() -> None:
         ),
         (  # the command is named once
             ("up", "--preset", "publishd"),
-            "diloco up: no preset 'publishd' (did you mean 'published'?); there are decoupled, published, streaming, diloco, "
-            "data-parallel",
+            "diloco up: no preset 'publishd' (did you mean 'published'?); the presets are decoupled, published, streaming, "
+            "diloco, data-parallel",
         ),
     ],
 )
@@ -168,7 +168,7 @@ def test_help_has_words_and_no_types_of_python() -> None:
 def test_help_states_the_defaults_of_options_that_stand_for_settings() -> None:
     settings = run_settings()
     up, data = (" ".join(diloco(command, "--help", columns=200).stdout.split()) for command in ("up", "data"))
-    assert f"Learners (M). Default: {settings.learners}." in up
+    assert f"Number of learners (M). Default: {settings.learners}." in up
     assert f"Syncers. Default: {settings.shards}; {run_settings('diloco').shards} with preset diloco." in up
     assert f"the data's order. Default: {settings.seed}." in up
     for shown in (up, data):

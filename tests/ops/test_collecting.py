@@ -83,7 +83,7 @@ def test_states_come_from_several_folders_and_are_named_until_all_are_there(take
     code, said = collected(taken, eu)
     assert code == 0
     assert said[1] == f"{taken.path}: whole, with 2 learners' states"
-    assert "no run's directory" in said[2]
+    assert "outside a run's directory" in said[2]
     taken.check()
     assert (taken.path / "learners" / "ann.part-1.safetensors").read_bytes() == b"its second part"
     assert collected(taken)[0] == 0  # once more
@@ -124,5 +124,5 @@ def test_what_cannot_be_collected_is_refused(taken: RunCheckpoint, tmp_path: Pat
         collected(taken, tmp_path)
     with pytest.raises(SettingsError, match=r"one DIR, or: collect CHECKPOINT FOLDER\.\.\.; not a b"):
         checkpoint([Path("a"), Path("b")])
-    with pytest.raises(SettingsError, match=r"--out is for taking"):
+    with pytest.raises(SettingsError, match=r"--out applies only to taking"):
         checkpoint([Path("collect"), taken.path], out=tmp_path)

@@ -136,7 +136,7 @@ def test_what_an_older_version_wrote_has_its_bytes_at_the_end_alone(tmp_path: Pa
     [entry] = read_all([over(tmp_path / "a", {"series": series})])
     assert [sample.bytes for sample in entry.validation] == [None, 400.0]
     assert [sample.bytes for sample in entry.training] == [None]
-    assert "bytes are known at the end alone" in entry.notes[0]
+    assert "bytes are known only at the end" in entry.notes[0]
 
 
 def test_a_run_without_losses_yet_has_an_entry_that_says_so(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_texts_are_told_apart_by_their_hashes(tmp_path: Path, texts: tuple[str |
     paths = [over(tmp_path / f"r{number}", text=text) for number, text in enumerate(texts)]
     entries = read_all(paths)
     assert tuple(entry.text for entry in entries) == words
-    assert any("taken to be" in note for note in entries[1].notes) == (texts[1] is None)
+    assert any("assumed to be" in note for note in entries[1].notes) == (texts[1] is None)
 
 
 def test_other_data_and_other_units_are_of_another_kind(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_the_command_writes_one_page_and_says_where(tmp_path: Path, capsys: pyte
     compare([over(tmp_path / "a"), hostile, over(tmp_path / "c", {"units": "nats per token"})], tmp_path / "new" / "page.html")
     said = capsys.readouterr().out
     assert f"page: {tmp_path / 'new' / 'page.html'}" in said
-    assert "losses of different units or texts cannot be compared: the page draws them apart" in said
+    assert "losses in different units or of different texts cannot be compared: the page draws them separately" in said
     assert "losses in nats per token, Python's standard library" in said
     assert "– means that the value was not measured; the page says why" in said  # the hostile run goes on, and lacks values
     assert "\x1b" not in said

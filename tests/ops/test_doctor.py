@@ -105,7 +105,10 @@ def test_a_link_against_what_the_run_sends(settings: RunSettings, rate: float, e
     assert verdict(rates) == ("us link", expected)
     assert rates.needed == "0.00142 Mbit/s there, 0.00142 Mbit/s back, at 1 s a step"
     if expected == "warning":
-        assert rates.remedy == "the run will go by 4 bits and 48 steps between rounds; a faster link is what helps"
+        assert (
+            rates.remedy
+            == "the run will lower its precision to 4 bits and lengthen rounds to 48 steps; only a faster link helps"
+        )
 
 
 def test_a_round_within_its_window() -> None:
@@ -243,7 +246,7 @@ def test_permissions() -> None:
 
 def test_limits_of_streams() -> None:
     assert verdicts.limits("us", {}).verdict == "skipped"
-    assert verdicts.limits("us", {"A": [], "B": []}).found == "those of A, B are as the run sets them"
+    assert verdicts.limits("us", {"A": [], "B": []}).found == "limits of A, B as the run sets them"
     assert verdicts.limits("us", {"A": [], "B": ["max_msg_size = no limit"]}).found == "B: max_msg_size = no limit"
 
 
@@ -349,7 +352,7 @@ def test_a_mesh() -> None:
         "2 devices (cpu) here, 4 of 2 processes: data 2, fsdp 2, tensor 1; fits the run's tensors and batches",
     )
     unknown = island.mesh(FIT, 1, run_known=False)
-    assert unknown.found.endswith("; tensors and batches are not known before the run is there")
+    assert unknown.found.endswith("; tensors and batches are unknown until the run exists")
     refused = island.mesh(IslandFit(2, "cpu", {}, {}, "mesh: change it"), 1, run_known=True)
     assert (refused.verdict, refused.found) == ("failed", "2 devices (cpu): mesh: change it")
 

@@ -57,7 +57,7 @@ def failure(kind: str, target: str = "link/us-eu", at_s: float = 0.0, duration_s
         (failure("link_cut", "link/us-mars"), "target 'link/us-mars' matches no link (did you mean 'link/us-"),
         (failure("link_cut", "us-eu"), "target 'us-eu' matches no link"),
         (failure("link_cut", duration_s=0), "link_cut needs a duration_s above 0"),
-        (failure("link_cut", factor=2.0), "link_cut has no value 'factor'; it has none"),
+        (failure("link_cut", factor=2.0), "link_cut has no value 'factor'; its values are none"),
         (failure("link_slow", duration_s=0, factor=2.0), "link_slow needs a duration_s above 0"),
         (failure("link_slow"), "link_slow changes nothing: it needs factor"),
         (failure("link_slow", factor=0.5), "factor = 0.5, expected a number from 1 to"),

@@ -217,35 +217,38 @@ def test_a_run_without_regions(command: Command, tmp_path: Path) -> None:
         ("init k --run demo", "not empty"),
         ("init other --run Demo", "run = 'Demo'"),
         ("init other --run demo --region us --region us", "twice"),
-        ("init other --run demo --region control", "another one"),
+        ("init other --run demo --region control", "give the region another name"),
         ("init other --run demo --region U.S", "U.S"),
         ("add nowhere learner x", "diloco keys init nowhere"),
         ("add k lerner x --region us", "did you mean 'learner'"),
         ("add k learner x", "us, eu: say which with --region"),
         ("add k learner x --region uss", "did you mean 'us'"),
         ("add k learner X --region us", "name = 'X'"),
-        ("add k learner learner-us-0 --region us", "there already"),
-        ("add k learner nats-us --region us", "there already"),
+        ("add k learner learner-us-0 --region us", "already exists"),
+        ("add k learner nats-us --region us", "already exists"),
         ("add k learner x --region us --days 0", "--days 0"),
         ("add k learner x --region us --days -3", "--days -3"),
-        ("add k learner x --region us --host h", "--host is nothing that a learner has"),
+        ("add k learner x --region us --host h", "--host does not apply to a learner"),
         ("add k syncer x --region us --founder", "only a learner"),
-        ("add k syncer x --region us --batch-tokens 9", "--batch-tokens is nothing that a syncer has"),
+        ("add k syncer x --region us --batch-tokens 9", "--batch-tokens does not apply to a syncer"),
         ("add k learner x --region us --batch-tokens 0", "batch_tokens = 0"),
         ("add k learner x --region us --min-step-s 0", "min_step_s = 0.0"),
-        ("add k syncer x --region us --processes 2", "--processes is nothing that a syncer has"),
+        ("add k syncer x --region us --processes 2", "--processes does not apply to a syncer"),
         ("add k learner x --region us --processes 1025", "processes = 1025"),
         ("renew k learner-us-0 --processes -1", "processes = -1"),
-        ("renew k syncer-eu --processes 2", "--processes is nothing that a syncer has"),
-        ("renew k nats-us --processes 2", "--processes is nothing that a server has"),
-        ("grant k syncer-eu --batch-tokens 9", "is a syncer: only learners state work"),
-        ("grant k learner-eu-0 --batch-tokens 4095", "was granted more before (4096 tokens a step, steps of 0.05 s or longer)"),
+        ("renew k syncer-eu --processes 2", "--processes does not apply to a syncer"),
+        ("renew k nats-us --processes 2", "--processes does not apply to a server"),
+        ("grant k syncer-eu --batch-tokens 9", "is a syncer: only learners need grants"),
+        (
+            "grant k learner-eu-0 --batch-tokens 4095",
+            "already has a larger grant (4096 tokens a step, steps of 0.05 s or longer)",
+        ),
         ("grant k learner-eu-0 --min-step-s 0.1", "revoke it, and add another name"),
         ("add k server x --serves us", "--host"),
         ("add k server x --host nats --serves usa", "did you mean 'us'"),
         ("add k server x --host nats", "us, eu, control: say which"),
         ("add k server x --host nats/x --serves us", "nats/x"),
-        ("add k server x --host nats --serves us --region us", "--region is nothing that a server has"),
+        ("add k server x --host nats --serves us --region us", "--region does not apply to a server"),
         ("revoke k learner-us-1", "did you mean 'learner-us-0'"),
         ("revoke k nats-us", "is a server"),
         ("renew k missing", "there is no 'missing'"),
@@ -476,8 +479,8 @@ def test_a_region_more_gets_keys(command: Command, tmp_path: Path) -> None:
     assert command("add", "k", "syncer", "syncer-ap", "--region", "ap").code == 0
     # syncers of all regions copy records into every log, so the other regions' servers know the new one
     assert "syncer-ap" in (tmp_path / "k" / "servers" / "nats-eu" / "auth.conf").read_text()
-    assert "region ap: is there already; there are us, eu, ap" in refused(command("region", "k", "ap"))
-    assert "region control: is there already" in refused(command("region", "k", "control"))
+    assert "region ap: already exists; the regions are us, eu, ap" in refused(command("region", "k", "ap"))
+    assert "region control: already exists" in refused(command("region", "k", "control"))
     assert "regions" in refused(command("region", "k", "A b"))
     command("init", "one", "--run", "demo")
     assert "has keys without regions" in refused(command("region", "one", "ap"))

@@ -145,7 +145,7 @@ def test_a_team_renews_its_own_keys_and_gets_a_larger_grant(command: Command, tm
     assert larger.grant.decode().batch_tokens == 70_000
 
     files = requested(command, *names)
-    assert "is there already: if its team asks for new keys, sign with --renew" in refused(command("sign", "op", *files))
+    assert "already exists: if its team asks for new keys, sign with --renew" in refused(command("sign", "op", *files))
     good(command("sign", "op", *files, "--renew", "--days", "20"))
     assert identity.load(tmp_path / "team/identities/syncer-eu.identity").seed == before["syncer-eu"].seed  # until the answer
     key = (tmp_path / "team/servers/nats-eu/server.key").read_text()
@@ -225,10 +225,10 @@ def test_a_request_that_was_altered_or_does_not_fit_is_one_clear_line_and_nothin
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("sign op", "no file came"),
+        ("sign op", "got no file"),
         ("sign op nowhere.request", "cannot be read"),
-        ("sign op team/requests/syncer-eu.request team/requests/syncer-eu.request", "another one is for syncer-eu, too"),
-        ("sign op team/requests/syncer-eu.request copy.request", "another one is for syncer-eu, too"),
+        ("sign op team/requests/syncer-eu.request team/requests/syncer-eu.request", "another request is also for syncer-eu"),
+        ("sign op team/requests/syncer-eu.request copy.request", "another request is also for syncer-eu"),
         ("sign op team/requests/syncer-eu.key", "syncer-eu.key: has no run: is it a file that 'diloco keys request' wrote?"),
         ("sign op team/requests/syncer-eu.request --founder", "only a learner founds a run"),
         ("sign op team/requests/syncer-eu.request --renew", "so nothing can be renewed: leave --renew out"),
@@ -239,8 +239,8 @@ def test_a_request_that_was_altered_or_does_not_fit_is_one_clear_line_and_nothin
         ("request team syncr x --run demo", "did you mean 'syncer'"),
         ("request team page x --run demo", "no such kind"),
         ("request team server x --run demo --serves eu", "give each with --host"),
-        ("request team syncer x --run demo --host h", "--host is nothing that a syncer has"),
-        ("request team syncer x --run demo --processes 2", "--processes is nothing that a syncer has"),
+        ("request team syncer x --run demo --host h", "--host does not apply to a syncer"),
+        ("request team syncer x --run demo --processes 2", "--processes does not apply to a syncer"),
         ("request team syncer X --run demo --region eu", "name = 'X'"),
         ("complete team nowhere.answer", "cannot be read"),
         ("complete team team/requests/syncer-eu.request", "has no identity: is it a file that 'diloco keys sign' wrote?"),
@@ -268,11 +268,11 @@ def test_a_public_key_belongs_to_one_name(command: Command, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda values: values.update(kind="server"), "does not have what is for a server"),
+        (lambda values: values.update(kind="server"), "lacks what a server needs"),
         (lambda values: values.update(name="other"), "its parts are of several identities"),
         (lambda values: values.update(name="../x"), "name = '../x'"),
         (lambda values: values["identity"].update(role="operator"), "its parts are of several identities"),
-        (lambda values: values["identity"].update(public_key="U" + "A" * 55), "the private key that it is for is not in"),
+        (lambda values: values["identity"].update(public_key="U" + "A" * 55), "lacks the private key that belongs to it"),
         (lambda values: values["identity"].update(certificate="x"), "is damaged"),
         (lambda values: values["identity"].update(expires=datetime(2020, 1, 1, tzinfo=UTC)), "ended on 2020-01-01"),
     ],
@@ -297,14 +297,14 @@ def test_an_answer_of_another_authority_or_for_another_teams_key_is_refused(comm
     good(command("complete", "team", *answered(command, "syncer-eu", "nats-eu")))
     good(command("request", "other", *REQUESTS["learner-eu"].split(), "--run", "demo"))
     good(command("sign", "op", "other/requests/learner-eu.request"))
-    assert "is not in team: was it asked for in another folder" in refused(
+    assert "team lacks the private key that belongs to it" in refused(
         command("complete", "team", "op/answers/learner-eu.answer")
     )
     [server] = ["op/answers/nats-eu.answer"]
-    assert "is not in other" in refused(command("complete", "other", server))
+    assert "other lacks the private key that belongs to it" in refused(command("complete", "other", server))
     good(command("init", "mallory", "--run", "demo", "--region", "us", "--region", "eu"))
     good(command("sign", "mallory", *requested(command, "learner-eu")))
-    assert "is of another authority than team/ca.pem" in refused(
+    assert "is from another authority than team/ca.pem" in refused(
         command("complete", "team", "mallory/answers/learner-eu.answer")
     )
 
@@ -348,7 +348,7 @@ def test_a_passphrase_is_needed_to_sign_and_for_nothing_else(
     add = ("add", "op", "learner", "a")
     assert f"name a file that holds it in {PASSPHRASE_VARIABLE}" in refused(command(*add))
     monkeypatch.setenv(PASSPHRASE_VARIABLE, wrong)
-    assert "the passphrase is not the one that it is under" in refused(command(*add))
+    assert "the passphrase is wrong" in refused(command(*add))
     monkeypatch.setenv(PASSPHRASE_VARIABLE, right)
     good(command(*add))
     monkeypatch.delenv(PASSPHRASE_VARIABLE)
@@ -356,8 +356,8 @@ def test_a_passphrase_is_needed_to_sign_and_for_nothing_else(
         good(command(*line.split()))
 
     monkeypatch.setenv(PASSPHRASE_VARIABLE, right)
-    assert "under the new passphrase" in good(command("passphrase", "op", "--new-file", wrong))
-    assert "not the one" in refused(command("add", "op", "learner", "b"))
+    assert "has the new passphrase" in good(command("passphrase", "op", "--new-file", wrong))
+    assert "the passphrase is wrong" in refused(command("add", "op", "learner", "b"))
     monkeypatch.setenv(PASSPHRASE_VARIABLE, wrong)
     assert "no passphrase" in good(command("passphrase", "op", "--remove"))
     monkeypatch.delenv(PASSPHRASE_VARIABLE)
@@ -387,8 +387,8 @@ def test_a_passphrase_is_typed_at_a_terminal_twice_when_it_is_new(
     ("text", "mode", "said"),
     [
         ("short", 0o600, "the passphrase has 5 letters: give it at least 12"),
-        ("", 0o600, "its first line is to be the passphrase"),
-        ("\nsecond line", 0o600, "its first line is to be the passphrase"),
+        ("", 0o600, "its first line must be the passphrase"),
+        ("\nsecond line", 0o600, "its first line must be the passphrase"),
         ("x" * 2000, 0o600, "at most 1024 bytes"),
         ("twelve letters", 0o644, "others on this machine can read it; chmod 600"),
         (None, 0, "cannot be read: No such file"),
@@ -419,7 +419,7 @@ def test_a_protected_key_that_is_damaged(command: Command, tmp_path: Path, monke
 def test_without_a_folder_keys_are_outside_of_the_checkout(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "diloco-keys/keys.toml: not there" in refused(command("list"))
+    assert "diloco-keys/keys.toml: does not exist" in refused(command("list"))
     good(command("init", "--run", "demo"))
     home = tmp_path / "home" / "diloco-keys"
     assert home.stat().st_mode & 0o777 == 0o700
@@ -436,9 +436,9 @@ def test_without_a_folder_keys_are_outside_of_the_checkout(
     assert "run older" in good(command("list"))
     assert "run demo" in good(command("list", str(home)))
     for line, said in (
-        ("add a", "expected [DIR] KIND NAME; 1 words came: a"),
-        ("renew a b c", "expected [DIR] NAME; 3 words came: a b c"),
-        ("list a b", "expected [DIR]; 2 words came: a b"),
+        ("add a", "expected [DIR] KIND NAME, got 1 words: a"),
+        ("renew a b c", "expected [DIR] NAME, got 3 words: a b c"),
+        ("list a b", "expected [DIR], got 2 words: a b"),
     ):
         assert said in refused(command(*line.split()))
 

@@ -18,7 +18,7 @@ def ledger() -> Ledger:
 def test_verify_says_whose_and_how_many_tokens_and_nothing_fails() -> None:
     check = _data([], {}, ledger(), SIZES)
     assert check.state == "holds"
-    assert check.found.endswith("not accounted for, since on data of their own: 10 tokens of lab")
+    assert check.found.endswith("not accounted for, because trained on the learners' own data: 10 tokens of lab")
     assert "own" not in _data([], {}, Ledger(2), SIZES).found
 
 

@@ -60,7 +60,7 @@ def test_another_release_of_the_text_is_not_compared() -> None:
     assert "with this text (the standard library differs from one Python release to the next)" in found["missing"]
     of_own_task = compared(text=None)
     assert (of_own_task["arms"], of_own_task["command"]) == ({}, None)
-    assert "built-in task on text alone" in of_own_task["missing"]
+    assert "only for the built-in task on text" in of_own_task["missing"]
 
 
 def test_references_are_read_from_all_folders_and_damaged_ones_named(tmp_path: Path) -> None:
@@ -70,5 +70,5 @@ def test_references_are_read_from_all_folders_and_damaged_ones_named(tmp_path: P
     for text in ("{", KNOWN.encode().replace("[\n    2.0\n   ]", "[]"), KNOWN.encode().replace("where", "were")):
         assert text != KNOWN.encode()
         damaged.write_text(text)
-        with pytest.raises(FormatError, match=r"two.reference.json: no reference for reports: .*; delete it"):
+        with pytest.raises(FormatError, match=r"two.reference.json: not a reference for reports: .*; delete it"):
             reference.read(damaged)

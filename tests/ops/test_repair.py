@@ -65,7 +65,7 @@ async def test_what_says_which_run_this_is_is_made_again_only_for_the_run_of_the
     await registry.put("genesis", foreign)
     await registry.put("run", SETTINGS.canonical())
     for frame, reason in ((None, "the log has no genesis record"), (foreign, "belongs to run ")):
-        with pytest.raises(RunError, match=f"the key 'run' cannot be made again, .*{reason}.*diloco up --resume"):
+        with pytest.raises(RunError, match=f"the key 'run' cannot be restored, .*{reason}.*diloco up --resume"):
             await LiveBucket(directory, link, registry, frame).remedy("run")
     keys = LiveBucket(directory, link, registry, own)
     found = await keys.damaged()

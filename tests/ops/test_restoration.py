@@ -54,8 +54,8 @@ def test_servers_are_named_by_region() -> None:
     [
         (["tls://us:4222"], r"--bulk tls://us:4222: expected REGION=URL, such as us="),
         (["us="], r"--bulk us=: expected REGION=URL"),
-        (["usa=tls://us:4222"], r"no region 'usa' of this run \(did you mean 'us'\?\); there are ap, eu, us"),
-        (["us=tls://us:4222", "us=tls://us:4223"], r"region 'us' has tls://us:4222 already"),
+        (["usa=tls://us:4222"], r"no region 'usa' of this run \(did you mean 'us'\?\); its regions are ap, eu, us"),
+        (["us=tls://us:4222", "us=tls://us:4223"], r"region 'us' already has tls://us:4222"),
         (["us=tls://us:4222"], r"the servers of ap, eu are missing: give each with --bulk REGION=URL; .*regions\.names"),
     ],
 )

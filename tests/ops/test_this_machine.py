@@ -76,7 +76,7 @@ def test_disk_and_ports() -> None:
     assert this_machine.disk(Path("/runs"), WritableFolder(GB // 3, 2 * GB, 0.004)).verdict == "failed"
     assert this_machine.disk(Path("/runs"), WritableFolder(GB, 2 * GB, 0.2)).verdict == "warning"
     assert this_machine.ports("", "").verdict == "ok"
-    assert "127.0.0.1:8420 cannot be (Address already in use)" in this_machine.ports("", "Address already in use").found
+    assert "127.0.0.1:8420 cannot be opened (Address already in use)" in this_machine.ports("", "Address already in use").found
     assert this_machine.ports("Operation not permitted", "").verdict == "failed"
 
 

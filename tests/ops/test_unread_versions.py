@@ -48,15 +48,19 @@ async def test_versions_that_no_learner_has_folded_are_refused_until_another_syn
     for number in (1, 2):
         await append(owner, number)
     await append(owner, 3, wrong=True)
-    said = r"fragment 0: version 3 folds to another state here than its entry states, so nothing is read beyond version 2; "
+    said = (
+        r"fragment 0: version 3 gives another state on this machine than its log entry states, so reading stops at version 2; "
+    )
     with pytest.raises(
-        RunError, match=said + r"the log's newest version is 3, until another syncer takes the fragment over from syncer-0"
+        RunError,
+        match=said
+        + r"the log's newest version is 3; reading continues once another syncer takes the fragment over from syncer-0",
     ):
         await export.write(seen, Recorded(), None, 1)
-    with pytest.raises(RunError, match=r"version 3 cannot be read: version 3 folds to another state here"):
+    with pytest.raises(RunError, match=r"version 3 cannot be read: version 3 gives another state on this machine"):
         await export.write(seen, Recorded(), 3, 1)
     assert [reason.split(",")[0] for reason in (await refold(seen, 0)).wrong] == [
-        "version 3 folds to another state here than its entry states"
+        "version 3 gives another state on this machine than its log entry states"
     ]
 
     new = await begun.taken_over(context=begun.another("syncer-1"))
@@ -74,9 +78,9 @@ async def test_versions_that_learners_went_on_with_are_this_machine_s_fault(begu
     await append(owner, 2, wrong=True)
     for number in (3, 4):
         await append(owner, number)  # of offers that ann made on the version before
-    said = r"nothing is read beyond version 1; the log's newest version is 4, and ann went on with it"
+    said = r"reading stops at version 1; the log's newest version is 4; ann accepted the entry"
     for average in (1, 2):
         with pytest.raises(MachineError, match=said):
             await export.write(seen, Recorded(), None, average)
     [reason] = (await refold(seen, 0)).wrong
-    assert "newest version is 4, and ann went on with it" in reason
+    assert "newest version is 4; ann accepted the entry" in reason

@@ -493,7 +493,7 @@ traffic = "bulk"
         ('to = "eu"', 'to = "eu-1"', "wan.toml, [[routes]] 1: to = 'eu-1': String should match pattern"),
         ('to = "eu"', 'too = "eu"', "wan.toml, [[routes]] 1: "),
         ('"bulk"', '"bulky"', "wan.toml, [[routes]] 1: traffic = 'bulky': Input should be 'control' or 'bulk'"),
-        ("127.0.0.1:1", "127.0.0.1", "wan.toml, [[routes]] 1: '127.0.0.1' is no HOST:PORT"),
+        ("127.0.0.1:1", "127.0.0.1", "wan.toml, [[routes]] 1: '127.0.0.1' is not HOST:PORT"),
         ("control =", "contrl =", "wan.toml: no setting 'contrl' (did you mean 'control'?)"),
         ("[defaults]", "[default]", "wan.toml: no setting 'default' (did you mean 'defaults'?)"),
         ("[[routes]]", "[[routes", "wan.toml: not TOML: "),
@@ -543,7 +543,7 @@ def test_a_missing_file_and_a_taken_port_are_said(wan: Command) -> None:
     ("arguments", "code", "says"),
     [
         (["status", "--at", "127.0.0.1:1"], 8, "127.0.0.1:1: no relay answers: Connection refused; start one with: diloco wan"),
-        (["status", "--at", "nowhere"], 2, "--at: 'nowhere' is no HOST:PORT"),
+        (["status", "--at", "nowhere"], 2, "--at: 'nowhere' is not HOST:PORT"),
         (["cut"], 2, "Missing argument 'LINK...'"),
         (["set", "us-eu"], 2, "nothing to set; give --rate, --delay, --jitter or --slow"),
         (["set", "us-eu", "--rate", "5"], 2, "--rate 5: expected a number with its unit: bit, kbit, mbit, gbit"),

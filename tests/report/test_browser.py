@@ -278,8 +278,8 @@ def test_the_page_asks_for_the_token_where_it_is_another_one_by_now(browser: Bro
 def test_a_browser_that_does_not_run_the_script_shows_all_and_says_that_it_stays_as_it_is(browser: Browser) -> None:
     site = Site(lively(), [])
     with served(site) as url, opened(browser, url, java_script_enabled=False) as shown:
-        assert not shown.get_by_text("This page does not move by itself").is_visible()
-        shown.get_by_text("This page does not move by itself").wait_for()
+        assert not shown.get_by_text("This page does not update itself").is_visible()
+        shown.get_by_text("This page does not update itself").wait_for()
         assert shown.locator("svg.map").is_visible()
 
 

@@ -92,7 +92,8 @@ def test_losses_of_another_kind_are_drawn_apart_and_the_page_says_so(other: dict
     assert len(charts) == 12
     assert {frozenset(names(chart)) for chart in charts} == {frozenset("ac"), frozenset("b")}
     assert (
-        f"Losses of 2 kinds, which cannot be compared and are drawn apart. nats per byte, the same text: a, c; {said}." in page
+        f"Losses of 2 kinds, which cannot be compared and are drawn separately. nats per byte, the same text: a, c; {said}."
+        in page
     )
     # no loss is compared with b's where all have come
     together = page.partition("As far as all have come")[2].partition("</section>")[0]
@@ -116,7 +117,7 @@ def test_bytes_that_are_not_known_are_said_and_not_guessed() -> None:
     chart = next(chart for chart in drawn(page) if chart["axis"] == "bytes")
     assert names(chart) == {"a", "end"}
     assert next(line for line in chart["lines"] if line["name"] == "end")["x"] == [77.0]
-    assert "Not known, and left out: never. Known at the end alone: end." in page
+    assert "Not known, and left out: never. Known only at the end: end." in page
 
 
 def test_losses_are_compared_as_far_as_all_have_come() -> None:

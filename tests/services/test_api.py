@@ -24,9 +24,9 @@ TINY = {"fragments.count": 3, "round.steps": 4, "shards": 1}
 def test_what_is_not_there_is_said_at_once(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="not a run's directory"):
         diloco.open(tmp_path)
-    with pytest.raises(SettingsError, match=r"say which run: diloco.open\('nats://127.0.0.1:1', run='NAME'\)"):
+    with pytest.raises(SettingsError, match=r"name the run: diloco.open\('nats://127.0.0.1:1', run='NAME'\)"):
         diloco.open("nats://127.0.0.1:1")
-    with pytest.raises(SettingsError, match="a directory is of one run; leave run out"):
+    with pytest.raises(SettingsError, match="a directory belongs to one run; leave run out"):
         diloco.open(tmp_path, run="mine")
     RunDirectory(tmp_path, "mine", "", None, run_settings()).save()
     run = diloco.open(tmp_path)

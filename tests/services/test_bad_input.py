@@ -158,7 +158,7 @@ def test_run_directory_of_something_else_is_left_alone(diloco: Diloco, tmp_path:
         ("up", "--run-dir", str(other), "--data", str(mine)): "begun with data",
         ("up", "--run-dir", str(version)): "9.9.9",
         ("up", "--run-dir", str(damaged)): "damaged",
-        ("up", "--run-dir", str(mine)): "no run's directory",
+        ("up", "--run-dir", str(mine)): "not a run's directory",
         ("status", str(mine)): "not a run's directory",
         ("status", str(version)): "9.9.9",
         ("status", str(other)): "has not been started",

@@ -62,7 +62,7 @@ async def test_settings_change_while_the_run_goes_on(launch: Launch, capsys: pyt
     )
     await some_versions(cluster, 3)
     await change(path, "round.steps=3")
-    assert "it is so already" in capsys.readouterr().out
+    assert "the settings already have these values" in capsys.readouterr().out
     await change(path)
     shown = capsys.readouterr().out
     assert "outer.learning_rate           0.25" in shown
@@ -157,7 +157,7 @@ async def test_the_budget_is_extended_and_the_training_can_be_done_again(launch:
     # without the change that the tapes name, it would have been another training
     forgetful = replay.ReplayedLog(folded.run, type(folded.changes)(folded.run.identity), *folded_rest(folded))
     redone = replay.redo(path, forgetful, Falling)
-    assert all("its tape goes by change 1" in life.unchecked for life in redone)
+    assert all("its tape refers to change 1" in life.unchecked for life in redone)
 
 
 def folded_rest(folded: replay.ReplayedLog) -> tuple[Any, ...]:

@@ -23,7 +23,7 @@ def test_a_file_is_a_module_with_a_factory(tmp_path: Path) -> None:
     assert found(f"{tmp_path / 'mine.py'}:other") == ("mine:other", tmp_path)
     assert found("package.mine:make") == ("package.mine:make", None)
     (tmp_path / "my-task.py").touch()
-    with pytest.raises(SettingsError, match="'my-task' is no name of a module; rename it"):
+    with pytest.raises(SettingsError, match="'my-task' is not a valid module name; rename the file"):
         found(str(tmp_path / "my-task.py"))
     with pytest.raises(SettingsError, match=r"none\.py: there is no such file; name a file, or MODULE:MAKE"):
         found("none.py")

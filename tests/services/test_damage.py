@@ -541,7 +541,7 @@ def test_damaged_tapes_and_reports_are_named_and_never_a_traceback(copy: Path, d
         (good[:25], "header is damaged"),
         (foreign, f"belongs to run {b'another!'.hex()}"),
         (good[:8] + b"\x09" + good[9:], "format version 9, expected 1; read it with the version of diloco that wrote it"),
-        (b"not a tape at all", "no tape"),
+        (b"not a tape at all", "not a tape: its"),
     ):
         own.write_bytes(raw)
         ended, again = diloco("verify", str(copy), "--json"), diloco("replay", str(copy), "--json")

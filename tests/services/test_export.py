@@ -145,7 +145,7 @@ def test_an_orbax_checkpoint_that_was_not_finished_is_refused_by_orbax(tmp_path:
     ("names", "said"),
     [
         ({"b": "qkv/b"}, "tensor 'qkv/b' would lie within another one"),
-        ({"b": "a/b", "qkv": "a.b"}, "tensor 'a/b' would be where 'a.b' is"),
+        ({"b": "a/b", "qkv": "a.b"}, "tensor 'a/b' would have the place of 'a.b'"),
     ],
 )
 def test_names_that_are_no_tree(names: dict[str, str], said: str, tmp_path: Path) -> None:
@@ -215,13 +215,13 @@ def test_half_precision_is_rounded_to_the_nearest(tmp_path: Path) -> None:
         ('{"w": 3}', r"tensor 'w' of shape \(33, 4\): its entry is 3, expected "),
         ('{"w": {"transposed": "x", "rows": 3}}', "its entry is "),
         ('{"b": {"transposed": "x"}}', "'b' of shape .7,.: only a tensor of two axes can be transposed"),
-        ('{"w": {"rows": {"x": 30, "y": 2}}}', "its parts have 32 rows together, expected 33"),
+        ('{"w": {"rows": {"x": 30, "y": 2}}}', "its parts have 32 rows in all, expected 33"),
         ('{"b": {"stacked": ["x", "y"]}}', "2 are stacked in it, expected 7"),
         ('{"scale": {"stacked": ["x"]}}', "1 are stacked in it, expected an axis"),
         ('{\n "b": "b",\n "ww": "x"}', r"--names, line 3: the model has no tensor 'ww' \(did you mean 'w'\?\)"),
         ('{"b": "c", "w":\n"c"}', "--names, line 1: 'c' is the name of '.' and of '.'"),
         ('{"b": {"rows": {"b": 7}},\n\n"scale": ["}"]}', "--names, line 3: tensor 'scale' of shape"),
-        ('{ "b" : "x" ,\n"b" : "y" }', "--names, line 2: 'b' is in line 1 already"),
+        ('{ "b" : "x" ,\n"b" : "y" }', "--names, line 2: 'b' is already in line 1"),
         ('{"w": "__metadata__"}', "the file's own table"),
     ],
 )

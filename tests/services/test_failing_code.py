@@ -77,9 +77,9 @@ def test_a_run_whose_data_become_nan_ends_with_an_error(
     damaged = TASK.replace('if number == 100: raise OSError("part 100 is damaged")', "scale = np.nan if number > 20 else 1")
     damaged = damaged.replace("yield np.random", "yield scale * np.random").replace("2 - min(self.calls, 2)", "2")
     ended, _ = up(diloco, tmp_path, damaged, monkeypatch)
-    failure = "no loss or gradients of its newest 10 steps or more are finite, and such a step changes nothing"
+    failure = "the loss or gradients of its last 10 or more steps were not finite, and such a step changes nothing"
     assert ended.code == 1
-    assert f"run mine has ended, and no learner learned to its end: learner-0: {failure}: look at its data" in ended.err
+    assert f"run mine has ended, but no learner trained to its end: learner-0: {failure}: check its data" in ended.err
     report = json.loads((tmp_path / "mine" / "report.json").read_text())
     assert set(report["failures"]) == {"learner-0", "learner-1"}
     assert report["val_loss"] < report["val_loss_initial"]  # steps before that are merged

@@ -24,7 +24,7 @@ async def test_a_purged_log_ends_its_founder_and_is_not_begun_again(launch: Laun
     [(code, said)] = await run.refused(founder)
 
     assert code == 5
-    assert f"run '{run.name}': the bucket's key 'genesis' says that it was founded, but its log is empty" in said
+    assert f"run '{run.name}': the bucket's key 'genesis' says that the run was founded, but its log is empty" in said
     assert "diloco up --resume" in said
     await run.until(lambda: bool(run.events("log_is_empty", syncer.name)), "the syncer says why it waits")
     assert await link.last(run.subjects.log_stream, run.subjects.genesis) is None

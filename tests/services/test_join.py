@@ -199,7 +199,7 @@ async def test_a_loop_that_is_not_finite_ends_after_ten_steps(launch: Launch, gi
                 time.sleep(STEP_S)
                 run.step(params, loss=float("nan") if gives_losses else None)
 
-    with pytest.raises(DilocoError, match=r"losses of the newest 10 steps or more, or their parameters, are NaN") as told:
+    with pytest.raises(DilocoError, match=r"losses or parameters of the last 10 or more steps are NaN") as told:
         await asyncio.to_thread(train)
     assert told.value.exit_code == 1
     assert len(steps) == 11  # what a step came to is read one step later
@@ -321,7 +321,7 @@ def test_what_a_loop_says_of_its_tensors_is_checked_before_it_joins() -> None:
 
     params = {"a": np.zeros((2, 3), np.float32)}
     for tensor, said in {
-        Tensor(kind="frozen"): r"tensor\('a'\) is frozen, which a loop says by not handing it over",
+        Tensor(kind="frozen"): r"tensor\('a'\) is frozen, which a loop expresses by not passing it",
         Tensor(kind="vector", parts=(1,)): r"tensor\('a', \(2, 3\)\) has parts",
     }.items():
         with pytest.raises(SettingsError, match=said):

@@ -156,7 +156,7 @@ async def test_a_slurm_job_that_loses_a_process_goes_on_and_leaves_with_notice(l
         await cluster.until(lambda: stepping(cluster, 30), "the learner trains", PATIENCE_S)
         first = slurm.processes(tmp_path)
         os.kill(first[1], signal.SIGKILL)
-        await cluster.until(lambda: slurm.processes(tmp_path) != first, "all begin again", PATIENCE_S)
+        await cluster.until(lambda: slurm.processes(tmp_path) != first, "all processes restart", PATIENCE_S)
         cluster.heartbeats.clear()
         await cluster.until(lambda: stepping(cluster, 30), "the next generation trains", PATIENCE_S)
         assert [len(cluster.events("processes_met", name)) for name in ("learner-0", "learner-0-p1")] == [2, 2]

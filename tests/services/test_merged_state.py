@@ -361,7 +361,7 @@ def test_a_run_of_which_all_was_killed_goes_on_with_its_averages_and_each_learne
     assert replayed.code == 0
     lives = json.loads(replayed.out)["learners"]
     in_jax = [life for life in lives if not life["unchecked"]]
-    others = {life["learner"] for life in lives if "a learner of PyTorch is not trained again" in life["unchecked"]}
+    others = {life["learner"] for life in lives if "the training of a PyTorch learner cannot be repeated" in life["unchecked"]}
     assert {life["learner"] for life in in_jax} == set(NAMES) - others
     assert others == ({"learner-1"} if beside == "torch" else set())
     assert sum(life["parameters"] is True for life in in_jax) == len(NAMES) - len(others), lives

@@ -96,7 +96,7 @@ def test_what_cannot_be_served_is_refused_in_words(tmp_path: Path) -> None:
         command.page(str(tmp_path))
     with pytest.raises(SettingsError, match="give the run's NATS server"):
         command.page("http://127.0.0.1:8420/")
-    with pytest.raises(SettingsError, match="others reach it"):
+    with pytest.raises(SettingsError, match="other machines can reach this address"):
         command.page(str(tmp_path), address="0.0.0.0:8421")
-    with pytest.raises(SettingsError, match="--bulk: goes with a URL"):
+    with pytest.raises(SettingsError, match="--bulk: only with a URL"):
         command.page(str(tmp_path), bulk_url="nats://127.0.0.1:4222")

@@ -78,7 +78,7 @@ async def test_where_offers_are_merged_in_their_region_one_of_each_region_crosse
     assert verdict.holds, verdict
     found = {check.name: check.found for check in verdict.checks}
     # those made in this region, whose archive this is
-    assert re.match(r"[1-9]\d* versions are, to the bit, the merges of their offers", found["merges"])
+    assert re.match(r"[1-9]\d* versions equal the merges of their offers bit for bit", found["merges"])
 
 
 async def test_combined_offers_that_cannot_be_are_refused_and_never_merged(regions: Regions) -> None:

@@ -218,5 +218,5 @@ async def test_a_learner_that_folds_to_other_states_than_all_others_ends_and_say
     follower.copies[2].replica.optimizer = Broken()
     await cluster.until(lambda: not broken.running, "it has ended")
     assert isinstance(broken.failure, MachineError)
-    assert re.search(r"fragment 2: version \d+ folds to another state here than at toy-", str(broken.failure))
+    assert re.search(r"fragment 2: version \d+ gives another state on this machine than at toy-", str(broken.failure))
     await cluster.use_up()

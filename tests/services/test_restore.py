@@ -271,7 +271,7 @@ async def test_of_two_restores_at_once_one_is_refused(nursery: Nursery, tmp_path
     async with in_regions(nursery, tmp_path, RUN, settings_of(), REGIONS, keys) as run:
         operator = Operator(run, keys)
         ends = sorted(await asyncio.gather(*(outcome(operator.restore(each)) for each in (source, other))))
-        assert re.match(r"refused: .*(another restore of run 'run' works there|run 'run' is there already)", ends[0])
+        assert re.match(r"refused: .*(another restore of run 'run' is in progress there|run 'run' is there already)", ends[0])
         assert ends[1].startswith("run run is restored at versions")
         tags = [((await operator.held(place)) or {})["config"]["metadata"]["diloco_restore"] for place in (CONTROL, *REGIONS)]
         assert len(set(tags)) == 1

@@ -247,7 +247,7 @@ async def test_of_two_learners_with_one_name_the_older_says_so_and_ends(launch: 
     [(code, said)] = await cluster.refused(older)
 
     assert code == 5
-    assert "a younger process goes by the name 'toy-0'; this one ends" in said
+    assert "a newer process has joined as 'toy-0', so this one ends" in said
     step = cluster.heartbeats["toy-0"][-1].step
     await cluster.until(lambda: cluster.heartbeats["toy-0"][-1].step > step + 20, "the younger one to train on")
     assert younger.process.poll() is None

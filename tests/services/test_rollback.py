@@ -269,7 +269,7 @@ async def test_where_a_run_cannot_go_back_it_is_told_another_way(tmp_path: Path)
     assert "trains in lockstep" in lockstep
     assert another_way in lockstep
     stopped = await asyncio.to_thread(refused, waiting_settings(), live=False)
-    assert "run 'run' is not going on" in stopped
+    assert "run 'run' is not running" in stopped
     assert another_way in stopped
 
 

@@ -54,7 +54,7 @@ async def test_a_run_is_listed_shown_and_removed_once_nobody_is_heard(
     await asyncio.to_thread(runs.remove, cluster.name, url)
     said = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in said] == streams  # the bucket last
-    with pytest.raises(RunError, match="nothing of it is at"):
+    with pytest.raises(RunError, match="not found at"):
         await asyncio.to_thread(runs.remove, cluster.name, url)
     await asyncio.to_thread(runs.list_, url)
     left = capsys.readouterr().out
@@ -74,7 +74,7 @@ async def test_what_is_left_of_a_run_without_its_bucket_can_be_seen_and_removed(
     await asyncio.to_thread(runs.show, cluster.name, nats_server.url, json_=True)
     assert json.loads(capsys.readouterr().out)["state"] == "partial: it has no bucket"
     await asyncio.to_thread(runs.remove, cluster.name, nats_server.url)
-    with pytest.raises(RunError, match="nothing of it"):
+    with pytest.raises(RunError, match="not found at"):
         await asyncio.to_thread(runs.show, cluster.name, nats_server.url)
 
 

@@ -652,7 +652,7 @@ async def test_members_wait_for_the_rights_that_an_older_file_lacks(launch: Laun
 
         def lacks(name: str) -> bool:
             told = " ".join(str(values["reason"]) for values in cluster.events("permission_denied", name))
-            return f'"$kv.diloco_{RUN}.share.{name}"' in told.lower() and f"auth.conf does not give it to {name}" in told
+            return f'"$kv.diloco_{RUN}.share.{name}"' in told.lower() and f"auth.conf does not permit this to {name}" in told
 
         await cluster.until(lambda: all(lacks(toy.name) for toy in cluster.toys), "learners say what they lack")
         assert cluster.tokens() == 0
@@ -718,7 +718,7 @@ async def test_what_was_sent_before_and_is_sent_again_is_merged_once(launch: Lau
         )  # which asserts that nothing is merged twice
         check_accounts(heartbeats, folded)
         assert {log.passed_over for log in folded} == {0}
-        assert all("it says fragment 0, learner toy-2" in reason for reason in refused())
+        assert all("its content names fragment 0, learner toy-2" in reason for reason in refused())
 
 
 async def test_a_whole_run_in_regions_needs_nothing_that_it_may_not(nursery: Nursery, tmp_path: Path) -> None:

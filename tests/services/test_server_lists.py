@@ -149,7 +149,7 @@ def test_status_says_which_servers_are_behind(command: Command, tmp_path: Path) 
         servers["nats-eu"].reload()
         assert status()[1]["nats-eu"][1:] == [
             "of before",
-            "behind, its list is of before lists had numbers: hand over its auth.conf, and reload it",
+            "behind, its list was written before lists had numbers: hand over its auth.conf, and reload it",
         ]
         wrong = status(**{"nats-eu": servers["nats-us"].url})[1]["nats-eu"][2]
         assert "is server nats-us: give the address of nats-eu with --at nats-eu=tls://HOST:PORT" in wrong
@@ -197,11 +197,11 @@ def test_a_folder_that_is_an_older_copy_is_said_and_its_lists_can_be_numbered_ab
         asked = ("status", "k", f"--at=nats={server.url}", f"--identity={own}")
         ended = command(*asked)
         assert ended.code == 1
-        assert f"'diloco keys refresh --above {newest}', and look who is in them" in ended.out
+        assert f"'diloco keys refresh --above {newest}', and check who is in them" in ended.out
         for name in ("one", "two", "three"):  # as many lists as the other copy made: another list of the same number
             assert command("add", "k", "learner", name).code == 0
         assert listed(folder, "nats").number == newest
-        assert "another list than this folder wrote" in command(*asked).out
+        assert "newer than this folder" in command(*asked).out
         assert command("refresh", "k", "--above", str(newest)).code == 0
         assert listed(folder, "nats").number == newest + 1
         server.reload()
@@ -220,5 +220,5 @@ def test_a_list_counts_up_with_its_content_alone(command: Command, tmp_path: Pat
     assert listed(folder, "nats").number == first.number + 1
     text = (folder.path / "keys.toml").read_text()
     (folder.path / "keys.toml").write_text(re.sub(r"list_.*\n", "", text))  # as an older version has it
-    assert "has the file of no operator or observer" in command("status", "k").err
+    assert "has no identity file of an operator or observer" in command("status", "k").err
     assert "list 1, which is new" in command("refresh", "k").out

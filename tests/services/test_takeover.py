@@ -161,5 +161,5 @@ async def test_of_two_processes_with_one_name_the_older_says_so_and_ends(launch:
     [(code, said)] = await cluster.refused(older)
 
     assert code == 5
-    assert "a younger process goes by the name 'syncer-0'" in said
+    assert "a newer process has joined as 'syncer-0'" in said
     await whole_run_is_in_the_log(cluster)

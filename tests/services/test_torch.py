@@ -83,7 +83,7 @@ async def test_a_torch_learner_founds_a_run_and_ends_with_it(launch: Launch) -> 
     ("values", "said"),
     [
         ({"task": "tests.services.toy:make"}, "task.name = 'tests.services.toy:make': 'make' does not exist"),
-        ({"task": None}, "name a torch task of the same model by the setting task"),
+        ({"task": None}, "name a torch task of the same model with the setting task"),
         ({"mesh": {"tensor": 2}}, "a torch learner is one process"),
     ],
 )

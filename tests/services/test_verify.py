@@ -122,7 +122,7 @@ async def test_damaged_tape_is_named_and_what_it_would_show_is_unchecked(copy: F
     damaged = (await redo_toys(copy.path))[1]
     assert (damaged.learner, damaged.wrong) == ("toy-1", "")
     assert "damaged at byte" in damaged.unchecked
-    for name in ("toy-1.tape: damaged at byte", "toy-2.tape: no tape"):
+    for name in ("toy-1.tape: damaged at byte", "toy-2.tape: not a tape"):
         assert name in found(verdict, "tapes")
 
 

@@ -155,7 +155,7 @@ async def test_a_run_of_2_bits_requires_that_members_know_them(link: NatsTranspo
 
 async def test_a_run_that_says_no_protocol_is_one_of_version_1(link: NatsTransport) -> None:
     name = await version_1(link, without="protocol")
-    with pytest.raises(RunError, match=r"a diloco 0\.1\.0 made it that wrote none"):
+    with pytest.raises(RunError, match=r"as if an early diloco 0\.1\.0 had made it"):
         await creation.find(link, name, get_logger())
 
 

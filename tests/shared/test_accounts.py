@@ -28,8 +28,8 @@ def test_a_learner_whose_steps_are_not_finite_says_so_until_one_is() -> None:
     assert said == [
         None,
         None,
-        "no loss or gradients of its newest 10 steps or more are finite, and such a step changes nothing: "
-        "look at its data, or begin again with a lower inner.learning_rate",
+        "the loss or gradients of its last 10 or more steps were not finite, and such a step changes nothing: "
+        "check its data, or begin again with a lower inner.learning_rate",
         None,
     ]
 

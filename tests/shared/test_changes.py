@@ -127,7 +127,7 @@ def test_a_full_list_says_so() -> None:
     made, long = Changes(RUN), "x" * MAX_REASON
     while len(made.pack()) < MAX_BYTES - 500:
         made = made.then(Tokens(5), at_s=0.0, author="ann", reason=long)
-    with pytest.raises(RunError, match=f"the run has {len(made.records)} changes, and at most 4096"):
+    with pytest.raises(RunError, match=f"the run has {len(made.records)} changes, at most 4096"):
         made.then(Tokens(5), at_s=0.0, author="ann", reason=long)
 
 
@@ -170,7 +170,7 @@ def test_everything_that_can_be_set_is_a_setting_and_leaves_the_bits_of_a_fold_a
     [
         ("round.stepz", 3, "no setting 'round.stepz' .did you mean 'round.steps'"),
         ("round", 3, "set one of its members, round.NAME=VALUE"),
-        ("seed", 3, "seed cannot be changed while the run goes on: it decides .* begin a new run"),
+        ("seed", 3, "seed cannot be changed while the run goes on: it is part of the run's identity.* begin a new run"),
         ("codec.offer_bits", 8, "codec.offer_bits cannot be changed"),
         ("log.archive", True, "--resume DIR --set log.archive="),
         ("round.steps", "x", "round.steps = 'x'"),
@@ -202,7 +202,7 @@ def test_of_a_damaged_list_what_is_before_the_damage_stays() -> None:
 def test_cross_checks_hold_for_changes_too() -> None:
     with pytest.raises(SettingsError, match="gradients"):
         with_setting(run_settings("data-parallel"), "outer.learning_rate", 0.5, "diloco set")
-    with pytest.raises(SettingsError, match="another kind of training"):
+    with pytest.raises(SettingsError, match="changes the kind of training"):
         with_setting(run_settings("diloco"), "round.steps", 1, "diloco set")
     with pytest.raises(SettingsError, match=r"merge\.against = current"):
         with_setting(run_settings("diloco"), "round.max_staleness_versions", 9, "diloco set")

@@ -52,7 +52,7 @@ def test_an_indexed_job_says_the_index() -> None:
 
 
 def test_outside_its_cluster_it_says_how_to_start() -> None:
-    with pytest.raises(SettingsError, match="no SLURM_NTASKS in the environment: start the learner with srun"):
+    with pytest.raises(SettingsError, match="SLURM_NTASKS is not set in the environment: start the learner with srun"):
         resolved(ProcessesSettings(cluster="slurm"), {})
     with pytest.raises(SettingsError, match="SLURM_NTASKS = 'x': expected a number"):
         resolved(ProcessesSettings(cluster="slurm"), SLURM | {"SLURM_NTASKS": "x"})
@@ -66,15 +66,15 @@ def test_one_process_asks_nobody() -> None:
 
 def test_processes_that_do_not_fit_are_refused() -> None:
     for values, said in (
-        ({"count": 2}, "address: several processes need HOST:PORT"),
+        ({"count": 2}, "address: several processes need a HOST:PORT"),
         ({"count": 2, "index": 2, "address": "a:1"}, "index = 2: expected 0 to 1"),
         ({"count": 2, "address": "nowhere"}, "processes.address"),
         ({"count": 2, "address": "a:1", "least": 3}, "least = 3: expected 1 to 2, as count = 2"),
-        ({"count": 3, "address": "a:1,b:1", "least": 1}, "2 addresses, .* need a least of more than half of count = 3"),
-        ({"count": 4, "address": "a:1,b:1", "least": 2}, "more than half of count = 4 and less than all, got 2"),
-        ({"count": 3, "address": "a:1,b:1"}, "more than half of count = 3 and less than all, got None"),
-        ({"count": 3, "address": "a:1,b:1,c:1,d:1", "least": 2}, "4 addresses of 3 processes"),
-        ({"count": 3, "address": "a:1,b:1,a:1", "least": 2}, "a:1 is there twice"),
+        ({"count": 3, "address": "a:1,b:1", "least": 1}, "with 2 addresses .* least must be more than half of count = 3"),
+        ({"count": 4, "address": "a:1,b:1", "least": 2}, "more than half of count = 4 and less than count, got 2"),
+        ({"count": 3, "address": "a:1,b:1"}, "more than half of count = 3 and less than count, got None"),
+        ({"count": 3, "address": "a:1,b:1,c:1,d:1", "least": 2}, "4 addresses for 3 processes"),
+        ({"count": 3, "address": "a:1,b:1,a:1", "least": 2}, "a:1 is listed twice"),
         ({"count": 3, "address": "a:1,b", "least": 2}, "processes.address .* = 'b': expected HOST:PORT"),
         ({"count": 3, "address": "a:1,,b:1", "least": 2}, "processes.address .* = '': expected HOST:PORT"),
         ({"count": 64, "address": ",".join(f"a:{i}" for i in range(1, 18)), "least": 60}, "17 addresses, expected at most 16"),

@@ -76,7 +76,7 @@ def test_a_second_frame_is_refused() -> None:
 )
 def test_a_frame_without_content_behind_it_is_refused(behind: str) -> None:
     packed = codec.pack(np.arange(100, dtype=np.uint8), 1)
-    with pytest.raises(FormatError, match="something follows it"):
+    with pytest.raises(FormatError, match="other data follows it"):
         codec.unpack([packed + bytes.fromhex(behind)], 100)
 
 

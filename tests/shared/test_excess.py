@@ -74,7 +74,7 @@ def test_the_largest_offers_are_left_out_until_the_rest_moves_no_further_than_it
     assert merged(factor(), replica, ann, bob) == [20, 20]  # norm 50 is as far as it may move
     cat, dan = held("cat", vector(3e37, 0), tokens=10), held("dan", vector(0, 4000), tokens=10)
     with pytest.raises(
-        UnmergeableError, match="with offers of dan, of norms up to 4000, the merge is longer than 50"
+        UnmergeableError, match="with offers of dan, of norms up to 4000, the merge has a norm above 50"
     ) as raised:
         merged(factor(), replica, ann, bob, dan)
     assert (raised.value.event, raised.value.learners) == ("merge_too_far", ("dan",))

@@ -138,7 +138,7 @@ def test_state_has_fragments_of_its_own_the_last_ones() -> None:
     # with two fragments the embedding is with the others
     assert [(f.size, f.embedding, f.state) for f in build_map(model, 2).fragments] == [(160, False, False), (8, False, True)]
     assert build_whole(model) == build_map(model, 2)
-    with pytest.raises(SettingsError, match=r"fragments.count = 1: state 'state/mean', .* take 2 at least"):
+    with pytest.raises(SettingsError, match=r"fragments.count = 1: merged state such as 'state/mean' .* set at least 2"):
         build_map(model, 1)
     with pytest.raises(SettingsError, match="the model has no tensors"):
         build_map(state, 2)
@@ -270,14 +270,14 @@ def test_state_is_the_last_fragment_beside_layers() -> None:
     made = build_map(model, 24, "layers")
     assert [(len(f.pieces), f.state) for f in made.fragments] == [(3, False), (2, False), (2, False), (2, False), (2, True)]
     assert [(len(f.pieces), f.state) for f in build_map(model, 2, "layers").fragments] == [(9, False), (2, True)]
-    with pytest.raises(SettingsError, match=r"fragments.count = 1: state 'state/0/mean'"):
+    with pytest.raises(SettingsError, match=r"fragments.count = 1: merged state such as 'state/0/mean'"):
         build_map(model, 1, "layers")
 
 
 @pytest.mark.parametrize("strategy", ["layers", "tensors"])
 def test_a_model_without_layers_is_refused(strategy: str) -> None:
     with pytest.raises(
-        SettingsError, match=rf"strategy = {strategy}: the model has no layers, .* take .* = balanced, or strided"
+        SettingsError, match=rf"strategy = {strategy}: no layers found in the model, .* set .* = balanced, or strided"
     ):
         build_map([A, B], 24, strategy)  # type: ignore[arg-type]
 
@@ -426,8 +426,8 @@ def test_segments_of_every_number_of_dimensions() -> None:
         ([], 1, "no tensors"),
         ([TensorSpec("a", (2,)), TensorSpec("b", (1,)), TensorSpec("a", (3,))], 1, "two tensors are named 'a'"),
         ([TensorSpec("a", (2,)), TensorSpec("b", (3, 0))], 1, r"'b' of shape \(3, 0\) is empty"),
-        (vectors(a=2, b=1), 4, "4 fragments are more than the 3 pieces"),
-        ([TensorSpec("a", (), embedding=True), TensorSpec("b", (1,))], 3, "embedding-like tensors can be cut"),
+        (vectors(a=2, b=1), 4, "into 3 pieces, fewer than 4 fragments"),
+        ([TensorSpec("a", (), embedding=True), TensorSpec("b", (1,))], 3, "can cut 1 embedding-like tensors"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(tensors: list[TensorSpec], count: int, expected: str) -> None:
@@ -436,7 +436,7 @@ def test_what_cannot_be_cut_is_refused(tensors: list[TensorSpec], count: int, ex
 
 
 def test_without_splitting_there_are_fewer_pieces() -> None:
-    with pytest.raises(SettingsError, match=r"2 fragments are more than the 1 pieces .* or fragments.strategy=balanced"):
+    with pytest.raises(SettingsError, match=r"into 1 pieces, fewer than 2 fragments.* or fragments.strategy=balanced"):
         build_map([TensorSpec("w", (10, 10))], 2, "strided")
 
 
@@ -557,5 +557,5 @@ def test_a_packed_map_has_the_way_of_its_tensors_and_those_that_are_fixed() -> N
 @pytest.mark.parametrize("kept", [[[3, 4], [2]], [[3, 4], [0, 1]], [[3, 4], [1, 1]], [[3, 5], [1]], [[4, 3], [1]]])
 def test_a_tensor_that_is_not_arranged_as_it_says_is_refused(kept: list[list[int]]) -> None:
     packed = msgspec.msgpack.encode([[["w", [4, 3], False, kept]], 1, "balanced"])
-    with pytest.raises(FormatError, match="tensor 'w' of shape \\(4, 3\\) is not arranged as it says"):
+    with pytest.raises(FormatError, match="tensor 'w' of shape \\(4, 3\\) does not have the arrangement that the map states"):
         unpack_map(packed)

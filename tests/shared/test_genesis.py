@@ -103,7 +103,7 @@ def test_a_run_whose_log_was_purged_is_not_founded_again() -> None:
 
     play_alone(world, serve)
     [reason] = said
-    assert reason.startswith("run 'run': the bucket's key 'genesis' says that it was founded, but its log is empty")
+    assert reason.startswith("run 'run': the bucket's key 'genesis' says that the run was founded, but its log is empty")
     assert "diloco up --resume" in reason
 
 

@@ -40,8 +40,8 @@ def test_a_grant_is_what_its_authority_signed() -> None:
         (SignedGrant(msgspec.msgpack.encode(msgspec.structs.replace(ANN, batch_tokens=2**40)), SIGNED.signature), "not signed"),
         (SignedGrant(SIGNED.content + b"\0", SIGNED.signature), "not signed"),
         (SignedGrant(SIGNED.content, bytes(64)), "not signed"),
-        (grants.sign(msgspec.structs.replace(ANN, learner="bob"), AUTHORITY), "is one for bob of run 'run'"),
-        (grants.sign(msgspec.structs.replace(ANN, run="other"), AUTHORITY), "is one for ann of run 'other'"),
+        (grants.sign(msgspec.structs.replace(ANN, learner="bob"), AUTHORITY), "was issued for learner bob of run 'run'"),
+        (grants.sign(msgspec.structs.replace(ANN, run="other"), AUTHORITY), "was issued for learner ann of run 'other'"),
         (grants.sign(msgspec.structs.replace(ANN, batch_tokens=0), AUTHORITY), "grant: Expected `int` >= 1"),
     ],
 )
@@ -102,7 +102,9 @@ def client(authority: str | None, grant: SignedGrant | None, fragments: Fragment
 def test_a_learner_with_a_larger_batch_than_was_granted_is_told_at_its_start() -> None:
     client(None, None).check_batch(8 * BATCH)
     client(None, None).check_batch(BATCH // 8)
-    with pytest.raises(AdmissionError, match=f"a step has {BATCH // 8 - 1} tokens.* at least {BATCH // 8} for its model"):
+    with pytest.raises(
+        AdmissionError, match=f"a step has {BATCH // 8 - 1} tokens.* at least {BATCH // 8} for the built-in model"
+    ):
         client(None, None).check_batch(BATCH // 8 - 1)
     client(None, None, OWN_MAP).check_batch(1)
     client(None, None, OWN_MAP).check_batch(9 * BATCH)
@@ -112,7 +114,7 @@ def test_a_learner_with_a_larger_batch_than_was_granted_is_told_at_its_start() -
         client(AUTHORITY.public_key, None).check_batch(BATCH)
     client(AUTHORITY.public_key, SIGNED).check_batch(2 * BATCH)
     with pytest.raises(
-        AdmissionError, match=f"it was granted at most {2 * BATCH}.*keys grant DIR ann --batch-tokens {2 * BATCH + 1}"
+        AdmissionError, match=f"its grant allows at most {2 * BATCH}.*keys grant DIR ann --batch-tokens {2 * BATCH + 1}"
     ):
         client(AUTHORITY.public_key, SIGNED).check_batch(2 * BATCH + 1)
 

@@ -100,7 +100,7 @@ async def test_a_doubled_index_is_refused_and_the_others_wait_on() -> None:
     leading = asyncio.create_task(leader.meet(FACTS, 5))
     first = asyncio.create_task(group(1, where, 3).meet(FACTS, 5))
     await until(lambda: leader._meeting is not None and leader._meeting.waiting == {1})
-    with pytest.raises(SettingsError, match=r"processes\.index = 1 is there already"):
+    with pytest.raises(SettingsError, match=r"processes\.index = 1 is already in use"):
         await group(1, where, 3).meet(FACTS, 5)
     await asyncio.gather(leading, first, group(2, where, 3).meet(FACTS, 5))
 
@@ -181,8 +181,8 @@ async def test_of_the_parts_of_a_cut_network_the_larger_one_goes_on_alone() -> N
     found = await asyncio.gather(*(each.meet(FACTS, 5 + each.index) for each in (*smaller, *larger)), return_exceptions=True)
     assert found[2:] == 3 * [None]
     assert [each.links.members for each in larger] == 3 * [[2, 3, 4]]
-    assert "processes 2, 3, 4 did not come" in str(found[0])
-    assert "(at least 3 have to: processes.least)" in str(found[0])
+    assert "processes 2, 3, 4 of 5 did not connect" in str(found[0])
+    assert "(at least 3 are required: processes.least)" in str(found[0])
     assert isinstance(found[1], IslandError)
 
 
@@ -290,7 +290,7 @@ async def test_who_does_not_come_is_named_in_time() -> None:
         group(0, where, 3, START_S).meet(FACTS, 5), group(1, where, 3, 2 * START_S).meet(FACTS, 5), return_exceptions=True
     )
     assert isinstance(leading, IslandError)
-    assert re.search(rf"of its 3 processes, process 2 did not come to .* within {START_S:g} s", str(leading))
+    assert re.search(rf"process 2 of 3 did not connect to .* within {START_S:g} s", str(leading))
 
 
 async def test_a_leader_that_cannot_be_reached_is_named_in_time() -> None:
@@ -417,7 +417,9 @@ async def test_a_welcome_that_does_not_fit_is_refused(members: list[int]) -> Non
         stream.abort()
 
     server = await served(welcome, host, int(port))
-    with pytest.raises(IslandError, match=rf"is no process 0: process 1 is welcomed to {re.escape(str(members))}"):
+    with pytest.raises(
+        IslandError, match=rf"is not process 0 of this learner: it welcomed process 1 to {re.escape(str(members))}"
+    ):
         await group(1, where).meet(FACTS, 0)
     server.close()
 
@@ -425,7 +427,8 @@ async def test_a_welcome_that_does_not_fit_is_refused(members: list[int]) -> Non
 async def test_too_few_are_named_with_the_setting() -> None:
     where = address()
     with pytest.raises(
-        IslandError, match=rf"processes 1, 2 did not come .* within {START_S:g} s \(at least 2 have to: processes.least"
+        IslandError,
+        match=rf"processes 1, 2 of 3 did not connect .* within {START_S:g} s \(at least 2 are required: processes.least",
     ):
         await group(0, where, 3, START_S, least=2).meet(FACTS, 5)
 

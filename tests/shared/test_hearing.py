@@ -32,7 +32,7 @@ NAMES = Subjects("run")
 )
 def test_a_message_that_names_another_than_its_subject_is_refused(message: Message, own: str, others: str) -> None:
     check_subject(message, own)
-    with pytest.raises(FormatError, match=f"of {message.subject_field} .*, by its subject: it says"):
+    with pytest.raises(FormatError, match=f"its subject names {message.subject_field} .*, its content"):
         check_subject(message, others)
 
 

@@ -73,29 +73,29 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
         ("format = 1", "format = 2", "format = 2, this version reads 1"),
         ("format = 1", "", "format = None, this version reads 1"),
         ('role = "learner"', 'role = "king"', "role = 'king', expected one of learner, evaluator, syncer"),
-        ('name = "ann"', "", "name is missing or no text"),
+        ('name = "ann"', "", "name is missing or is not a string"),
         ("founder = false", "processes = 0", "processes = 0, expected 1 to 1024"),
         ("founder = false", "processes = 1025", "processes = 1025, expected 1 to 1024"),
         ("founder = false", "processes = true", "processes = True, expected 1 to 1024"),
         ("founder = false", 'processes = "2"', "processes = '2', expected 1 to 1024"),
         ('role = "learner"', 'role = "syncer"\nprocesses = 2', "processes = 2, expected 1 to 1024 for a learner, 1 for others"),
-        ('name = "ann"', "name = 3", "name is missing or no text"),
-        ('region = "us"', "region = 3", "region must be a text"),
-        ("founder = false", 'founder = "yes"', "founder true or false"),
+        ('name = "ann"', "name = 3", "name is missing or is not a string"),
+        ('region = "us"', "region = 3", "region must be a string"),
+        ("founder = false", 'founder = "yes"', "founder must be true or false"),
         ('region = "us"', "colour = 3", "no such key: 'colour'"),
-        ("2999-01-01T00:00:00Z", "2999-01-01", "expires must be a time with a zone"),
+        ("2999-01-01T00:00:00Z", "2999-01-01", "expires must be a time with a time zone"),
         ("2999-01-01T00:00:00Z", "2020-01-01T00:00:00Z", "its certificate ended on 2020-01-01, by this machine's clock"),
         ("2999-01-01T00:00:00Z", "2020-01-01T00:00:00Z", "'diloco keys renew ann'"),
         (SEED, ANOTHER_SEED, "seed and public_key do not belong together"),
-        (SEED, SEED[:-1], "seed is no key of NATS"),
-        (SEED, "", "seed is no key of NATS"),
-        (SEED, "é", "seed is no key of NATS"),
+        (SEED, SEED[:-1], "seed is not a key of NATS"),
+        (SEED, "", "seed is not a key of NATS"),
+        (SEED, "é", "seed is not a key of NATS"),
         ("format = 1", "format = ", "Invalid value"),
-        ("founder = false", "authority = 3", "authority and grant must be texts"),
+        ("founder = false", "authority = 3", "authority and grant must be strings"),
         ("founder = false", f'grant = "{GRANT}"', "grant without authority"),
-        ("founder = false", 'authority = "UAAAA"', "no public key of a user of NATS"),
+        ("founder = false", 'authority = "UAAAA"', "not a public key of a NATS user"),
         ("founder = false", f'authority = "{PUBLIC_KEY}"\ngrant = "x"', "grant is damaged"),
-        ("founder = false", f'authority = "{PUBLIC_KEY}"\ngrant = "{GRANT}"', "grant is one for another public_key"),
+        ("founder = false", f'authority = "{PUBLIC_KEY}"\ngrant = "{GRANT}"', "grant was issued for another public_key"),
         ("founder = false", f'authority = "{OTHER}"\ngrant = "{GRANT}"', "is not signed by the authority of run 'demo'"),
     ],
 )
@@ -126,7 +126,7 @@ def test_a_service_takes_only_its_own_identity(file: Path) -> None:
     ):
         with pytest.raises(SettingsError) as refused:
             identity.of_service(path, "ann", run, region, role)  # type: ignore[arg-type]
-        assert str(refused.value) == f"identity {file}: is for {said}: set DILOCO_IDENTITY to this process's own"
+        assert str(refused.value) == f"identity {file}: is for {said}: set DILOCO_IDENTITY to the identity of this process"
     with pytest.raises(SettingsError, match=r"bob\.identity: cannot be read"):
         identity.of_service(path, "bob", "demo", "us", "learner")
     file.rename(file.with_name("bob.identity"))

@@ -75,7 +75,7 @@ def test_work_merged_twice_is_an_error_by_name() -> None:
     assert not ledger.errors
     ledger.merge(version(1, 3, bob_1=[(1, 2, 4)], ann_2=[(0, 5, 3)]))
     assert ledger.errors == [
-        "fragment 1, version 3: merges batches of bob (incarnation 1) that an earlier version holds: share 1: 2 to 2"
+        "fragment 1, version 3: merges batches of bob (incarnation 1) that an earlier version already contains: share 1: 2 to 2"
     ]
 
 

@@ -172,7 +172,7 @@ async def test_one_whose_entries_were_purged_does_not_serve(written: Written) ->
     with pytest.raises(RunError, match=r"fragment 0 has no keyframe that can be loaded: .*part 2 of 3") as caught:
         await written.load()
 
-    assert str(caught.value).count("what follows it was purged") == 3  # the two before, and version 0
+    assert str(caught.value).count("the entries after it were purged") == 3  # the two before, and version 0
 
 
 async def test_what_is_gone_is_said(written: Written) -> None:

@@ -55,7 +55,7 @@ def test_without_logs_the_error_names_the_place(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="no logs here"):
         merge(tmp_path)
     (tmp_path / "logs").mkdir()
-    with pytest.raises(RunError, match="'loud' is none of debug"):
+    with pytest.raises(RunError, match="'loud' is unknown: give one of debug"):
         merge(tmp_path, level="loud")
     assert events(tmp_path) == []
 

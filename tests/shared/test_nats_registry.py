@@ -128,7 +128,7 @@ async def test_values_are_bounded_both_ways(link: NatsLink, registry: Registry, 
     await registry.put("key", largest)
     assert await registry.get("key") == (largest, 1)
     for call in (registry.put("key", largest + b"x"), registry.create("new", largest + b"x")):
-        with pytest.raises(BrokerError, match=rf"key '(key|new)': a value of {MAX_WRITTEN_BYTES + 1} bytes, at most"):
+        with pytest.raises(BrokerError, match=rf"key '(key|new)': the value has {MAX_WRITTEN_BYTES + 1} bytes, at most"):
             await call
 
 

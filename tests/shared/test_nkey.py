@@ -33,15 +33,15 @@ def test_what_is_signed_is_checked_with_the_public_key_alone() -> None:
 @pytest.mark.parametrize(
     ("seed", "reason"),
     [
-        ("", "no key of NATS"),
-        (SEED[:-1], "no key of NATS"),
-        (SEED.lower(), "no key of NATS"),
-        (SEED[:-5] + "AAAAA", "no key of NATS"),
-        (SEED + "AAAAAAAA", "no key of NATS"),
-        (PUBLIC, "no key of NATS"),
-        ("SÜ", "no key of NATS"),
+        ("", "not a key of NATS"),
+        (SEED[:-1], "not a key of NATS"),
+        (SEED.lower(), "not a key of NATS"),
+        (SEED[:-5] + "AAAAA", "not a key of NATS"),
+        (SEED + "AAAAAAAA", "not a key of NATS"),
+        (PUBLIC, "not a key of NATS"),
+        ("SÜ", "not a key of NATS"),
         # an account's, of zeros
-        ("SAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAHT5A", "no key of a user of NATS"),
+        ("SAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAHT5A", "not a key of a NATS user"),
     ],
 )
 def test_what_is_none_is_refused(seed: str, reason: str) -> None:
@@ -51,5 +51,5 @@ def test_what_is_none_is_refused(seed: str, reason: str) -> None:
 
 @given(st.text(max_size=80))
 def test_any_text_is_refused_as_one_that_is_none(text: str) -> None:
-    with pytest.raises(ValueError, match="seed is no key"):
+    with pytest.raises(ValueError, match="seed is not a key"):
         NatsKey.from_seed(text)

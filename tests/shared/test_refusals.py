@@ -145,9 +145,7 @@ def test_three_refusals_in_a_row_of_one_fragment_end_a_learner() -> None:
     _taken_in(account, known, [refused(3)], (0, 0))
     error = account.in_a_row("run", "ann")
     assert isinstance(error, RefusedError)
-    assert "run 'run': learner ann: its last 3 offers of fragment 0 were refused (claim: offer 3: state the tokens" in str(
-        error
-    )
+    assert "run 'run': learner ann: its last 3 offers of fragment 0 were refused (claim: offer 3: report the true" in str(error)
 
 
 def test_a_merge_in_between_begins_the_row_anew() -> None:
@@ -192,7 +190,7 @@ def test_a_learner_that_ends_without_a_refusal_ends_well() -> None:
     account = RefusalAccount()
     assert account.in_vain("run", "ann") is None
     _taken_in(account, None, [refused(1)], (0, 0))
-    assert "nothing of it was merged, and 1 of its offers were refused" in str(account.in_vain("run", "ann"))
+    assert "none of its work was merged, and 1 of its offers were refused" in str(account.in_vain("run", "ann"))
 
 
 @pytest.mark.parametrize(("reason", "remedy"), [("ejected", "readmit"), ("too_far", "merge_factor")])

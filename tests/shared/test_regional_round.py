@@ -343,7 +343,7 @@ def test_the_others_are_combined_at_once_without_one_whose_values_move_too_far()
 def test_claims_that_cannot_be_cross_no_border() -> None:
     combining = combining_of("ann")
     combining.hear(announced(), 0.0)
-    with pytest.raises(ClaimError, match="offer 1 of ann states what cannot be"):
+    with pytest.raises(ClaimError, match="offer 1 of ann is impossible"):
         hold(combining, offer("ann", data=[(0, 2**62, 2**62)]))
     assert combining.poll(9.0) == ()
 
@@ -462,6 +462,6 @@ def test_a_region_begins_again_when_the_log_goes_back() -> None:
     record = replace(version_of(1), entry="rollback", bits=32, rolled_back=chain.rolled_back)
     combining.follow(chain, record, ME)
     assert (combining.held, left_over(combining)) == ({}, None)
-    assert "before the rollback" in (hold(combining, offer("ann", 2)) or "")
+    assert "precedes the rollback" in (hold(combining, offer("ann", 2)) or "")
     combining.follow(chain_of(2), version_of(2, 1), ME)  # what was sent before is forgotten
     assert left_over(combining) is None

@@ -86,7 +86,7 @@ def test_a_closed_run_takes_no_offers_and_opens_no_round() -> None:
 def test_a_claim_that_cannot_be_is_refused_by_name_alone_and_among_others(combined: bool) -> None:
     round_ = round_of("ann", "bob")
     offers = [offer("ann"), offer("bob", lost_tokens=2**62)]
-    with pytest.raises(ClaimError, match="offer 1 of bob states what cannot be"):
+    with pytest.raises(ClaimError, match="offer 1 of bob is impossible"):
         hold_combined(round_, *offers) if combined else hold(round_, offers[1])
     assert round_.held == {}
     # one that is old is passed over: it may have been honest when it was made
@@ -115,5 +115,5 @@ def test_what_was_made_before_a_rollback_is_dropped_and_refused_however_young_it
     round_.committed(0)
     assert (round_.held, round_.opened_at_s, round_.version) == ({}, None, 7)
     refused = {base: hold(round_, offer("cat", 1, 7, base_version=base, base_hash=hash_of(base))) for base in (3, 5)}
-    assert refused == {base: f"its base {base} is of before the rollback that made version 6" for base in (3, 5)}
+    assert refused == {base: f"its base {base} precedes the rollback that made version 6" for base in (3, 5)}
     assert hold(round_, offer("cat", 1, 7, base_version=6, base_hash=hash_of(3))) is None

@@ -58,9 +58,11 @@ def test_the_quorum(quorum: object, live: int, needed: int) -> None:
 
 
 def test_an_unknown_preset_is_refused_with_the_nearest() -> None:
-    with pytest.raises(SettingsError, match=r"no preset 'decouple' \(did you mean 'decoupled'\?\); there are decoupled, "):
+    with pytest.raises(
+        SettingsError, match=r"no preset 'decouple' \(did you mean 'decoupled'\?\); the presets are decoupled, "
+    ):
         run_settings("decouple")
-    with pytest.raises(SettingsError, match="no preset 'zzz'; there are"):
+    with pytest.raises(SettingsError, match="no preset 'zzz'; the presets are"):
         run_settings("zzz")
 
 
@@ -110,14 +112,18 @@ def test_a_wrong_setting_is_refused_by_name(overrides: dict[str, Any], expected:
         ({"shards": 25}, "shards = 25 is more than fragments.count = 24"),
         (
             {"fragments.layers": 3},
-            "fragments.layers = 3 is for fragments.strategy = layers, which is balanced: set both, or fragments.layers = 1",
+            "fragments.layers = 3 requires fragments.strategy = layers, but the strategy is balanced: set fragments.strategy = "
+            "layers, or fragments.layers = 1",
         ),
         ({"task.width": 97}, "width 97 must be an even multiple of heads 4"),
-        ({"regions.merge": True}, r"regions.merge: there are no regions \(regions.names\); name them, or leave it out"),
+        (
+            {"regions.merge": True},
+            "regions.merge: the run has no regions: list them in regions.names, or do not set regions.merge",
+        ),
         (
             {"regions": {"merge": True, "names": ["us", "eu"]}, "merge.against": "current"},
-            "regions.merge with merge.against = current: the owner takes each offer against its own newest version, and of "
-            "offers that are merged already it could not; set merge.against = base",
+            "regions.merge = true with merge.against = current: an owner can take only single offers against its current "
+            "value, and a region sends merged ones; set merge.against = base",
         ),
         ({"task.width": 12}, "width 12 must be an even multiple of heads 4"),  # three a head: not even
     ],

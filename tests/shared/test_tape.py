@@ -298,7 +298,7 @@ def test_full_disk_loses_nothing_while_little_waits_and_says_how_much_else(
 def test_files_of_other_runs_and_versions_are_named(tmp_path: Path) -> None:
     path = tmp_path / "x.tape"
     for raw, reason in [
-        (b"", "does not begin as one"),
+        (b"", "its first bytes are not those of a tape"),
         (Header(b"otherrun", "x").pack(), f"belongs to run {b'otherrun'.hex()}"),
         (tape.MAGIC + b"\x07" + RUN, "format version 7"),
     ]:

@@ -31,7 +31,7 @@ def test_a_folder_of_another_run_is_refused_and_left_alone(tmp_path: Path) -> No
         volume.claim(tmp_path, "other")
     assert str(refused.value) == (
         f"{tmp_path}: holds the files of run 'demo', not of 'other': give this service another folder (state_dir), or empty "
-        "this one"
+        "this folder"
     )
     assert (tmp_path / "volume.json").read_bytes() == before
 
@@ -41,8 +41,8 @@ def test_a_downgrade_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError) as refused:
         volume.claim(tmp_path, "demo")
     assert str(refused.value) == (
-        f"{tmp_path}: was written by diloco '0.9.1' (format 2), which is newer than this one ({__version__}, format 1): start "
-        "that version, or give this one another folder (state_dir)"
+        f"{tmp_path}: was written by the newer diloco '0.9.1' (format 2), and this is {__version__} (format 1): start "
+        "that version, or give this service another folder (state_dir)"
     )
 
 
@@ -51,7 +51,7 @@ def test_a_downgrade_is_refused(tmp_path: Path) -> None:
 )
 def test_a_damaged_one_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "volume.json").write_bytes(content)
-    with pytest.raises(RunError, match=r"volume.json: damaged \(.*remove it if it is this one's"):
+    with pytest.raises(RunError, match=r"volume.json: damaged \(.*remove the file if the folder belongs to this run"):
         volume.claim(tmp_path, "demo")
 
 

@@ -36,7 +36,7 @@ BACK_S = 5.0  # in which a process that has begun again takes part in a step
 DRILLS_S = 30.0  # so long are processes taken away: a run has to end within 60 s, and two islands in lockstep take turns
 LOOK_S = 0.05
 # where no state can be kept, and all go on from the newest checkpoint
-NOT_KEPT = re.compile(r"not the log's yet, or its value is not finite|No space left")
+NOT_KEPT = re.compile(r"not joined the log yet, or its value is not finite|No space left")
 
 
 class ElasticIsland(Island):
@@ -180,7 +180,7 @@ class ElasticIsland(Island):
 
 def _fail(ended: asyncio.Future[None]) -> None:
     if not ended.done():
-        ended.set_exception(IslandError("a collective failed, as where a process is gone"))
+        ended.set_exception(IslandError("a collective operation failed, perhaps because a process is gone"))
         ended.exception()  # it may not be asked for
 
 

@@ -330,7 +330,7 @@ MUTATIONS: list[tuple[Callable[[Patch], None], str]] = [
     (dropped_work_offered, "holds"),
     (marks_not_waited_for, "for the marker"),
     (not_archived, "not in the archive"),
-    (islands_of_one_batch, "an honest learner is refused: .* states what cannot be"),
+    (islands_of_one_batch, "an honest learner is refused: .* is impossible"),
     (slow_learners_alone, "an honest learner is refused: .* steps since genesis"),
     (less_than_was_granted, "an honest learner is refused: .* tokens in its steps"),
     (merges_of_the_usual_norm, "an honest learner is refused: .* is longer than"),

@@ -163,5 +163,5 @@ async def test_the_older_of_two_processes_with_one_name_ends(link: NatsTransport
         for number in range(1, 5):
             made.ownership.hear(shard_heartbeat("syncer-0", number, incarnation=2), clock_s())
         # the one at work waits for news that it is not told of
-        with pytest.raises(RunError, match="a younger process goes by the name 'syncer-0'"):
+        with pytest.raises(RunError, match="a newer process has joined as 'syncer-0'"):
             await made.governor.govern(group)

@@ -178,13 +178,13 @@ def schedules(strategy: str, changes: Mapping[str, Any] | None = None) -> dict[S
         SettingsError: no such strategy, a change that would make it another one, or a value out of range.
     """
     if strategy not in STRATEGIES:
-        known = f"there are {', '.join(STRATEGIES)}"
+        known = f"the strategies are {', '.join(STRATEGIES)}"
         raise SettingsError(f"strategy = {strategy!r}: no such strategy{nearest(strategy, STRATEGIES)}; {known}")
     changes = dict(changes or {})
     for name, value in changes.items():
         if name not in CHANGEABLE[strategy]:
             raise SettingsError(
-                f"{name} = {value}: {strategy} has that fixed, only {', '.join(CHANGEABLE[strategy])} may change"
+                f"{name} = {value}: {strategy} has a fixed value, only {', '.join(CHANGEABLE[strategy])} may change"
             )
     settings = run_settings(strategy)
     training = Schedule(

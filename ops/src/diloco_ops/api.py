@@ -303,11 +303,13 @@ def open_(
     if "://" not in text:
         for name, given in (("run", run), ("bulk", bulk), ("identity", identity)):
             if given is not None:
-                raise SettingsError(f"diloco.open({text!r}, {name}={given!r}): a directory is of one run; leave {name} out")
+                raise SettingsError(
+                    f"diloco.open({text!r}, {name}={given!r}): a directory belongs to one run; leave {name} out"
+                )
         rundir.load(Path(text))
         return Run(Path(text))
     if run is None:
-        raise SettingsError(f"diloco.open({text!r}): say which run: diloco.open({text!r}, run='NAME')")
+        raise SettingsError(f"diloco.open({text!r}): name the run: diloco.open({text!r}, run='NAME')")
     folder = folders.temporary()
     atexit.register(folder.cleanup)
     path = Path(folder.name) / run
@@ -365,8 +367,8 @@ def _named(task: str | os.PathLike[str] | Callable[..., Any]) -> tuple[str, Path
     module, name = task.__module__, task.__qualname__
     if module == "__main__" or "<" in name:
         raise SettingsError(
-            f"diloco.up({name}): learners are processes of their own and cannot import it from {module}; write it to a file "
-            "beside this one (in a notebook: %%writefile my_task.py) and give that: diloco.up('my_task.py')"
+            f"diloco.up({name}): learners are separate processes and cannot import it from {module}; write it to a file "
+            "beside this one (in a notebook: %%writefile my_task.py) and pass that file: diloco.up('my_task.py')"
         )
     return f"{module}:{name}", None
 

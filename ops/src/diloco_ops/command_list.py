@@ -34,7 +34,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "eject": "Exclude a learner from a run.",
         "readmit": "Let an ejected or quarantined learner take part again.",
         "checkpoint": "Take a checkpoint of a whole run, without a pause.",
-        "restore": "Restore a checkpoint onto servers that are there.",
+        "restore": "Restore a checkpoint onto running servers.",
         "rollback": "Take a run back to an earlier version.",
         "repair": "Find damaged records in a run's log, and continue after them.",
         "keys": "Manage certificates and NATS keys: who may take part in a run.",
@@ -59,7 +59,7 @@ GROUPS: dict[str, dict[str, str]] = {
 }  # fmt: skip
 # printed before the command is imported, unless its output is JSON: a user sees at once that it has begun
 FIRST_LINES = {"up": "diloco up: starting"}
-OPTIONS = {"--version": "Print the version.", "--help": "Show this message; after a command, the help of the command."}
+OPTIONS = {"--version": "Print the version.", "--help": "Show this message, or, after a command, that command's help."}
 
 
 def help_text(installed: Mapping[str, str]) -> str:

@@ -43,8 +43,8 @@ def program_of(framework: str) -> LearnerProgram:
             ) from None
         return program
     raise RunError(
-        f"framework {framework!r}: no distribution that is installed has it (installed: {', '.join(sorted(points.names))}): "
-        f"install the one with which the run was begun, whose entry point of the group {GROUP} has this name"
+        f"framework {framework!r}: no installed distribution provides it (installed: {', '.join(sorted(points.names))}): "
+        f"install the one that the run was started with, which has an entry point of this name in the group {GROUP}"
     )
 
 

@@ -18,7 +18,7 @@ RunPlace = Annotated[
 RunName = Annotated[str, typer.Option(envvar="DILOCO_RUN", help="With a URL: the run's name.")]
 BulkUrl = Annotated[
     str | None,
-    typer.Option("--bulk", envvar="DILOCO_NATS_BULK_URL", help="With a URL, in a run with regions: the server of one."),
+    typer.Option("--bulk", envvar="DILOCO_NATS_BULK_URL", help="With a URL, in a run with regions: the server of one region."),
 ]
 IdentityFile = Annotated[
     Path | None,

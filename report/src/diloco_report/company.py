@@ -48,7 +48,7 @@ def company(report: Report) -> str:
 def _periods(report: Report) -> str:
     periods: Sequence[Mapping[str, Any]] = report.get("together") or []
     tables = "".join(_period(period) for period in periods[:MAX_PERIODS])
-    left_out = f" The first {MAX_PERIODS} of {len(periods)} periods are here." if len(periods) > MAX_PERIODS else ""
+    left_out = f" Only the first {MAX_PERIODS} of {len(periods)} periods are shown." if len(periods) > MAX_PERIODS else ""
     said = "In how many versions two learners were merged together; with itself: in how many a learner was merged." + left_out
     return (
         html.subhead("Merged together") + html.note(said) + html.wide(f'<div class="periods">{tables}</div>') if tables else ""
@@ -86,6 +86,6 @@ def _borders(report: Report) -> str:
         ends = escape(f"{border.get('from', '')} → {border.get('to', '')}")
         rows.append([ends, *(size(value) for value in [border.get("payload_bytes"), *sizes])])
     said = "Messages as the syncers on both sides count them" + (
-        "; and all that the emulated links carried, with TCP's and IP's headers as estimated." if emulated else "."
+        "; and everything that the emulated links carried, with estimated TCP and IP headers." if emulated else "."
     )
     return html.subhead("Bytes between regions") + html.note(said) + html.wide(html.table(head, rows, of="borders"))

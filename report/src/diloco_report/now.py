@@ -25,7 +25,7 @@ def _preliminary(report: Report) -> str:
         return ""
     text = (
         f"Preliminary, as of {moment(report['preliminary_at_s'])} UTC: training has ended, and the run's final checks are "
-        "still being made. diloco up then writes the final report to report.html in the run's directory. Open that again."
+        "still running. diloco up then writes the final report to report.html in the run's directory; open that file."
     )
     return f'<p class="preliminary" role="status">{text}</p>'
 
@@ -73,7 +73,12 @@ def headline(report: Report) -> str:
         ("Validation loss", decimal(report.get("val_loss")), "", f"learners: {decimal(mean)} while training"),
         ("Tokens", share(done, 1), "", f"{count(processed)} of {count(budget)}; {count(report.get('tokens_merged'))} merged"),
         ("Pace", count(now.get("tokens_per_s")), "tokens/s", f"{_working(report)} of {len(learners_of(report))} learners step"),
-        ("Goodput", share(now.get("goodput"), 1), "", "of all learners' time a step was under way; one that is down counts"),
+        (
+            "Goodput",
+            share(now.get("goodput"), 1),
+            "",
+            "of all learners' time had a step under way; learners that are down count",
+        ),
         (
             "Time left",
             duration(now.get("eta_s")),
@@ -95,9 +100,11 @@ def _standing_by(now: Mapping[str, Any]) -> str:
     known = lasting(now["known_s_ago"])
     if now.get("silent"):
         return html.note(
-            f"No coordinator answers, and learners may train on without one. All here is as one stored it {known} ago."
+            f"No coordinator answers; learners may continue without one. This page shows what a coordinator stored {known} ago."
         )
-    return html.note(f"This coordinator stands by: another one leads the run. All here is as that one stored it {known} ago.")
+    return html.note(
+        f"This coordinator stands by; another one leads the run. This page shows what that one stored {known} ago."
+    )
 
 
 def alerts(report: Report) -> str:
@@ -160,7 +167,10 @@ def storage(report: Report) -> str:
         ]
         for each in found
     ]
-    said = "Streams of the server that the leading coordinator uses. At a bound learners train on, and versions wait."
+    said = (
+        "Streams of the server that the leading coordinator uses. When a stream is at its bound, learners continue "
+        "and versions wait."
+    )
     return html.section("Storage", said, html.wide(html.table(("stream", "holds", "may hold", "full"), rows, of="storage")))
 
 

@@ -27,7 +27,10 @@ from diloco_report.units import MISSING, count, decimal, duration, finite, model
 
 MAX_OPEN = 16  # fragments whose table is shown without being asked for, while a run goes on
 MAX_MEMBERS = 8  # of a merge whose names a table has room for
-STILL = "This page does not move by itself: its script does not run in this browser. Load it again for the run as of then."
+STILL = (
+    "This page does not update itself, because its script does not run in this browser. Reload it for the current "
+    "state of the run."
+)
 _ACCENT, _PLAIN = "var(--accent)", "var(--parallel)"
 
 
@@ -177,8 +180,7 @@ def _activity(report: Report) -> str:
     legend = html.legend((state, f"var(--state-{state})") for state in charts.STATES if state in seen)
     return html.section(
         "What each learner did",
-        "Sending happens beside the steps, which go on. A gap: the learner was not heard. "
-        + charts.horizontal(until_s(report)),
+        "Steps continue while the learner sends. A gap: the learner was not heard. " + charts.horizontal(until_s(report)),
         legend + html.wide(charts.timeline(activity, until_s(report)), newest=True),
     )
 
@@ -191,11 +193,11 @@ def _merges(report: Report) -> str:
     picture, drawn = charts.merges(rounds, colours, until_s(report))
     every = int((report.get("series") or {}).get("merges_every") or 1)
     known = _known_from(report) if (report.get("series") or {}).get("merges_missed") else ""
-    some = f" {drawn} of {every * len(rounds)} are drawn." if 0 < drawn < every * len(rounds) else ""
+    some = f" Only {drawn} of {every * len(rounds)} are drawn." if 0 < drawn < every * len(rounds) else ""
     return html.section(
         "Who was in each merge",
-        "One column of marks for each version of a fragment, one mark for each learner; grey: it had no part. Pale: its offer "
-        "was made from an older version. Point at one for weights and times. "
+        "One column of marks for each version of a fragment, one mark for each learner; grey: it had no part. Pale: its "
+        "offer was made from an older version. Point at a mark for weights and times. "
         f"{charts.horizontal(until_s(report))}{some}{known}",
         html.toggles(colours.items()) + html.wide(picture, newest=True),
     )
@@ -205,8 +207,8 @@ def _known_from(report: Report) -> str:
     """Say from where the merges are known, where the log had dropped some before they were read."""
     series = report["series"]
     return (
-        f" {count(series['merges_missed'])} older versions are not here: the log had dropped them before a coordinator read "
-        f"it, the last time at {duration(series.get('merges_missed_until_s'))}."
+        f" {count(series['merges_missed'])} older versions are missing: the log had dropped them before a coordinator "
+        f"read them, most recently at {duration(series.get('merges_missed_until_s'))}."
     )
 
 

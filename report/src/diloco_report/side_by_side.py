@@ -167,7 +167,7 @@ def _unlike(entries: Sequence[ComparedRun]) -> str:
     kinds = groups(entries)
     if len(kinds) > 1:
         each = "; ".join(f"{_kind(kind)}: {', '.join(entry.name for entry in members)}" for kind, members in kinds.items())
-        said.append(f"Losses of {len(kinds)} kinds, which cannot be compared and are drawn apart. {each}.")
+        said.append(f"Losses of {len(kinds)} kinds, which cannot be compared and are drawn separately. {each}.")
     sizes = {entry.name: entry.parameters for entry in entries if entry.parameters is not None}
     if len(set(sizes.values())) > 1:
         each = ", ".join(f"{name} {count(number)}" for name, number in sizes.items())
@@ -230,7 +230,7 @@ def _chart(shown: Sequence[_Shown], axis: Axis, label: str, name: str, *, strong
     left_out = [entry.name for (_, entry, samples), line in zip(shown, lines, strict=True) if samples and not line.points]
     short = [entry.name for (_, entry, samples), line in zip(shown, lines, strict=True) if 1 == len(line.points) < len(samples)]
     said = f"Not known, and left out: {', '.join(left_out)}. " if left_out else ""
-    said += f"Known at the end alone: {', '.join(short)}." if short else ""
+    said += f"Known only at the end: {', '.join(short)}." if short else ""
     return html.note(said.strip()) + line_chart(lines, {}, axis=axis, label=label, name=name)
 
 
@@ -255,7 +255,7 @@ def _together(entries: Sequence[ComparedRun]) -> str:
                 rows.append([escape(entry.name), *drawn])
             head = f"<h3>{escape(_kind(kind))}</h3>" if len(groups(entries)) > 1 else ""
             tables.append(head + html.wide(html.table(("run", *(title for title, _ in columns)), rows)) + dashes.note())
-    said = "Validation loss where the shortest curve ends, by tokens, time and bytes; in between two points in proportion."
+    said = "Validation loss where the shortest curve ends, by tokens, time and bytes; interpolated between two points."
     return html.section("As far as all have come", said, "".join(tables)) if tables else ""
 
 
@@ -266,7 +266,10 @@ def _ends(entries: Sequence[ComparedRun]) -> str:
     for place, entry in enumerate(entries):
         ends = [dashes.cell(form(entry.ends.get(key)), entry.name, title, _no_end(entry, key)) for key, title, form in known]
         rows.append([_named(entry, place), *ends, escape(entry.kind[0])])
-    said = "At the end, or by now; of an arm, means over its seeds. Sent, received: by all learners. Blocked: the one most so."
+    said = (
+        "At the end, or by now; for an arm, means over its seeds. Sent, received: by all learners. Blocked: the "
+        "learner that was blocked most."
+    )
     head = ("run", *(title for _, title, _ in known), "losses in")
     return html.section("End values", said, html.wide(html.table(head, rows)) + dashes.note())
 
@@ -341,7 +344,7 @@ def _not_there(points: Sequence[Point], axis: Axis) -> str:
     """Return why a curve has no loss where the shortest one ends."""
     if not points:
         return f"its losses are not known by {axis}"
-    return "known at its end alone" if len(points) == 1 else f"its first loss is at {_PLACES[axis](points[0][0])}"
+    return "known only at its end" if len(points) == 1 else f"its first loss is at {_PLACES[axis](points[0][0])}"
 
 
 def _kind(kind: tuple[str, str]) -> str:

@@ -18,7 +18,7 @@ def __getattr__(name: str) -> Any:
 
     for point in entry_points(group="diloco.api", name=name):
         return point.load()
-    raise AttributeError(f"module 'diloco' has no attribute {name!r}; all of it is installed by: pip install 'diloco[all]'")
+    raise AttributeError(f"module 'diloco' has no attribute {name!r}; install all of diloco with: pip install 'diloco[all]'")
 
 
 def __dir__() -> list[str]:

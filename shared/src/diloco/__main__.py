@@ -8,7 +8,7 @@ def main() -> None:
     """Run the command, or say how to install it."""
     for command in entry_points(group="console_scripts", name="diloco"):
         sys.exit(command.load()())
-    sys.exit("diloco: the command is not installed; install all of it with: pip install 'diloco[all]'")
+    sys.exit("diloco: the command is not installed; install all of diloco with: pip install 'diloco[all]'")
 
 
 if __name__ == "__main__":

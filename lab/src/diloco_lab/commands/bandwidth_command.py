@@ -53,11 +53,13 @@ def _default(field: str) -> str:
 
 
 def bandwidth(
-    parameters: Annotated[float, typer.Option(parser=parse_count, metavar=COUNT, help="Of the model.")] = ModelJob.parameters,
+    parameters: Annotated[
+        float, typer.Option(parser=parse_count, metavar=COUNT, help="Parameters of the model.")
+    ] = ModelJob.parameters,
     step_s: Annotated[float, typer.Option(help="Seconds that a step takes by itself.")] = ModelJob.step_s,
-    datacenters: Annotated[int, typer.Option(help="Each with one learner.")] = ModelJob.datacenters,
+    datacenters: Annotated[int, typer.Option(help="Number of datacenters, each with one learner.")] = ModelJob.datacenters,
     strategy: Annotated[list[str] | None, typer.Option(help=f"{', '.join(STRATEGIES)}; may be repeated; default: all.")] = None,
-    bits: Annotated[int | None, typer.Option(help=f"Bits a value, both ways{_default('bits')}")] = None,
+    bits: Annotated[int | None, typer.Option(help=f"Bits per value, in both directions{_default('bits')}")] = None,
     steps: Annotated[int | None, typer.Option(help=f"H of the training schedule{_default('steps')}")] = None,
     fragments: Annotated[int | None, typer.Option(help=f"P of the training schedule{_default('fragments')}")] = None,
     overlap_steps: Annotated[
@@ -68,14 +70,14 @@ def bandwidth(
         typer.Option("--utilisation", help=f"A share of 1; may be repeated; default: {', '.join(map(str, UTILISATIONS))}."),
     ] = None,
     link_gbit: Annotated[
-        float | None, typer.Option(help="The other way round: the utilisations that a link of so many Gbit/s allows.")
+        float | None, typer.Option(help="Compute the utilisations that a link of this many Gbit/s allows.")
     ] = None,
     wanted: Annotated[
         float | None,
         typer.Option(help=f"With --link-gbit: the utilisation that settings of Decoupled are to keep; default: {WANTED:g}."),
     ] = None,
     published: Annotated[
-        bool, typer.Option("--published", help="All 60 cells of the paper's Table 13 beside ours, and nothing else.")
+        bool, typer.Option("--published", help="Only show all 60 cells of the paper's Table 13 beside ours.")
     ] = False,
     svg: Svg = None,
     json_: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
@@ -84,7 +86,7 @@ def bandwidth(
     job = ModelJob(parameters, step_s, datacenters)
     if published:
         if job != ModelJob() or any((strategy, bits, steps, fragments, overlap_steps, utilisations, link_gbit, wanted, svg)):
-            raise SettingsError("--published shows the paper's cells as they are: leave out all other options but --json")
+            raise SettingsError("--published shows the paper's cells unchanged: leave out all other options except --json")
         _published(json_)
         return
     given = {"bits": bits, "steps": steps, "fragments": fragments, "overlap_steps": overlap_steps}
@@ -99,13 +101,15 @@ def bandwidth(
         write_picture(svg, pictures.utilisation(curves(job, named)))
     if link_gbit is None:
         if wanted is not None:
-            raise SettingsError(f"--wanted {wanted:g}: only with --link-gbit; without it, --utilisation is what is wanted")
+            raise SettingsError(f"--wanted {wanted:g}: only with --link-gbit; otherwise give --utilisation")
         _needed(job, named, utilisations or UTILISATIONS, json_)
     else:
         if not (math.isfinite(link_gbit) and link_gbit > 0):
             raise SettingsError(f"--link-gbit {link_gbit:g}: expected a number above 0")
         if utilisations:
-            raise SettingsError(f"--utilisation {utilisations[0]:g}: not with --link-gbit, which gives it; set --wanted")
+            raise SettingsError(
+                f"--utilisation {utilisations[0]:g}: not with --link-gbit, which computes the utilisation; set --wanted"
+            )
         _reached(job, named, link_gbit, WANTED if wanted is None else wanted, PRECISIONS if bits is None else (bits,), json_)
 
 
@@ -151,7 +155,7 @@ def _reached(job: ModelJob, named: Sequence[Named], gbit: float, wanted: float, 
     settled = [
         [*cells(("decoupled", "training", schedule)), percent(share)] for schedule, share in zip(kept, reached, strict=True)
     ]
-    keeps = "by precision the smallest H, the least disturbing first" if kept else "no H will do"
+    keeps = "by precision the smallest H, the least disturbing first" if kept else "no H is long enough"
     tables = [_table([*HEAD, "utilisation"], settled)] if kept else []
     _show(f"\nDecoupled, at least {percent(wanted)}: {keeps}", *tables)
 

@@ -48,16 +48,22 @@ def list_() -> None:
 
 @lab.command()
 def run(
-    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME|FILE.toml]...", help="See diloco lab list.")] = None,
-    all_: Annotated[bool, typer.Option("--all", help="All that come with the lab.")] = False,
-    out: Annotated[Path, typer.Option(help="Folder of results: what is there is not played again.")] = Path("runs/lab"),
-    arms: Annotated[list[str] | None, typer.Option("--arm", help="These arms alone; may be repeated.")] = None,
-    seeds: Annotated[int | None, typer.Option(min=1, max=1000, help="So many seeds, in place of the file's.")] = None,
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME|FILE.toml]...", help="Names of experiments; see diloco lab list.")
+    ] = None,
+    all_: Annotated[bool, typer.Option("--all", help="All experiments of the lab.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder of results; trials whose results are there are not repeated.")] = Path(
+        "runs/lab"
+    ),
+    arms: Annotated[list[str] | None, typer.Option("--arm", help="Only these arms; may be repeated.")] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, max=1000, help="Number of seeds, instead of the file's.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE, a setting of all arms; repeatable.")] = None,
     data: Annotated[str | None, typer.Option(help="File or folder of text; default: Python's standard library.")] = None,
     jobs: Annotated[int, typer.Option(min=1, max=256, help="Trials at once, of one thread each.")] = os.cpu_count() or 1,
-    max_hours: Annotated[float, typer.Option(min=0, help="Refuse what is estimated to take longer.")] = 12.0,
-    memory_gib: Annotated[float, typer.Option(min=0.1, help="Refuse what is estimated to need more.")] = 16.0,
+    max_hours: Annotated[float, typer.Option(min=0, help="Refuse experiments that are estimated to take longer.")] = 12.0,
+    memory_gib: Annotated[
+        float, typer.Option(min=0.1, help="Refuse experiments that are estimated to need more memory.")
+    ] = 16.0,
     json_: Annotated[bool, typer.Option("--json", help="Verdicts as JSON.")] = False,
 ) -> None:
     """Play experiments; write NAME.md and NAME.svg for each.
@@ -66,7 +72,7 @@ def run(
     """
     chosen = list(names or []) + (list(spec.named()) if all_ else [])
     if not chosen:
-        raise SettingsError("lab run: name an experiment, or say --all; diloco lab list shows them")
+        raise SettingsError("lab run: name an experiment, or give --all; diloco lab list shows the experiments")
     said: dict[str, object] = {}
     with runner.pool(jobs) as pool:
         playing = _Playing(store=TrialStore(out), data=data, jobs=jobs, pool=pool, max_hours=max_hours, memory_gib=memory_gib)
@@ -102,7 +108,9 @@ def _narrowed(
 
 @lab.command()
 def page(
-    paths: Annotated[list[Path], typer.Argument(metavar="PAGE.md...", help="With blocks <!-- lab: NAME --> ... <!-- end -->.")],
+    paths: Annotated[
+        list[Path], typer.Argument(metavar="PAGE.md...", help="Page with blocks <!-- lab: NAME --> ... <!-- end -->.")
+    ],
     results: Annotated[
         Path | None, typer.Option(help="Folder of NAME.results.json; default: one named as the page, or the page's own.")
     ] = None,

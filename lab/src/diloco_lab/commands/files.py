@@ -16,7 +16,7 @@ from diloco_lab.simulator.cluster import ClusterLearner
 from diloco_lab.traces import tapes
 from diloco_lab.traces.tapes import PlayedTape
 
-Svg = Annotated[Path | None, typer.Option(metavar="FILE", help="Its picture, as a file of its own.")]
+Svg = Annotated[Path | None, typer.Option(metavar="FILE", help="File for the picture.")]
 
 
 def open_tape(path: Path, learners: Sequence[ClusterLearner]) -> PlayedTape:
@@ -32,10 +32,10 @@ def open_tape(path: Path, learners: Sequence[ClusterLearner]) -> PlayedTape:
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"--tape {path}: {error}") from None
     if not played.duration_s:
-        raise SettingsError(f"--tape {path}: duration_s is 0; say in its first line how long it is")
+        raise SettingsError(f"--tape {path}: duration_s is 0; set the tape's duration in its first line")
     if played.left_out:
         left_out = ", ".join(f"{number} of {kind}" for kind, number in sorted(played.left_out.items()))
-        typer.echo(f"left out, since no learner of the simulator feels it: {left_out}", err=True)
+        typer.echo(f"left out, because the simulator's learners are not affected: {left_out}", err=True)
     return played
 
 

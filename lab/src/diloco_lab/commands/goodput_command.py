@@ -56,15 +56,17 @@ def goodput(
     strategy: Annotated[
         list[str] | None, typer.Option(help=f"{', '.join(STRATEGIES)}; may be repeated; default: {', '.join(PUBLISHED)}.")
     ] = None,
-    learners: Annotated[str, typer.Option(help="M, of those that have learners.")] = _ALL_LEARNERS,
-    chips: Annotated[str, typer.Option(help="Of all learners together.")] = _ALL_CHIPS,
+    learners: Annotated[str, typer.Option(help="M, for strategies with learners.")] = _ALL_LEARNERS,
+    chips: Annotated[str, typer.Option(help="Chips of all learners together.")] = _ALL_CHIPS,
     days: Annotated[float, typer.Option(help="Simulated time.")] = 3.0,
     seeds: Annotated[int, typer.Option(help="Simulations of each cell.")] = 8,
     seed: Annotated[int, typer.Option(min=0, help="The first seed.")] = 1,
     set_: Set = None,
-    tape: Annotated[Path | None, typer.Option(help="The failures of a tape, in the place of drawn ones.")] = None,
+    tape: Annotated[Path | None, typer.Option(help="Failures from a tape instead of random ones.")] = None,
     fitted: Annotated[bool, typer.Option("--fit", help="Fit the constants to the data-parallel rows first.")] = False,
-    sensitivity: Annotated[bool, typer.Option("--sensitivity", help="What each cell owes to each constant.")] = False,
+    sensitivity: Annotated[
+        bool, typer.Option("--sensitivity", help="Show how much each cell depends on each constant.")
+    ] = False,
     jobs: Jobs = None,
     svg: Svg = None,
     json_: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
@@ -172,6 +174,6 @@ def _show_sensitivity(
     for index, point in enumerate(wanted):
         changes = [100 * (rows[name, 1][index].goodput - rows[name, -1][index].goodput) / 2 for name in names]
         cells.append([point.strategy, str(point.learners), count(point.chips), *(f"{change:+.2f}" for change in changes)])
-    title = f"goodput, points more for a constant that is {100 * fit.SENSITIVITY_STEP:.0f} % larger"
+    title = f"goodput, change in points if a constant is {100 * fit.SENSITIVITY_STEP:.0f} % larger"
     shown = show.table(["strategy", "M", "chips", *names], cells, words=1, title=title)
     show.console().print(shown, highlight=False)

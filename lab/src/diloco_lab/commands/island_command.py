@@ -23,10 +23,14 @@ def island(
     ] = 0,
     devices: Annotated[int, typer.Option(help="Devices of the learner, on all its hosts.")] = 8,
     memory: Annotated[float, typer.Option(parser=parse_count, metavar=COUNT, help="Memory of a device, in bytes.")] = 80e9,
-    hosts: Annotated[int, typer.Option(help="Hosts, a process each.")] = 1,
-    optimizer: Annotated[Optimizer, typer.Option(help="adamw or muon: bytes a parameter on a device.")] = "adamw",
-    disk: Annotated[float, typer.Option(help="Bytes a second that a host's disk writes.")] = DISK_BYTES_PER_S,
-    link: Annotated[float, typer.Option(help="Bytes a second at which a host reads what it joins with.")] = JOIN_BYTES_PER_S,
+    hosts: Annotated[int, typer.Option(help="Hosts, with one process each.")] = 1,
+    optimizer: Annotated[
+        Optimizer, typer.Option(help="adamw or muon, which sets the bytes per parameter on a device.")
+    ] = "adamw",
+    disk: Annotated[float, typer.Option(help="Bytes per second that a host's disk writes.")] = DISK_BYTES_PER_S,
+    link: Annotated[
+        float, typer.Option(help="Bytes per second at which a host reads its state when it joins.")
+    ] = JOIN_BYTES_PER_S,
     json_: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
     """Plan one learner of several devices or hosts: mesh, fragments, memory, bytes, seconds."""

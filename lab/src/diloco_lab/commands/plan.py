@@ -24,10 +24,8 @@ SHOWN = 8  # candidates
 
 
 def plan(
-    sites: Annotated[Path, typer.Argument(help="A TOML file of one's own sites, as examples/sites.toml.")],
-    cheapest: Annotated[
-        bool, typer.Option("--cheapest", help="The plan that costs least, not the one that is over first.")
-    ] = False,
+    sites: Annotated[Path, typer.Argument(help="A TOML file of your sites, such as examples/sites.toml.")],
+    cheapest: Annotated[bool, typer.Option("--cheapest", help="The cheapest plan instead of the fastest.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
     """Plan a run on one's own sites: learners, settings, time, cost, and the bottleneck."""
@@ -74,7 +72,7 @@ def _show(given: Sites, found: Plan, which: str) -> None:
         put("links", _links(found))
     put("regions", _regions(found))
     put("learners, each", _islands(found))
-    put("defaults taken, since the file does not say", _defaults(found.defaults))
+    put("defaults used, because the file does not set these", _defaults(found.defaults))
     put("notes", *(f"* {note}" for note in found.notes))
     put("the coordinator's file", planning.toml(found.settings).rstrip())
 

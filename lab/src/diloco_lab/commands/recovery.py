@@ -24,7 +24,9 @@ _NOTE = (
 
 
 def recover(
-    parameters: Annotated[float, typer.Option(parser=parse_count, metavar=COUNT, help="Of the model.")] = ModelJob.parameters,
+    parameters: Annotated[
+        float, typer.Option(parser=parse_count, metavar=COUNT, help="Parameters of the model.")
+    ] = ModelJob.parameters,
     step_s: Annotated[float, typer.Option(help="Seconds that a step takes.")] = ModelJob.step_s,
     copy_steps: Annotated[
         list[float] | None,

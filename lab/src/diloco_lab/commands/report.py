@@ -19,16 +19,18 @@ from diloco_lab.simulator.goodput import PUBLISHED, conditions, points, sweep
 
 
 def report(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Of the page.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="File of the page.")],
     days: Annotated[float, typer.Option(min=0.001, max=366, help="Simulated time.")] = 3.0,
     seeds: Annotated[int, typer.Option(min=1, max=1000, help="Simulations of each cell.")] = 8,
     set_: Set = None,
     svg: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Write its pictures into a folder too, each as a file of its own.")
+        Path | None, typer.Option(metavar="FOLDER", help="Folder into which its pictures are also written, one file each.")
     ] = None,
     page_: Annotated[
         Path | None,
-        typer.Option("--page", metavar="FILE", help="Make the tables of a page with `<!-- simulate: NAME -->` blocks again."),
+        typer.Option(
+            "--page", metavar="FILE", help="Page with `<!-- simulate: NAME -->` blocks, whose tables are regenerated."
+        ),
     ] = None,
     jobs: Jobs = None,
 ) -> None:

@@ -37,10 +37,10 @@ BITS_PER_GBIT = 1e9
 def run(
     strategy: Annotated[str, typer.Option(help=", ".join(STRATEGIES))] = "decoupled",
     learners: Annotated[int, typer.Option(help="M.")] = 8,
-    chips: Annotated[int, typer.Option(parser=parse_count, metavar=COUNT, help="Of all learners together.")] = 1_200_000,
+    chips: Annotated[int, typer.Option(parser=parse_count, metavar=COUNT, help="Chips of all learners together.")] = 1_200_000,
     hours: Annotated[float, typer.Option(help="Simulated time.")] = 1.0,
     seed: Annotated[int, typer.Option(min=0)] = 1,
-    parameters: Annotated[float, typer.Option(parser=parse_count, metavar=COUNT, help="Of the model.")] = 5e9,
+    parameters: Annotated[float, typer.Option(parser=parse_count, metavar=COUNT, help="Parameters of the model.")] = 5e9,
     link_gbit: Annotated[float, typer.Option(help="Of each learner, in each direction.")] = math.inf,
     delay_s: Annotated[float, typer.Option(help="From a learner to the syncers.")] = 0.0,
     speeds: Annotated[str, typer.Option(metavar="S,S,...", help="How fast each learner is, of --set step_s.")] = "",
@@ -52,12 +52,12 @@ def run(
     run_set: Annotated[
         list[str] | None, typer.Option("--run-set", metavar="NAME=VALUE", help="A run's setting, such as round.quorum=all.")
     ] = None,
-    tape: Annotated[Path | None, typer.Option(help="The failures of a tape, in the place of drawn ones.")] = None,
+    tape: Annotated[Path | None, typer.Option(help="Failures from a tape instead of random ones.")] = None,
     recorded_: Annotated[
         Path | None,
         typer.Option("--recorded", metavar="DIR", help="Absences of a real run's learners, in its first --hours."),
     ] = None,
-    record: Annotated[Path | None, typer.Option(help="Write the drawn failures to a tape.")] = None,
+    record: Annotated[Path | None, typer.Option(help="Write the random failures to a tape.")] = None,
     whole_learners: Annotated[
         bool, typer.Option("--whole-learners", help="On that tape a lost slice freezes its learner: for a live run.")
     ] = False,
@@ -103,7 +103,7 @@ def _with_failures(scenario: Scenario, tape: Path | None, run: Path | None) -> S
     if tape is None and run is None:
         return scenario
     if tape is not None and run is not None:
-        raise SettingsError(f"--tape {tape} and --recorded {run}: one of them, not both")
+        raise SettingsError(f"--tape {tape} and --recorded {run}: give only one of them")
     learners = [replace(learner, between_s=math.inf) for learner in scenario.learners]
     if tape is not None:
         played = open_tape(tape, learners)

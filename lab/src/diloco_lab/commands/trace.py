@@ -47,24 +47,28 @@ def trace(
     duration: Annotated[str | None, _column("how long it was away")] = None,
     time: Annotated[str | None, _column("when its state changed")] = None,
     state: Annotated[str | None, _column("to up or down")] = None,
-    where: Annotated[list[str] | None, typer.Option(metavar="COLUMN=VALUE", help="Only such rows; may be repeated.")] = None,
-    time_format: Annotated[str | None, typer.Option(help="Of strptime, such as '%m/%d/%Y %H:%M'; default: ISO 8601.")] = None,
-    clock: Annotated[str, typer.Option(help=f"What plain numbers count: {', '.join(CLOCKS)}.")] = "seconds",
-    open_: Annotated[str | None, typer.Option("--open", help="What stands for an end not seen; '' is nothing.")] = None,
+    where: Annotated[list[str] | None, typer.Option(metavar="COLUMN=VALUE", help="Only matching rows; repeatable.")] = None,
+    time_format: Annotated[str | None, typer.Option(help="Like '%m/%d/%Y %H:%M' (strptime); default: ISO 8601.")] = None,
+    clock: Annotated[str, typer.Option(help=f"Unit of times given as plain numbers: {', '.join(CLOCKS)}.")] = "seconds",
+    open_: Annotated[str | None, typer.Option("--open", help="Text for an end not observed; '' is an empty field.")] = None,
     since: Annotated[str | None, _edge("began")] = None,
     until: Annotated[str | None, _edge("ended")] = None,
-    units: Annotated[int | None, typer.Option(min=1, help="Units observed, with those that never failed.")] = None,
-    chips_per_unit: Annotated[int | None, typer.Option(min=1, help="Tells the time between interruptions of a chip.")] = None,
+    units: Annotated[int | None, typer.Option(min=1, help="Units observed, including those that never failed.")] = None,
+    chips_per_unit: Annotated[
+        int | None, typer.Option(min=1, help="Chips per unit, for the interruptions of one chip.")
+    ] = None,
     tape: Annotated[Path | None, typer.Option(help="Write the trace to this file as a failure tape.")] = None,
     learners: Annotated[int | None, typer.Option(min=1, help="In the tape, units are slices of so many learners.")] = None,
-    slices_per_learner: Annotated[int | None, typer.Option(min=1, help="And so many slices has each.")] = None,
-    from_: Annotated[float | None, typer.Option("--from", metavar="SECONDS", help="Where in the trace it begins.")] = None,
-    for_: Annotated[float | None, typer.Option("--for", metavar="SECONDS", help="How long the tape is.")] = None,
+    slices_per_learner: Annotated[int | None, typer.Option(min=1, help="Slices of each learner on the tape.")] = None,
+    from_: Annotated[float | None, typer.Option("--from", metavar="SECONDS", help="Start of the tape in the trace.")] = None,
+    for_: Annotated[float | None, typer.Option("--for", metavar="SECONDS", help="Duration of the tape.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
     """Fit rates and repairs to a record of failures, with 95 % intervals, and make a failure tape of it."""
     if tape is None and (learners, slices_per_learner, from_, for_) != (None, None, None, None):
-        raise SettingsError("--learners, --slices-per-learner, --from and --for say how a tape is written; give --tape as well")
+        raise SettingsError(
+            "--learners, --slices-per-learner, --from and --for describe the tape to write; give --tape as well"
+        )
     columns = Columns(unit=unit, start=start, end=end, duration=duration, time=time, state=state)
     seen = _read(
         source,
@@ -135,7 +139,7 @@ def table(fitted: Fitted) -> Table:
         padding=(0, 2, 0, 0),
         pad_edge=False,
         title=f"{fitted.interruptions} interruptions of {fitted.units} units in {_span(fitted.up_s)} of their time; "
-        f"{fitted.repairs} repairs, and {fitted.open_repairs} that had not ended",
+        f"{fitted.repairs} repairs, and {fitted.open_repairs} unfinished ones",
         caption=f"The fit of repairs is {fitted.repair_distance:.3f} from the data at most (Kolmogorov-Smirnov).",
     )
     shown.add_column("")

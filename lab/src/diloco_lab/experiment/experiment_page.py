@@ -30,7 +30,7 @@ def fill(page: str, shown_in: Path, folder: Path) -> tuple[str, dict[Path, str]]
         name = block[2]
         path = folder / f"{name}{SUFFIX}"
         if not path.is_file():
-            raise FormatError(f"the page names experiment {name!r}, and {path} is not there; play it: diloco lab run {name}")
+            raise FormatError(f"the page names experiment {name!r}, but {path} does not exist; run it: diloco lab run {name}")
         known = record.read(path)
         pictures[folder / f"{name}.svg"] = answer.picture(known.asked, known.played, known.results)
         what = "by seed, with 95 % intervals" if known.asked.curves is None else "by size and tokens, with fitted curves"

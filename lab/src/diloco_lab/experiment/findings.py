@@ -46,7 +46,7 @@ class Finding(_Table):
             if (claim.arm, claim.against) == (self.arm, self.against):
                 return claim
         raise SettingsError(
-            f"finding {self.said!r}: experiment {self.experiment!r} claims nothing of {self.arm!r} against {self.against!r}"
+            f"finding {self.said!r}: experiment {self.experiment!r} makes no claim about {self.arm!r} against {self.against!r}"
         )
 
 

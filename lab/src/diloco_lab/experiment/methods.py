@@ -84,7 +84,7 @@ def one_model(settings: RunSettings, task: Task, shares: Sequence[int]) -> Islan
     for step in range(steps_of_each(settings, task)):
         batches = [next(stream) for stream in streams]
         if len(batches) > 1 and not all(isinstance(batch, np.ndarray) for batch in batches):
-            raise SettingsError(f"task.name = {settings.task.name!r}: batches that are no arrays cannot be put together")
+            raise SettingsError(f"task.name = {settings.task.name!r}: only batches that are arrays can be concatenated")
         batch = batches[0] if len(batches) == 1 else np.concatenate(batches)
         island.step(batch, learning_rate(settings, Moment(step * tokens, settings.tokens)), (shares[0], step)).wait()
     return island

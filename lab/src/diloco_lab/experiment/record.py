@@ -139,7 +139,7 @@ def read(path: Path) -> ExperimentRecord:
     try:
         found = msgspec.json.decode(data, type=_File)
     except msgspec.MsgspecError as error:
-        raise FormatError(f"{path}: no results of an experiment: {error}; play it again with diloco lab run") from None
+        raise FormatError(f"{path}: not results of an experiment: {error}; run it again with diloco lab run") from None
     results = Results({}, {})
     for trial in found.trials:
         if trial.measured is not None:

@@ -67,14 +67,14 @@ class Arm(_Table):
     @model_validator(mode="after")
     def _changes_are_of_a_run(self) -> Arm:
         if self.changes and self.method != "decoupled":
-            raise ValueError(f"changes are made in a run that goes on, and method {self.method!r} is none; leave them out")
+            raise ValueError(f"changes require a method with a running run, which {self.method!r} is not; leave them out")
         return self
 
     @model_validator(mode="after")
     def _chosen_once(self) -> Arm:
         if self.chosen is not None and self.tuned:
             raise ValueError(
-                f"settings are chosen before or tuned, not both: {', '.join(self.tuned)}; leave out chosen or tuned"
+                f"settings are either chosen beforehand or tuned: {', '.join(self.tuned)}; leave out chosen or tuned"
             )
         return self
 
@@ -178,7 +178,7 @@ def load(name: str) -> Experiment:
             for key, value in ((key, value) for change in arm.changes for key, value in change.settings.items()):
                 settings = with_setting(settings, key, value, f"{path}: arm {name}, changes")
             if experiment.curves is not None and settings.task.name != "gpt":
-                said = f"arm {name}: task.name = {settings.task.name!r}, and parameters are counted of the built-in task alone"
+                said = f"arm {name}: task.name = {settings.task.name!r}, but parameters are counted only for the built-in task"
                 raise SettingsError(f"{path}: {said}; leave out curves, or task.name")
     check = partial(_known, experiment.arms, str(path))
     for bar in experiment.bars:
@@ -192,5 +192,5 @@ def load(name: str) -> Experiment:
 def _known(arms: Mapping[str, Arm], source: str, name: str) -> None:
     if name not in arms:
         raise SettingsError(
-            f"{source}: a claim or bar names arm {name!r}{nearest(name, list(arms))}; there are {', '.join(arms)}"
+            f"{source}: a claim or bar names arm {name!r}{nearest(name, list(arms))}; the arms are {', '.join(arms)}"
         )

@@ -80,15 +80,17 @@ def island(parameters: int, hardware: Hardware, optimizer: Optimizer = "adamw") 
     """
     devices, hosts = hardware.devices, hardware.hosts
     if devices % hosts:
-        raise SettingsError(f"--hosts {hosts}: they do not divide {devices} devices: each host has as many as the others")
+        raise SettingsError(
+            f"--hosts {hosts}: {devices} devices are not divisible by them; all hosts must have equal numbers of devices"
+        )
     needed = STATE_BYTES[optimizer] * parameters
     fsdp = fewest_shards(needed, hardware)
     if fsdp is None:
         enough = math.ceil(needed / (STATE_SHARE * hardware.memory_bytes))
         raise SettingsError(
-            f"--parameters {parameters:.3g}: {needed / 1e9:.3g} GB of parameters, gradients and optimizer state do not fit "
-            f"{STATE_SHARE:.0%} of {devices} devices of {hardware.memory_bytes / 1e9:.3g} GB: take {enough} devices "
-            "or more, or larger ones"
+            f"--parameters {parameters:.3g}: {needed / 1e9:.3g} GB of parameters, gradients and optimizer state do not "
+            f"fit into {STATE_SHARE:.0%} of {devices} devices of {hardware.memory_bytes / 1e9:.3g} GB: use {enough} "
+            "devices or more, or larger ones"
         )
     fragments = next((count for count in FRAGMENTS if VALUE_BYTES * parameters / count <= FRAGMENT_BYTES), FRAGMENTS[-1])
     fragment_bytes = VALUE_BYTES * parameters / fragments

@@ -261,16 +261,16 @@ class _Planner:
             return Setting(name, value, "the preset's" if value == getattr(getattr(PRESET, section), key) else why)
 
         found = [
-            Setting("learners", chosen.total, f"M: {split}; the fewest that are within {ALIKE:.0%} of the best"),
+            Setting("learners", chosen.total, f"M: {split}; the fewest learners within {ALIKE:.0%} of the best plan"),
             Setting("tokens", self.model.tokens, "the budget"),
             Setting(
                 "shards", shards, "syncers that share the fragments: of each region as many as it has cores' worth of work"
             ),
-            Setting("round.quorum", PRESET.round.quorum, "K, the preset's: a round waits for no learner that is down"),
+            Setting("round.quorum", PRESET.round.quorum, "K, the preset's: a round does not wait for learners that are down"),
             Setting(
                 "round.grace_factor",
                 PRESET.round.grace_factor,
-                "the preset's: who answers within the overlap is merged too; K = 1 without it costs quality",
+                "the preset's: offers that arrive within the overlap are also merged; K = 1 without it costs quality",
             ),
             least("round.steps", choice.steps, "H: the least for which every link has room"),
             least("round.overlap_steps", choice.overlap_steps, "tau: the least that a version needs to be in time"),
@@ -349,12 +349,12 @@ class _Planner:
             )
         if chosen.choice.steps > PUBLISHED_STEPS:
             found.append(
-                f"H = {chosen.choice.steps} is longer than any published; whether the model learns as well is not known"
+                f"H = {chosen.choice.steps} is longer than any published; its effect on the model's quality is unknown"
             )
         if len(chosen.learners) == 2:
             found.append(
-                "two regions wait for each other when the link is cut; a third with a server and a syncer, without learners, "
-                "would not let them (docs/regions.md)"
+                "two regions wait for each other when the link is cut; a third region with a server and a syncer, but "
+                "without learners, prevents that (docs/regions.md)"
             )
         return [*found, *self._left_out(), self._reckoned(), *self._chip_notes(), *self._full_chips(islands)]
 
@@ -376,10 +376,16 @@ class _Planner:
         for name, count in self.chosen.learners.items():
             site = self.sites.sites[name]
             if site.slices // count == site.needed_slices(self.model):
-                yield f"a learner of {name} fills its memory: without a slice it would stand still, and is taken to go on"
+                yield (
+                    f"a learner of {name} fills its memory: without one slice it would stop, but the plan assumes that "
+                    "it continues"
+                )
             idle = site.chips - site.slices // count * count * site.chips_per_slice
             if idle:
-                yield f"{idle} of {site.chips} chips of {name} are in no learner: they make no whole slice for each; paid"
+                yield (
+                    f"{idle} of {site.chips} chips of {name} are paid for but unused: they do not make a whole slice "
+                    "for each learner"
+                )
 
     def _full_chips(self, islands: Sequence[PlannedLearner]) -> Iterator[str]:
         for one in islands:

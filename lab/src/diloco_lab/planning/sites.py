@@ -41,7 +41,7 @@ class ModelSpec(_Table):
 
     parameters: Whole = Field(description="parameters of the model")
     tokens: Whole = Field(description="token budget")
-    tokens_per_step: Whole = Field(description="tokens of a step of all learners together; each takes an even part")
+    tokens_per_step: Whole = Field(description="tokens of a step of all learners together, divided evenly")
     bytes_per_parameter: Positive = Field(
         16.0, description="of a learner's chips: value, gradient and AdamW's two moments in float32; no activations"
     )
@@ -50,7 +50,7 @@ class ModelSpec(_Table):
 class Wanted(_Table):
     """Limits of the plan."""
 
-    utilisation: float = Field(0.95, gt=0, lt=1, description="least compute utilisation that the links are to allow")
+    utilisation: float = Field(0.95, gt=0, lt=1, description="least compute utilisation that the links must allow")
     most_learners: Annotated[int, Field(ge=1, le=MAX_LEARNERS)] = Field(
         8, description="the most for which arXiv 2604.21428 reports a large model's quality"
     )
@@ -62,8 +62,8 @@ class Site(_Table):
     chips: Annotated[int, Field(ge=1, le=MAX_SLICES)] = Field(description="number of chips")
     memory_per_chip_bytes: Positive = Field(description="memory of a chip")
     price_per_chip_hour: NotNegative = Field(description="price of a chip for an hour")
-    tokens_per_s_per_chip: Positive | None = Field(None, description="tokens that a chip takes a second")
-    flops_per_chip: Positive | None = Field(None, description="a chip's peak, operations a second")
+    tokens_per_s_per_chip: Positive | None = Field(None, description="tokens per second of a chip")
+    flops_per_chip: Positive | None = Field(None, description="a chip's peak, in operations per second")
     flops_utilisation: float = Field(0.4, gt=0, le=1, description="share of flops_per_chip that a step reaches by itself")
     learners: Annotated[int, Field(ge=1, le=MAX_LEARNERS)] | None = Field(None, description="learners here")
     chips_per_host: Annotated[int, Field(ge=1, le=MAX_SLICES)] = Field(
@@ -77,13 +77,19 @@ class Site(_Table):
         published.FITTED.repair_s, gt=0, le=YEAR_S, description="mean time that a slice is away; fitted to the paper's tables"
     )
     downscale_s: float = Field(
-        published.FITTED.downscale_s, ge=0, le=YEAR_S, description="to go on without a slice; fitted to the paper's tables"
+        published.FITTED.downscale_s,
+        ge=0,
+        le=YEAR_S,
+        description="time to continue without a slice; fitted to the paper's tables",
     )
     upscale_s: float = Field(
-        published.FITTED.upscale_s, ge=0, le=YEAR_S, description="to take slices in again; fitted to the paper's tables"
+        published.FITTED.upscale_s, ge=0, le=YEAR_S, description="time to take slices in again; fitted to the paper's tables"
     )
     gather_s: float = Field(
-        published.FITTED.gather_s, ge=0, le=YEAR_S, description="that the first slice back waits; fitted to the paper's tables"
+        published.FITTED.gather_s,
+        ge=0,
+        le=YEAR_S,
+        description="time that the first returning slice waits; fitted to the paper's tables",
     )
 
     @property
@@ -163,7 +169,9 @@ class _Reader:
     def read(self) -> Sites:
         for name in self.values:
             if name not in TABLES:
-                raise self._error(name, "", f"is no table of such a file{nearest(name, TABLES)}; there are {', '.join(TABLES)}")
+                raise self._error(
+                    name, "", f"is not a table of such a file{nearest(name, TABLES)}; the tables are {', '.join(TABLES)}"
+                )
         for name in ("model", "sites"):
             if not self.values.get(name):
                 raise SettingsError(
@@ -195,7 +203,7 @@ class _Reader:
             which = "neither" if site.flops_per_chip is None else "both"
             raise self._error(table, "", f"needs one of tokens_per_s_per_chip and flops_per_chip, and has {which}")
         if site.flops_per_chip is None and "flops_utilisation" in site.model_fields_set:
-            raise self._error(table, "flops_utilisation", "is of flops_per_chip, which is not given")
+            raise self._error(table, "flops_utilisation", "applies to flops_per_chip, which is not given")
         if not site.slices:
             raise self._error(table, "chips_per_slice", f"= {site.chips_per_slice} is more than chips = {site.chips}")
         if site.chips_per_host % site.chips_per_slice and site.chips_per_slice % site.chips_per_host:
@@ -228,9 +236,11 @@ class _Reader:
                 if site not in sites:
                     raise self._error(name, "between", f"= {link.between}: no site {site!r}{nearest(site, list(sites))}")
             if len(set(link.between)) < 2:
-                raise self._error(name, "between", f"= {link.between}: from a site to itself")
+                raise self._error(name, "between", f"= {link.between}: joins a site to itself")
             if (pair := frozenset(link.between)) in pairs:
-                raise self._error(name, "between", f"= {link.between}: the second link of these two; add them up to one")
+                raise self._error(
+                    name, "between", f"= {link.between}: is the second link between these sites; combine them into one"
+                )
             links.append(link)
             pairs.add(pair)
         for one, other in itertools.combinations(sites, 2):

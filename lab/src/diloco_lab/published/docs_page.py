@@ -48,7 +48,7 @@ def fill(page: str, made: Mapping[str, str]) -> str:
     names = [name for _, name, _ in _BLOCK.findall(page)]
     if not names or not set(names) <= set(made):
         found = ", ".join(names) or "none"
-        raise FormatError(f"blocks `<!-- simulate: NAME -->` of the page: {found}; there are {', '.join(made)}")
+        raise FormatError(f"blocks `<!-- simulate: NAME -->` of the page: {found}; known blocks are {', '.join(made)}")
     return _BLOCK.sub(lambda block: f"{block[1]}{made[block[2]]}{block[3]}", page)
 
 

@@ -107,7 +107,7 @@ class _Refold:
             return (await self.seen.load_first(self.found.index)).replica
         if self._keyframe is None:
             version = first.record.version
-            raise RunError(f"the log begins with version {version}, and no keyframe that would say what was before is whole")
+            raise RunError(f"the log begins with version {version}, and no intact keyframe states what precedes it")
         replica = self._keyframe.replica.copy()  # the keyframe's own is to be compared with
         self.found.first_version = replica.chain.version
         if self.merges is not None and self.found.first_version:
@@ -139,7 +139,7 @@ class _Refold:
                 self.found.keyframes += 1
                 for name in (f.name for f in fields(Chain)):
                     if getattr(stated, name) != getattr(folded, name):
-                        self.found.wrong_keyframes.append(f"version {stated.version}: {name} is not that of the log")
+                        self.found.wrong_keyframes.append(f"version {stated.version}: {name} differs from the log's")
                 if self.merges is not None:
                     self.merges.follow(self._keyframe)
             elif stated.version >= self.found.first_version:
@@ -147,7 +147,7 @@ class _Refold:
             await self._next_keyframe()
 
     def _note_stray(self, version: int) -> None:
-        self.found.wrong_keyframes.append(f"one of version {version} stands after no entry of the log")
+        self.found.wrong_keyframes.append(f"a keyframe of version {version} follows no entry of the log")
 
     def _refuse(self, refusal: RefusedEntry) -> None:
         self.found.passed_over.append(str(refusal.error))

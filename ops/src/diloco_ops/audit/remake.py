@@ -60,7 +60,7 @@ class RemadeMerges:
                 self._residuals, self.redone = [left], self.redone + 1
                 return
         self._residuals = []
-        self.wrong.append(f"version {record.version}: its offers give another merge than it has")
+        self.wrong.append(f"version {record.version}: its offers give another merge than the log has")
 
     def begin(self, keyframe: LoadedState) -> None:
         """Begin with the residual of a keyframe: nothing is known of earlier ones."""
@@ -71,7 +71,7 @@ class RemadeMerges:
         self._keyframe = keyframe
         if len(self._residuals) == 1 and not np.array_equal(self._residuals[0], keyframe.residual):
             self.wrong.append(
-                f"version {keyframe.replica.chain.version}: its keyframe has another residual than its merges leave"
+                f"version {keyframe.replica.chain.version}: its keyframe has another residual than the merges before it leave"
             )
         self._residuals = [keyframe.residual]
 
@@ -99,11 +99,11 @@ class RemadeMerges:
     def _compare(self, record: Record, members: Sequence[MergeMember], offer: Offer | RegionalOffer) -> None:
         """Compare the members of a version with their statements in the offer."""
         if [member.learner for member in members] != [stated.learner for stated in offer.members]:
-            self.wrong.append(f"version {record.version}: a regional offer has other members than it says")
+            self.wrong.append(f"version {record.version}: a regional offer has other members than it states")
             return
         contributions: Sequence[Offer | Answer] = offer.members
         for member, contribution in zip(members, contributions, strict=True):
             stated = MergeMember.of(contribution, member.weight)
             for name in MergeMember.__struct_fields__:
                 if getattr(stated, name) != getattr(member, name):
-                    self.wrong.append(f"version {record.version}: {name} of {member.learner} is not that of its offer")
+                    self.wrong.append(f"version {record.version}: {name} of {member.learner} differs from that of its offer")

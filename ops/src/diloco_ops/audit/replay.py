@@ -129,14 +129,14 @@ class ReplayedLearner:
         """
         if life.restored is not None:
             if life.restored not in kept:
-                raise RunError(f"it began from a checkpoint ({life.restored.hex()}) that no tape here says how to make again")
+                raise RunError(f"it began from a checkpoint ({life.restored.hex()}) that the tapes here cannot reproduce")
             (plain, arrays), state = kept[life.restored]
             self.learner.restore(plain, arrays, life.bare)
             self.model.load_state(state)
         if life.borrowed is not None:
             peer, digest = life.borrowed
             if digest not in kept:
-                raise RunError(f"it began with an optimizer state of {peer} ({digest.hex()}) that could not be made again")
+                raise RunError(f"it began with an optimizer state of {peer} ({digest.hex()}) that could not be reproduced")
             self.model.load_optimizer(kept[digest][1])
         if life.fresh:
             self.learner.accounts.warming = 0
@@ -175,7 +175,7 @@ class ReplayedLearner:
             RunError: it does not have as many.
         """
         if event.changes > len(changes.records):
-            raise RunError(f"its tape goes by change {event.changes}, the run has {len(changes.records)}")
+            raise RunError(f"its tape refers to change {event.changes}, but the run has {len(changes.records)} changes")
         in_force_now = in_force(self.learner.settings, changes.records[: event.changes])
         self.learner.budget = in_force_now.settings.tokens
 
@@ -210,7 +210,7 @@ def known_bits(bits: int) -> Bits | None:
 def replay(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="The run's directory.")],
     fragment: Annotated[int | None, typer.Option(help="Only this fragment's log.")] = None,
-    learners: Annotated[bool, typer.Option("--learners", help="Redo the learners' training, too.")] = False,
+    learners: Annotated[bool, typer.Option("--learners", help="Also repeat the learners' training.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> int:
     """Fold a run's log again and compare every state; redo its training. Exit code 1 if any bit differs."""
@@ -264,8 +264,8 @@ async def fold(directory: Path, fragment: int | None, *, keep: bool) -> Replayed
             logs.append(await refold(outside, index, entries.append if keep else lambda entry: None))
             if keep and logs[-1].first_version:
                 raise RunError(
-                    f"fragment {index}: its log begins with version {logs[-1].first_version}; training can be done again only "
-                    "where nothing was purged (log.keep_keyframes, log.keep_bytes)"
+                    f"fragment {index}: its log begins with version {logs[-1].first_version}; training can be repeated "
+                    "only where nothing was purged (log.keep_keyframes, log.keep_bytes)"
                 )
             if keep:
                 first = await outside.log.reader.load_first(index, outside.genesis, outside.genesis_check)
@@ -363,7 +363,9 @@ def _relive(folded: ReplayedLog, life: Life, make: MakeModel, kept: _Kept, wante
                 learner.change(folded.changes, event)
             elif isinstance(event, events.TapeOffer):
                 if not learner.offer(event):
-                    result.wrong = f"step {step}: offer {event.number} of fragment {event.fragment} is not the one on the tape"
+                    result.wrong = (
+                        f"step {step}: offer {event.number} of fragment {event.fragment} differs from the one on the tape"
+                    )
                     return
                 result.offers += 1
             else:
@@ -376,7 +378,7 @@ def _relive(folded: ReplayedLog, life: Life, make: MakeModel, kept: _Kept, wante
     if life.end is not None:
         result.parameters = learner.model.parameters_digest() == life.end.digest
         if not result.parameters:
-            result.wrong = f"step {life.steps}: the parameters at the end are not those on the tape"
+            result.wrong = f"step {life.steps}: the parameters at the end differ from those on the tape"
 
 
 def _batches(life: Life) -> Iterator[tuple[int, int]]:
@@ -391,7 +393,7 @@ def _show(folded: ReplayedLog, redone: Sequence[ReplayResult]) -> None:
     console.print(
         f"{folded.versions} versions of {len(folded.logs)} fragments folded in {folded.wall_s:.1f} s, {speed:.0f} a second"
     )
-    console.print("; ".join(folded.wrong) or "every state is the one that its record has")
+    console.print("; ".join(folded.wrong) or "every state equals the one in its record")
     table = Table("learner", "steps", "offers", "parameters", "", box=None, pad_edge=False)
     for life in redone:
         same = {True: "the same", False: "[bold red]others[/]", None: "not told"}[life.parameters]

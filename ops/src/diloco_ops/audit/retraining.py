@@ -101,7 +101,8 @@ class Retraining:
         machine = life.machine
         if machine is not None and machine.text.startswith(f"{tape.TORCH} "):
             raise RunError(
-                "a learner of PyTorch is not trained again: replay does so for those of JAX; verify checks its offers"
+                "the training of a PyTorch learner cannot be repeated: replay supports only JAX learners; verify checks "
+                "this learner's offers"
             )
         if not any(point.name == LEARNER for point in entry_points(group=MODELS)):
             raise RunError("the distribution diloco-learner is not installed, which trains the models of runs")
@@ -145,8 +146,8 @@ class _Process:
             self.ended = True
             self._process.join(END_S)
             raise RunError(
-                f"the process that trained it again has died (exit code {self._process.exitcode}; -9 is often a machine "
-                "without memory left): look at what it wrote to stderr, and replay it where there is more room"
+                f"the process that repeated its training has died (exit code {self._process.exitcode}; -9 often means "
+                "that memory ran out): read its output on stderr, and replay on a machine with more memory"
             ) from None
         if isinstance(answer, Exception):
             raise answer
@@ -224,5 +225,5 @@ def _serve(pipe: Connection, environment: Mapping[str, str]) -> None:
                 answer = error
             except Exception as error:  # of JAX, or of the user's task
                 observe.get_logger().error("not_trained_again", exc_info=error)
-                answer = RunError(f"training it again failed: {type(error).__name__}: {error}")
+                answer = RunError(f"repeating its training failed: {type(error).__name__}: {error}")
             pipe.send(answer)

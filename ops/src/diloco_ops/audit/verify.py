@@ -69,7 +69,7 @@ class Verification:
 
 
 def verify(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The run's directory; the run may be going on.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The run's directory; the run may be running.")],
     json_: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> int:
     """Check a run's log, hashes and accounts from outside. Exit code 1 if anything is wrong."""
@@ -131,7 +131,7 @@ def _log(logs: Sequence[FragmentLog], live: bool) -> PropertyCheck:
     if wrong:
         return PropertyCheck("log", "fails", _named(wrong))
     versions, passed_over = sum(log.versions for log in logs), [reason for log in logs for reason in log.passed_over]
-    found = f"{versions} versions of {len(logs)} fragments follow one another, and fold to the states that they state"
+    found = f"{versions} versions of {len(logs)} fragments follow one another, and give the states that they record"
     first = max(log.first_version for log in logs)
     if first:
         found += f"; what is before version {first} was purged"
@@ -173,7 +173,7 @@ def _keyframes(logs: Sequence[FragmentLog]) -> PropertyCheck:
         return PropertyCheck("keyframes", "fails", _named(wrong))
     keyframes = sum(log.keyframes for log in logs)
     return PropertyCheck(
-        "keyframes", "holds", f"{keyframes} have the state, cursors and sums of the fold" if keyframes else "none yet"
+        "keyframes", "holds", f"{keyframes} agree with the log in state, cursors and sums" if keyframes else "none yet"
     )
 
 
@@ -186,10 +186,12 @@ def _merges(merges: Sequence[RemadeMerges | None]) -> PropertyCheck:
     if wrong:
         return PropertyCheck("merges", "fails", _named(wrong))
     redone, unknown = sum(again.redone for again in known), sum(again.unknown for again in known)
-    text = f"{redone} versions are, to the bit, the merges of their offers"
+    text = f"{redone} versions equal the merges of their offers bit for bit"
     if unknown:
         return PropertyCheck(
-            "merges", "unchecked", f"{text}; of {unknown} more the offers, or what was left over before, are not known"
+            "merges",
+            "unchecked",
+            f"{text}; {unknown} more could not be checked, because their offers or the residual before them are unknown",
         )
     return PropertyCheck("merges", "holds", text)
 
@@ -201,7 +203,7 @@ def _tapes(tapes: Sequence[tape.Tape], problems: Sequence[str]) -> PropertyCheck
         return PropertyCheck("tapes", "unchecked", "there are none")
     size_bytes, torn = sum(len(read.data) for read in tapes), sum(read.scan.torn_bytes > 0 for read in tapes)
     ends = f"; {torn} end in the middle of a block, as their process died" if torn else ""
-    return PropertyCheck("tapes", "holds", f"{len(tapes)} tapes of {size_bytes} bytes are whole{ends}")
+    return PropertyCheck("tapes", "holds", f"{len(tapes)} tapes of {size_bytes} bytes are intact{ends}")
 
 
 def _offers(logs: Sequence[FragmentLog], lives: dict[tuple[str, int], Life]) -> PropertyCheck:
@@ -227,7 +229,9 @@ def _offers(logs: Sequence[FragmentLog], lives: dict[tuple[str, int], Life]) -> 
         return PropertyCheck("offers", "fails", _named(wrong))
     text = f"{found} merged offers are on the tapes of their learners, each merged once"
     if unknown:
-        return PropertyCheck("offers", "unchecked", f"{text}; of {unknown} more there is no tape")
+        return PropertyCheck(
+            "offers", "unchecked", f"{text}; {unknown} more could not be checked, because their tapes are missing"
+        )
     return PropertyCheck("offers", "holds", text)
 
 
@@ -254,14 +258,15 @@ def _data(
         f"{trained} batches of {len(shares)} shares were trained, {repeated} of them more than once; no work was merged twice"
     )
     if not any(log.first_version for log in logs):
-        text += f"; {merged} are in every fragment, {lost} in none"
+        text += f"; {merged} are in every fragment, {lost} in no fragment"
     own = ledger.own_tokens(sizes)
     if own:
         text += (
-            f"; not accounted for, since on data of their own: {', '.join(f'{n} tokens of {name}' for name, n in own.items())}"
+            "; not accounted for, because trained on the learners' own data: "
+            f"{', '.join(f'{n} tokens of {name}' for name, n in own.items())}"
         )
     return PropertyCheck(
-        "data", "holds" if complete else "unchecked", text + ("" if complete else "; not all that was trained is on tapes")
+        "data", "holds" if complete else "unchecked", text + ("" if complete else "; some of the training is not on tapes")
     )
 
 
@@ -294,7 +299,7 @@ def _report(seen: RunReader, logs: Sequence[FragmentLog]) -> PropertyCheck:
         return PropertyCheck("report", "fails", f"{path}: damaged: {error}")
     if wrong:
         return PropertyCheck("report", "fails", _named(wrong))
-    return PropertyCheck("report", "holds", f"its versions, tokens and states of {len(logs)} fragments are the log's")
+    return PropertyCheck("report", "holds", f"its versions, tokens and states of {len(logs)} fragments agree with the log")
 
 
 def _named(reasons: Sequence[str]) -> str:
@@ -309,7 +314,5 @@ def _show(verdict: Verification) -> None:
     console = Console()
     console.print(table)
     unchecked = [item.name for item in verdict.checks if item.state == "unchecked"]
-    words = "everything checked holds" if verdict.holds else "NOT as it should be"
-    console.print(
-        f"\nrun {verdict.run}: {words}" + (f"; not, or not wholly, checked: {', '.join(unchecked)}" if unchecked else "")
-    )
+    words = "everything checked holds" if verdict.holds else "NOT in order"
+    console.print(f"\nrun {verdict.run}: {words}" + (f"; not fully checked: {', '.join(unchecked)}" if unchecked else ""))

@@ -149,5 +149,5 @@ def answered(data: bytes, subject: str) -> dict[str, Any]:
     """
     answer = json_object(data)
     if answer is None:
-        raise BrokerError(f"{subject}: no JSON object came for an answer")
+        raise BrokerError(f"{subject}: the answer is not a JSON object")
     return answer

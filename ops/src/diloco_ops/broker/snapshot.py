@@ -138,12 +138,12 @@ async def _send(link: NatsLink, subject: str, path: Path, stream: str) -> dict[s
             for reply in await asyncio.gather(*(_request(link, subject, chunk, stream) for chunk in chunks)):
                 if reply.startswith(b"-ERR"):
                     said = reply.decode(errors="replace")
-                    raise BrokerError(f"stream {stream}: the server could not take its snapshot: {said}")
+                    raise BrokerError(f"stream {stream}: the server could not create a snapshot: {said}")
     answer = await _request(link, subject, b"", stream)
     if not answer:  # it was taken for a chunk: lists of earlier versions put a header before what an operator sends
         raise BrokerError(
-            f"stream {stream}: the server cannot be given a snapshot under an identity: its list is of an earlier version; "
-            "diloco keys refresh, hand it over, and start the server again"
+            f"stream {stream}: the server refuses a snapshot from this identity, because its list is from an earlier "
+            "version; run diloco keys refresh, give the server its new files, and restart it"
         )
     return _parse(stream, answer)
 
@@ -164,7 +164,7 @@ async def _request(link: NatsLink, subject: str, data: bytes, stream: str) -> by
 def _parse(stream: str, data: bytes) -> dict[str, Any]:
     answer = json_object(data)
     if answer is None:
-        raise BrokerError(f"stream {stream}: {data[:80]!r} came for an answer")
+        raise BrokerError(f"stream {stream}: invalid answer {data[:80]!r}")
     if "error" in answer:
         error = answer["error"] if isinstance(answer["error"], dict) else {}
         text = f"stream {stream}: {error.get('description')} (code {error.get('err_code')})"

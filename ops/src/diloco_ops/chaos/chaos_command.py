@@ -25,18 +25,23 @@ def chaos(
     seed: Annotated[int, typer.Option(help="Seed of the failures.")] = 0,
     for_: Annotated[float, typer.Option("--for", min=0.1, help="Seconds of chaos.")] = 60.0,
     kinds: Annotated[
-        str | None, typer.Option(help=f"Only these, comma separated: {', '.join(KINDS)}; default: all that the run can meet.")
+        str | None,
+        typer.Option(
+            help=f"Only these kinds of failures, comma separated: {', '.join(KINDS)}; default: all that apply to the run."
+        ),
     ] = None,
-    rate: Annotated[float, typer.Option(min=1e-6, help="Failures a second.")] = 0.2,
-    tape: Annotated[Path | None, typer.Option(help="Bring about this failure tape instead of drawing one.")] = None,
+    rate: Annotated[float, typer.Option(min=1e-6, help="Failures per second.")] = 0.2,
+    tape: Annotated[Path | None, typer.Option(help="Play this failure tape instead of drawing one at random.")] = None,
     record: Annotated[Path | None, typer.Option(help="Write the failure tape to this file.")] = None,
-    lead_in: Annotated[float, typer.Option(min=0, help="Seconds before it that tell the undisturbed pace.")] = 5.0,
+    lead_in: Annotated[
+        float, typer.Option(min=0, help="Seconds before the chaos in which the undisturbed pace is measured.")
+    ] = 5.0,
     json_: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON.")] = False,
 ) -> int:
     """Break a live run on purpose, see that it heals, and tell the cost. Exit code 1 if any invariant is broken."""
     run = rundir.load(directory.resolve())
     if run.finished:
-        raise RunError(f"{directory}: this run is finished; chaos needs one that `diloco up` is running")
+        raise RunError(f"{directory}: this run is finished; chaos needs a run that `diloco up` is running")
     names = sorted(file.stem for file in (run.path / "services").glob("*.pid"))
     present = Present(names, run.settings.regions.names)
     if not present.targets(KINDS["kill"]) or not run.nats_url:

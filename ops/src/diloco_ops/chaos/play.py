@@ -114,7 +114,7 @@ class Chaos:
         learners = {name for name in self.present.names if name.startswith("learner-")}
         await self._until(lambda: learners <= self.watch.stepping() or self.witness.finished, READY_S)
         if not learners <= self.watch.stepping():
-            raise RunError(f"{self.directory.path}: its learners are not stepping; chaos needs a run in full swing")
+            raise RunError(f"{self.directory.path}: its learners are not training; chaos needs a run whose learners take steps")
         self.say(f"watching {len(self.present.names)} processes, undisturbed for {self.lead_in_s:g} s")
         usual = await self._pace(asyncio.sleep(self.lead_in_s))
         self.say(f"chaos for {self.tape.duration_s:g} s, {len(self.tape.failures)} failures")

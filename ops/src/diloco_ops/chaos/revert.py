@@ -65,7 +65,9 @@ def _read(file: Path) -> dict[str, dict[str, Any]]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise RunError(f"{file}: damaged ({error}); see that no service is stopped (kill -CONT), then delete it") from None
+        raise RunError(
+            f"{file}: damaged ({error}); resume all services that are stopped (kill -CONT), then delete the file"
+        ) from None
 
 
 def began(pid: int) -> str:

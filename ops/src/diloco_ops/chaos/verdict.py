@@ -108,7 +108,7 @@ def describe(verdict: dict[str, Any]) -> str:
         f"{share(verdict['lost_fraction_undisturbed'], 1)})",
         f"goodput of the learners: {share(verdict['goodput'], 1)} of their undisturbed pace",
         f"takeovers: {verdict['takeovers']}",
-        f"refused: {refused['honest']} honest messages; what was damaged or repeated here {refused['made']} times",
+        f"refused: {refused['honest']} honest messages; messages damaged or repeated by chaos: {refused['made']} times",
         "recovery after                count   median      max",
     ]
     for what, times in verdict["recovery"].items():

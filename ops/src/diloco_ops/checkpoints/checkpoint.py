@@ -68,8 +68,8 @@ async def take(path: Path, out: Path | None = None, *, of_finished: bool = False
     async with run_reader.opened(path) as run:
         if run.directory.finished and not of_finished:
             raise RunError(
-                f"{path}: this run is finished, and takes no checkpoint any more; for more tokens: diloco up --continue "
-                f"{path} --tokens N; an earlier checkpoint can be gone on from: diloco up --resume"
+                f"{path}: this run is finished, so no checkpoint can be taken; for more tokens: diloco up --continue "
+                f"{path} --tokens N; to go on from an earlier checkpoint: diloco up --resume"
             )
         wholes = run.directory.path / manifest.FOLDER
         used = [*manifest.numbered(wholes), *manifest.numbered(run.directory.path / statefolder.FOLDER)]
@@ -118,7 +118,9 @@ def left_states(run: RunReader, problems: list[str]) -> States:
                 try:
                     loaded = state.load(path, run.run.identity, name)
                     if loaded.missing:
-                        raise RunError(f"{path}: {loaded.missing} of its parts are not here, which other processes saved")
+                        raise RunError(
+                            f"{path}: {loaded.missing} of its parts are missing here, because other processes saved them"
+                        )
                 except RunError as error:
                     problems.append(f"{error}; passed over")
                 else:
@@ -153,9 +155,9 @@ class _Saver:
                         continue
                     files.append(await asyncio.to_thread(self._copy, path, targets[part]))
                     if stated is not None and files[-1] != stated[part]:
-                        raise RunError(f"{path}: is not what {name} says that it wrote")
+                        raise RunError(f"{path}: differs from what {name} reports to have written")
             except (FileNotFoundError, RunError) as error:
-                self.problems.append(f"{name}: no state ({error}); begins from the log")
+                self.problems.append(f"{name}: no state ({error}); the learner will begin from the log")
                 continue
             step, versions = (None, None) if answer is None else (answer.step, answer.versions)
             learners[name] = SavedLearner(files[0], step, versions, files[1:])
@@ -251,7 +253,7 @@ def checkpoint(
     """
     if words[0] == Path("collect") and len(words) > 1:
         if out is not None:
-            raise SettingsError("diloco checkpoint collect: --out is for taking a checkpoint")
+            raise SettingsError("diloco checkpoint collect: --out applies only to taking a checkpoint")
         return asyncio.run(collecting.collect(words[1], words[2:]))
     if len(words) > 1:
         raise SettingsError(f"diloco checkpoint: one DIR, or: collect CHECKPOINT FOLDER...; not {' '.join(map(str, words))}")

@@ -65,8 +65,8 @@ async def noted_whole(registry: Bucket, number: int) -> list[str]:
             await note_whole(registry, number)
     except (BrokerError, FormatError, TimeoutError):
         return [
-            f"learners are not told that this checkpoint is whole, and keep their newest eight states: key {KEY!r} cannot be "
-            "written; where the control store's list is of an earlier version: diloco keys refresh"
+            f"learners cannot be notified that this checkpoint is whole, and keep their newest eight states: key {KEY!r} "
+            "cannot be written; if the control store's list is from an earlier version: diloco keys refresh"
         ]
     return []
 
@@ -132,9 +132,11 @@ async def _tell_learners(taken: RunCheckpoint) -> list[str]:
     if number is None:
         return []
     if not (directory / "run.json").is_file():
-        return [f"{taken.path}: lies in no run's directory, so learners are not told that it is whole: they keep more states"]
+        return [
+            f"{taken.path}: is outside a run's directory, so learners are not notified that it is whole, and keep more states"
+        ]
     try:
         async with run_reader.reached(directory) as live:
             return await noted_whole(live.run.registry, number)
     except DilocoError as error:
-        return [f"learners are not told that it is whole ({error}): collect once more when the control store answers"]
+        return [f"learners could not be notified that it is whole ({error}): collect again when the control store answers"]

@@ -106,12 +106,12 @@ class Marking:
         if without_residual:
             names = ", ".join(map(str, without_residual))
             reason = f": the logs of the regions {', '.join(unread)} were not read" if unread else ""
-            self.problems.append(f"fragments {names}: what rounding has left over of their last merge begins at zero{reason}")
+            self.problems.append(f"fragments {names}: the rounding residual of their last merge starts at zero{reason}")
         for name, declined in sorted(self._declined.items()):
             if declined.reason == "keeps_own":
                 self.keeps_own.append(name)
             else:
-                self.problems.append(f"{name}: could not save its state ({declined.detail}); begins from the log")
+                self.problems.append(f"{name}: could not save its state ({declined.detail}); it will begin from the log")
         return {name: (self._parts_of(answer), answer) for name, answer in sorted(self._answers.items())}
 
     def _parts_of(self, answer: MarkerAnswer) -> list[Path]:
@@ -127,7 +127,7 @@ class Marking:
         while missing := self._living() - self._answers.keys() - self._declined.keys():
             if time.monotonic() - began_s > MARKER_TIMEOUT_S:
                 self.problems.append(
-                    f"{', '.join(sorted(missing))}: no state within {MARKER_TIMEOUT_S:g} s; begins from the log"
+                    f"{', '.join(sorted(missing))}: no state within {MARKER_TIMEOUT_S:g} s; will begin from the log"
                 )
                 return
             if self._newest > self.number:

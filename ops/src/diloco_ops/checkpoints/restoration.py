@@ -94,7 +94,10 @@ async def restore_to(
     urls = region_logs.urls_of(bulk, settings.regions.names, LEFT_OUT)
     own = None if identity is None else of_command(identity, run)
     for name in source.absent():
-        say(f"note: the state of {name} is not in this checkpoint; put the copy of its team back, or it begins from the log")
+        say(
+            f"note: the state of {name} is not in this checkpoint; restore the copy that its team has, otherwise the "
+            "learner begins from the log"
+        )
     async with _connected(nats_url, urls, own) as (control, homes):
         tag = blake3(f"{source.manifest.hash} {settings.digest().hex()} {settings.canonical().hex()}".encode()).hexdigest()[:32]
         restoration = _Restoration(run, tag, secrets.token_hex(8), control, homes)
@@ -202,8 +205,8 @@ class _Restoration:
                 faults.append(f"{place} has its log, with {log['state'].get('messages')} messages")
         if faults:
             raise RunError(
-                f"run {self.run!r} is there already, and a restore replaces nothing: {'; '.join(faults)}; give empty servers, "
-                f"or delete what they hold of it for good: diloco runs remove {self.run}"
+                f"run {self.run!r} is there already, and a restore replaces nothing: {'; '.join(faults)}; give empty "
+                f"servers, or delete what they hold of it for good: diloco runs remove {self.run}"
             )
         return False
 
@@ -254,15 +257,15 @@ class _Restoration:
             other = await streams.info(link, stream)
             if other is not None and _tags(other).get(MADE_BY) != self.nonce:
                 raise self._other(place) from None
-            raise BrokerError(f"{place}: {error}; type the command again: what is there stays") from None
+            raise BrokerError(f"{place}: {error}; run the command again: it keeps what has been restored") from None
         made = await streams.info(link, stream)
         if made is None or _tags(made).get(MADE_BY) != self.nonce:
             raise self._other(place)
 
     def _other(self, place: str) -> RunError:
         return RunError(
-            f"{place}: another restore of run {self.run!r} works there at this moment, and nothing of it was touched; let it "
-            f"end, then look: diloco runs show {self.run}"
+            f"{place}: another restore of run {self.run!r} is in progress there, and this one changed nothing; wait for "
+            f"its end, then see: diloco runs show {self.run}"
         )
 
     def _is_whole(self, stream: Mapping[str, Any]) -> bool:

@@ -54,7 +54,7 @@ def read_all(paths: Sequence[Path]) -> list[ComparedRun]:
     """
     twice = [path for path, times in Counter(path.resolve() for path in paths).items() if times > 1]
     if twice:
-        raise SettingsError(f"{twice[0]}: given twice; a run is compared with others")
+        raise SettingsError(f"{twice[0]}: given twice; give different runs")
     found = [entry for path in paths for entry in _read(reading.checked(path))]
     if len(found) > MAX_RUNS:
         raise SettingsError(f"{len(found)} runs and arms of experiments: at most {MAX_RUNS} fit on a page; give fewer")
@@ -97,6 +97,6 @@ def _print(entries: Sequence[ComparedRun]) -> None:
     if missing:
         print(f"{MISSING} means that the value was not measured; the page says why")
     if len(kinds) > 1:
-        print("losses of different units or texts cannot be compared: the page draws them apart")
+        print("losses in different units or of different texts cannot be compared: the page draws them separately")
     for note in side_by_side.notes(entries):
         print(printable(note))

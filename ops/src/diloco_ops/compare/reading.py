@@ -36,8 +36,12 @@ def read(path: Path) -> ComparedRun:
     try:
         return _over(directory, found) if directory.finished else _going_on(directory, found, file)
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        advice = "its log is whole: diloco verify DIR" if directory.finished else "it is written again while the run goes on"
-        raise RunError(f"{file}: damaged, or none of this version ({error!r}); {advice}") from None
+        advice = (
+            "check that its log is whole: diloco verify DIR"
+            if directory.finished
+            else "it is written again while the run goes on"
+        )
+        raise RunError(f"{file}: damaged, or written by another version ({error!r}); {advice}") from None
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -62,7 +66,7 @@ def settled(entries: Sequence[tuple[ComparedRun, str | None]]) -> list[ComparedR
         if len(hashes[entry.text]) > 1:
             made.append(replace(entry, text=f"{entry.text} ({text[:8] if text else 'hash not known'})"))
         elif text is None and hashes[entry.text]:
-            note = f"its text is taken to be the others': {entry.text}; its hash is known at the end"
+            note = f"its text is assumed to be that of the other runs: {entry.text}; its hash is known at the end"
             made.append(replace(entry, notes=(*entry.notes, note)))
         else:
             made.append(entry)
@@ -84,7 +88,7 @@ def _state(directory: RunDirectory, series: Path) -> str:
 
 
 def _no_series(path: Path) -> str:
-    return f"no losses yet: a coordinator whose state_dir is {path} writes series.json there when learners have begun"
+    return f"no losses yet: the coordinator with state_dir = {path} writes series.json there once learners have begun"
 
 
 def _entry(directory: RunDirectory, state: str, **values: Any) -> ComparedRun:
@@ -105,7 +109,7 @@ def _over(directory: RunDirectory, report: Mapping[str, Any]) -> ComparedRun:
     validation = [*series["global"], [report["wall_s"], report["tokens_merged"], report["val_loss"]]]
     processed, learners = report["tokens_processed"], report["learners"]
     bytes_ = series.get("traffic") or []
-    notes = [] if bytes_ else ["an older version made it: its bytes are known at the end alone"]
+    notes = [] if bytes_ else ["an older version made it, so its bytes are known only at the end"]
     if not bytes_:
         bytes_ = [[report["wall_s"], traffic["bytes_up"], traffic["bytes_down"]]]
     return _entry(

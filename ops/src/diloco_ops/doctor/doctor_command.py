@@ -28,12 +28,13 @@ _VERDICT_WIDTH, _NAME_WIDTH = 8, 16
 
 def doctor(
     config: Annotated[
-        Path | None, typer.Option(help="The service's TOML file; DILOCO_* in the environment win over it.")
+        Path | None, typer.Option(help="The service's TOML file; DILOCO_* variables in the environment override it.")
     ] = None,
     role: Annotated[
-        Role | None, typer.Option(help="learner, evaluator, syncer or coordinator; default: its identity's, or a learner.")
+        Role | None,
+        typer.Option(help="learner, evaluator, syncer or coordinator; default: the role in its identity, or learner."),
     ] = None,
-    step_s: Annotated[float | None, typer.Option(help="Seconds that a step takes; default: as heard from learners.")] = None,
+    step_s: Annotated[float | None, typer.Option(help="Seconds that a step takes; default: as reported by learners.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="As JSON lines.")] = False,
 ) -> int:
     """Examine this machine, the servers and the links, before a service joins a run.

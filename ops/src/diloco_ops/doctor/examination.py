@@ -105,12 +105,16 @@ class ServiceExamination:
             self.settings = service.named(self.settings)
         except DilocoError as error:
             yield Check(
-                "numbering", "failed", str(error), "", "let the service's user write there, or give it an identity more"
+                "numbering",
+                "failed",
+                str(error),
+                "",
+                "let the service's user write there, or make one more identity for this service",
             )
             self.settings = self.settings.model_copy(update={"name": f"{self.settings.name[:-1]}0"})
         settings = self.settings
         if settings.identity is None:
-            yield skipped("identity", "none is set: without TLS and credentials")
+            yield skipped("identity", "none is set: connections have no TLS and no credentials")
             return
         try:
             found = identity.load(identity.identity_file(settings.identity, settings.name))
@@ -150,7 +154,7 @@ class ServiceExamination:
         else:
             available = machine.available_bytes()
             yield (
-                skipped("memory", "this system does not say how much there is")
+                skipped("memory", "this system does not report its amount")
                 if available is None
                 else verdicts.memory(self.role, run.in_force, model, available)
             )
@@ -194,7 +198,7 @@ class ServiceExamination:
         yield verdicts.reached(place.name, [(one.url, one.address, one.connect_s, one.error) for one in reached])
         there = [url for url, one in zip(urls, reached, strict=True) if not one.error]
         if not there:
-            yield skipped(f"{place.name} server", "nothing more is to be seen of what cannot be reached")
+            yield skipped(f"{place.name} server", "a server that cannot be reached cannot be examined further")
             return
         try:
             info = await asyncio.to_thread(reach.first_word, there[0])
@@ -206,7 +210,7 @@ class ServiceExamination:
             secure = await self._limited(f"{place.name} tls", lambda: self._certificates(place.name, there))
             yield secure
         if self.settings.identity is not None and (self._identity is None or secure.verdict == "failed"):
-            yield skipped(f"{place.name} login", "nothing is said to a server without an identity and TLS that are in order")
+            yield skipped(f"{place.name} login", "a server is examined further only once identity and TLS are in order")
             return
         try:
             probe = await Probe.open(urls, f"{self.settings.name}-doctor", self._identity, LOGIN_S)
@@ -236,7 +240,7 @@ class ServiceExamination:
                 yield check
             yield await self._limited(f"{place.name} clock", lambda: self._clock(opened))
         else:
-            yield skipped(f"{place.name} storage", "there is none without JetStream")
+            yield skipped(f"{place.name} storage", "not available without JetStream")
         for check in await self._several(f"{place.name} link", lambda: self._link(opened)):
             yield check
 
@@ -253,7 +257,7 @@ class ServiceExamination:
                 return await work()
         except SERVER_AWAY as error:
             reason = str(error) if isinstance(error, BrokerError) else f"no answer within {CHECK_S:g} s"
-            return [Check(name, "failed", reason, "", "look into the server's log")]
+            return [Check(name, "failed", reason, "", "read the server's log")]
 
     async def _permissions(self, opened: _Open) -> Check:
         tried = opened.place.access
@@ -288,8 +292,11 @@ class ServiceExamination:
             async with server.scratch(probe, self.settings.name, "file", max(1, found.used_bytes + missing)):
                 room = verdicts.reserved(place, missing, "")
         except NotAllowedError:
-            why = "this identity may make no stream"
-            return [skipped(f"{place} room", why), skipped(f"{place} sync", f"{why}; the state_dir's disk is measured")]
+            why = "this identity may not create streams"
+            return [
+                skipped(f"{place} room", why),
+                skipped(f"{place} sync", f"{why}; the disk of state_dir is measured instead"),
+            ]
         except BrokerError as error:
             room = verdicts.reserved(place, missing, str(error))
         async with (
@@ -307,7 +314,9 @@ class ServiceExamination:
         stream = f"KV_{self.subjects.bucket}" if place.control else self.subjects.log_stream
         found = await server.clock(opened.probe, stream)
         if found is None:
-            return skipped(f"{place.name} clock", "the run is not there yet, whose streams tell the server's time")
+            return skipped(
+                f"{place.name} clock", "the server's time is read from the run's streams, and the run does not exist yet"
+            )
         return verdicts.clock(place.name, found.ahead_s, found.uncertainty_s)
 
     async def _link(self, opened: _Open) -> list[Check]:
@@ -325,8 +334,8 @@ class ServiceExamination:
     async def _look_at_run(self) -> AsyncIterator[Check]:
         control = next((opened for opened in self._open.values() if opened.place.control), None)
         if control is None:
-            yield skipped("run", "its control server does not let us in")
-            yield skipped("name", "no process can be heard")
+            yield skipped("run", "its control server refuses this identity")
+            yield skipped("name", "messages of other processes cannot be received")
             return
         yield await self._limited("run", lambda: self._read_run(control.probe.transport))
         if self._run is None:
@@ -356,16 +365,16 @@ class ServiceExamination:
         except BrokerError:
             raise
         except DilocoError as error:
-            return Check("run", "failed", str(error), "", "is this the run that is meant? Else update the older service")
+            return Check(
+                "run", "failed", str(error), "", "check that this is the intended run; if it is, update the older service"
+            )
         if self.role == "learner" and self.settings.name in self._run.now.excluded:
             return verdicts.excluded(name, self.settings.name)
         if self.role == "coordinator":
             own, there = self.settings.settings.model_dump(), settings.model_dump()
             difference = creation.first_difference(own, there)
             if difference:
-                return Check(
-                    "run", "failed", difference, "the settings that the run has", "correct them, or choose another run name"
-                )
+                return Check("run", "failed", difference, "the settings of the run", "correct them, or choose another run name")
         return verdicts.run(name, settings, self._map)
 
     async def _look_at_island(self) -> AsyncIterator[Check]:
@@ -399,7 +408,7 @@ class ServiceExamination:
         self.step_s = found.step_s if self.step_s is None else self.step_s
         if own in heard:
             return verdicts.members(self.settings.name, found, listen_s)
-        return [skipped("name", "this identity may not listen to those whose role it has")]
+        return [skipped("name", "this identity may not listen to processes of its own role")]
 
 
 def places(settings: DoctorSettings, role: Role, identity: Identity | None) -> Sequence[ServerPlace]:

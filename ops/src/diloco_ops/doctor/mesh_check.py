@@ -96,7 +96,7 @@ def mesh(fit: IslandFit, processes: int, *, run_known: bool) -> Check:
     if fit.wrong:
         return Check("mesh", "failed", f"{found}: {fit.wrong}")
     axes = ", ".join(f"{axis} {size}" for axis, size in fit.mesh.items())
-    fits = "fits the run's tensors and batches" if run_known else "tensors and batches are not known before the run is there"
+    fits = "fits the run's tensors and batches" if run_known else "tensors and batches are unknown until the run exists"
     return Check("mesh", "ok", f"{found}: {axes}; {fits}")
 
 
@@ -104,40 +104,40 @@ def meets(settings: ProcessesSettings, refusal: str, reached: Reached) -> Check:
     """Judge the addresses at which the processes meet, as :func:`meeting` finds them."""
     address, index = settings.addresses[0], settings.index
     if refusal:
-        remedy = f"name an address of the host that process {index} runs on, and a port that is free"
+        remedy = f"set an address of the host that process {index} runs on, and a free port"
         found = f"processes.address = {settings.own_address}: {refusal}"
         return Check("meeting", "failed", found, f"process {index} listens there", remedy)
     if index == 0:
         if _is_loopback(host_and_port(address, "processes.address")[0]):
-            remedy = "right where all processes are on this host; else name its address in their network"
-            return Check("meeting", "warning", f"processes.address = {address} is this host's alone", "", remedy)
+            remedy = "correct only if all processes run on this host; otherwise set its address in their network"
+            return Check("meeting", "warning", f"processes.address = {address} can be reached only from this host", "", remedy)
         return Check("meeting", "ok", f"process 0 can listen at {address}")
     if not reached.error:
         return Check("meeting", "ok", f"{address} is reached in {1e3 * reached.connect_s:.3g} ms")
     if reached.error == REFUSED:
         return Check("meeting", "ok", f"the host of {address} answers; process 0 listens there while it waits for others")
-    remedy = "correct the address, or open the way to it (DNS, firewall): all ports between the hosts of a learner"
+    remedy = "correct the address, or make it reachable (DNS, firewall): a learner's hosts need all ports between them"
     return Check("meeting", "failed", f"processes.address = {address}: {reached.error}", "process 0 there", remedy)
 
 
 def host_name(name: str, address: str, meeting_host: str) -> Check:
     """Judge the address that this host's name resolves to: collectives on a CPU (gloo) listen there, and the others connect."""
-    needed = "an address that the other hosts reach: collectives on a CPU listen there"
+    needed = "an address that the other hosts can reach, because collectives on a CPU listen there"
     remedy = f"give {name} its address in their network, in /etc/hosts or DNS"
     if not address:
         return Check("host name", "failed", f"{name} is not resolved", needed, remedy)
     if _is_loopback(address) and not _is_loopback(meeting_host):
-        return Check("host name", "failed", f"{name} is {address}, which no other host reaches", needed, remedy)
+        return Check("host name", "failed", f"{name} is {address}, which other hosts cannot reach", needed, remedy)
     return Check("host name", "ok", f"{name} is {address}")
 
 
 def facts(fit: IslandFit) -> Check:
     """Show what processes compare when they meet, to be compared with the doctor's answers on the other hosts."""
     if not fit.facts:
-        return skipped("facts", "they are not known before the run is there, or where the mesh is refused")
+        return skipped("facts", "unknown until the run exists, or because the mesh is refused")
     said = ", ".join(f"{name} {value}" for name, value in sorted(fit.facts.items()))
     digest = hashlib.blake2b(json.dumps(dict(fit.facts), sort_keys=True).encode(), digest_size=4).hexdigest()
-    return Check("facts", "ok", f"{digest}: {said}", "the same on all hosts of this learner")
+    return Check("facts", "ok", f"{digest}: {said}", "equal values on all hosts of this learner")
 
 
 def _is_loopback(host: str) -> bool:

@@ -85,7 +85,7 @@ def certificate_ends(url: str, tls: ssl.SSLContext) -> datetime:
     """
     with _spoken_to(url) as (plain, said):
         if not said.tls:
-            raise BrokerError("the server offers no TLS, which an identity is never used without")
+            raise BrokerError("the server offers no TLS, which an identity requires")
         with tls.wrap_socket(plain, server_hostname=endpoint(url)[0]) as secured:
             ends = (secured.getpeercert() or {}).get("notAfter")
             return datetime.fromtimestamp(ssl.cert_time_to_seconds(str(ends)), UTC)
@@ -125,5 +125,5 @@ def server_info(line: bytes) -> ServerInfo:
         raise BrokerError(f"no NATS server: it says {line[:40]!r}")
     version, max_payload = info.get("version"), info.get("max_payload")
     if not isinstance(version, str) or not isinstance(max_payload, int):
-        raise BrokerError("a NATS server of no version")
+        raise BrokerError("a NATS server that states no version")
     return ServerInfo(version[:40], max_payload, info.get("jetstream") is True, info.get("tls_required") is True)

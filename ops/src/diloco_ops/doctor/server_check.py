@@ -301,7 +301,7 @@ class HeartbeatProbe:
                 coordinator = framing.unpack(data, CoordinatorHeartbeat, self._run)[0]
                 self._note(coordinator.coordinator, "coordinator", "", "leading", coordinator.software)
             else:
-                raise FormatError(f"{message.subject}: no sign of life of this protocol")
+                raise FormatError(f"{message.subject}: not a heartbeat of this protocol")
         except MessageError as error:
             self._unreadable = str(error)
 

@@ -93,7 +93,7 @@ def cores(count: float, learners: int) -> Check:
 def memory(available_bytes: int | None, learners: int) -> Check:
     """Judge the memory against the idle services of ``diloco up`` with so many learners."""
     if available_bytes is None:
-        return skipped("memory", "this system does not say how much there is")
+        return skipped("memory", "this system does not report its amount")
     others = needs.IDLE_BYTES["evaluator"] + 2 * needs.IDLE_BYTES["syncer"] + needs.IDLE_BYTES["coordinator"]
     each = needs.IDLE_BYTES["learner"]
     needed, found = others + learners * each, f"{units.size(available_bytes)} available"
@@ -111,7 +111,7 @@ def disk(path: Path, measured: WritableFolder) -> Check:
     found = f"{path.absolute()}: {units.size(measured.free_bytes)} free, a sync takes {1e3 * measured.sync_s:.3g} ms"
     needed = f"{units.size(RUN_BYTES)} for a small run"
     if measured.free_bytes < RUN_BYTES:
-        return Check("disk", "failed", found, needed, "free some room, or go to a folder on another disk")
+        return Check("disk", "failed", found, needed, "free some space, or change to a folder on another disk")
     if measured.sync_s > verdicts.SLOW_SYNC_S:
         return Check("disk", "warning", found, needed, "each version waits for two syncs; a local disk is faster")
     return Check("disk", "ok", found, needed)
@@ -120,10 +120,8 @@ def disk(path: Path, measured: WritableFolder) -> Check:
 def ports(loopback: str, page: str) -> Check:
     """Judge whether services can listen on this machine. ``loopback``, ``page``: why they cannot; empty: they can."""
     if loopback:
-        return Check(
-            "ports", "failed", f"no port of 127.0.0.1 can be opened: {loopback}", "", "look at the firewall or sandbox"
-        )
-    in_use = f"; {PAGE} cannot be ({page}): a page is served at another port" if page else ""
+        return Check("ports", "failed", f"no port of 127.0.0.1 can be opened: {loopback}", "", "check the firewall or sandbox")
+    in_use = f"; port {PAGE} cannot be opened ({page}): the page is served at another port" if page else ""
     return Check("ports", "ok", f"ports of 127.0.0.1 can be opened{in_use}")
 
 
@@ -159,7 +157,7 @@ def _disk(path: Path) -> Check:
     try:
         return disk(path, machine.disk(path.absolute()))
     except DilocoError as error:
-        return Check("disk", "failed", str(error), "", "go to a folder that you may write, or give diloco up --run-dir")
+        return Check("disk", "failed", str(error), "", "change to a folder that you may write, or give diloco up --run-dir")
 
 
 def _cache(path: Path) -> Check:

@@ -98,9 +98,7 @@ def versions(role: Role, diloco: str, protocol: int, python: tuple[int, ...], ja
     needed += f" and JAX {_text(OLDEST_JAX)}" if trains else ""
     if python[:2] < OLDEST_PYTHON or (trains and (jax is None or _numbers(jax) < OLDEST_JAX)):
         missing = ", JAX is not installed" if trains and jax is None else ""
-        return Check(
-            "versions", "failed", found + missing, f"at least {needed}", "install the distribution of this service again"
-        )
+        return Check("versions", "failed", found + missing, f"at least {needed}", "reinstall the distribution of this service")
     return Check("versions", "ok", found, f"at least {needed}")
 
 
@@ -112,7 +110,7 @@ def identity(path: Path, role: str, name: str, expires: datetime, now: datetime)
             "identity",
             "warning",
             found,
-            f"{ENDS_SOON.days} days more",
+            f"at least {ENDS_SOON.days} more days",
             "renew it with 'diloco keys renew', and restart the service with it",
         )
     return Check("identity", "ok", found)
@@ -122,11 +120,17 @@ def grant(role: Role, name: str, *, authority: bool, granted: bool) -> Check | N
     """Judge what an identity file says of grants, ``authority``: whose; None: it is as this version makes it."""
     if not authority:
         what = "the identity file is of an older version: it names no authority of grants"
-        needed = "a grant, or its work is not merged" if role == "learner" else "an authority, or any work is believed"
+        needed = (
+            "a grant; without it this learner's work is not merged"
+            if role == "learner"
+            else ("an authority; without it any claim of work is accepted")
+        )
         return Check("grant", "failed" if role == "learner" else "warning", what, needed, f"diloco keys renew DIR {name}")
     if role == "learner" and not granted:
         remedy = f"diloco keys grant DIR {name} --batch-tokens N"
-        return Check("grant", "failed", "the identity file has none", "a grant, or its work is not merged", remedy)
+        return Check(
+            "grant", "failed", "the identity file has none", "a grant; without it this learner's work is not merged", remedy
+        )
     return None
 
 
@@ -138,7 +142,7 @@ def memory(role: Role, settings: RunSettings, model: ModelSizes, available_bytes
         f"{units.size(usual)} for {units.count(model.size)} values",
     )
     if available_bytes < usual:
-        return Check("memory", "failed", found, needed, "take a larger machine, or raise the container's memory limit")
+        return Check("memory", "failed", found, needed, "use a larger machine, or raise the container's memory limit")
     if available_bytes < worst:
         why = "alone with all fragments" if role == "syncer" else "with all rounds at once"
         return Check(
@@ -161,7 +165,7 @@ def state_dir(path: Path, free_bytes: int, total_bytes: int, needed_bytes: int, 
             "failed",
             f"{path}: {foreign[0]} belongs to another run" + (f", and {len(foreign) - 1} more" if foreign[1:] else ""),
             "a folder of this run, or an empty one",
-            "give the service another state_dir, or delete what is in this one",
+            "give the service another state_dir, or empty this one",
         )
     if free_bytes < needed_bytes:
         return Check("state_dir", "failed", found, needed, "free space, or give the service a state_dir on another disk")
@@ -194,7 +198,9 @@ def allocator(found: Mapping[str, str | None], wanted: Mapping[str, str]) -> Che
 def listening(address: str, error: str) -> Check:
     """Judge the address of metrics and probes. ``error``: the reason why it cannot be listened at."""
     if error:
-        return Check("metrics", "failed", f"{address}: {error}", "", "end what listens there, or set metrics_address otherwise")
+        return Check(
+            "metrics", "failed", f"{address}: {error}", "", "end the program that listens there, or set another metrics_address"
+        )
     return Check("metrics", "ok", f"{address} is free")
 
 
@@ -205,7 +211,9 @@ def listed(place: str, found: ServerList | None) -> Check:
     """Judge a server's list of identities. ``found``: None where it has no number."""
     if found is None:
         remedy = "have the operator run 'diloco keys refresh', hand the server its new auth.conf, and restart it"
-        return Check(f"{place} list", "warning", "the server's list of identities is of before lists had numbers", "", remedy)
+        return Check(
+            f"{place} list", "warning", "the server's list of identities was written before lists had numbers", "", remedy
+        )
     return Check(f"{place} list", "ok", f"{found}; 'diloco keys status' says whether it is the newest")
 
 
@@ -220,12 +228,15 @@ def members(name: str, found: Members, listened_s: float) -> list[Check]:
                 "name",
                 "failed",
                 f"{name} is there already: {found.same_name}",
-                "a name that no living process has",
-                "end that process, or give this one another name, unless it is this very service",
+                "a name that no running process uses",
+                "end that process, or give this one another name, unless that process is this service",
             )
         ]
     if found.unreadable:
-        return [*checks, Check("members", "warning", f"{heard}; {found.unreadable}", "", "all services need versions that fit")]
+        return [
+            *checks,
+            Check("members", "warning", f"{heard}; {found.unreadable}", "", "all services need compatible versions"),
+        ]
     return [*checks, Check("members", "ok", heard)]
 
 
@@ -233,13 +244,15 @@ def no_run(name: str, role: Role, reason: str) -> Check:
     """Judge a run that its server does not have."""
     if role == "coordinator":
         return Check("run", "ok", f"{name} is not there yet; this coordinator will create it")
-    remedy = "start its coordinator, or correct the name (run, DILOCO_RUN) or the server's address: the service would wait"
+    remedy = (
+        "start its coordinator, or correct the name (run, DILOCO_RUN) or the server's address; until then the service waits"
+    )
     return Check("run", "warning", f"{name}: {reason}", "a run that exists", remedy)
 
 
 def excluded(name: str, learner: str) -> Check:
     """Judge a run that does not merge this learner's work."""
-    found, remedy = f"{name}: {learner} was ejected, or quarantined", "ask its operator, who readmits with 'diloco readmit'"
+    found, remedy = f"{name}: {learner} was ejected, or quarantined", "ask its operator to run 'diloco readmit'"
     return Check("run", "failed", found, "a learner whose work is merged", remedy)
 
 
@@ -265,7 +278,7 @@ def reached(place: str, servers: Sequence[tuple[str, str, float, str]]) -> Check
     errors = [error for *_, error in servers if error]
     if not errors:
         return Check(name, "ok", found)
-    remedy = "correct the address, start the server, or open the way to it (DNS, firewall)"
+    remedy = "correct the address, start the server, or make it reachable (DNS, firewall)"
     return Check(name, "failed" if len(errors) == len(servers) else "warning", found, "a connection", remedy)
 
 
@@ -296,7 +309,7 @@ def certificate(place: str, ends: datetime, now: datetime) -> Check:
             name,
             "warning",
             found,
-            f"{ENDS_SOON.days} days more",
+            f"at least {ENDS_SOON.days} more days",
             "renew the server's keys with 'diloco keys renew', and reload it",
         )
     return Check(name, "ok", found)
@@ -339,11 +352,11 @@ def limits(place: str, wider: Mapping[str, Sequence[str]]) -> Check:
     """Judge the limits of a run's streams: those of each stream that are wider than the run sets them."""
     name = f"{place} limits"
     if not wider:
-        return skipped(name, "no stream of the run is there, or this identity may look at none")
+        return skipped(name, "the run has no streams yet, or this identity may not see them")
     found = [f"{stream}: {limit}" for stream, limits in wider.items() for limit in limits]
     if not found:
-        return Check(name, "ok", f"those of {', '.join(wider)} are as the run sets them")
-    remedy = "an older version made the streams: a new run has narrower limits, and so has one resumed from its checkpoint"
+        return Check(name, "ok", f"limits of {', '.join(wider)} as the run sets them")
+    remedy = "an older version created the streams; a new run, or a run resumed from a checkpoint, gets narrower limits"
     return Check(name, "warning", ", ".join(found), "", remedy)
 
 
@@ -352,7 +365,7 @@ def sync(place: str, memory_s: float, file_s: float) -> Check:
     name, sync_s = f"{place} sync", file_s - memory_s
     found = f"an append takes {_ms(file_s)}, {_ms(max(0.0, sync_s))} longer than one to memory"
     if memory_s > NEAR_S:
-        return Check(name, "ok", found, "a look from nearby, to see whether sync_interval is always")
+        return Check(name, "ok", found, "a check from a nearby machine, to see whether sync_interval is always")
     if sync_s < QUICK_SYNC_S:
         return Check(
             name,
@@ -376,7 +389,7 @@ def clock(place: str, offset_s: float, uncertain_s: float) -> Check:
             "warning",
             found,
             f"{CLOCK_S:g} s",
-            "nothing is decided by clocks, but logs and reports show their times: run NTP",
+            "no decision depends on clocks, but logs and reports show their times: run NTP",
         )
     return Check(name, "ok", found)
 
@@ -401,9 +414,9 @@ def allowed(place: str, tried: int, refused: Sequence[str], excess: Sequence[str
             name,
             "failed" if refused else "warning",
             "; ".join([*([f"refused: {', '.join(refused)}"] if refused else []), *wide]),
-            "what its role does, and nothing else",
-            "does the server have the newest auth.conf? Write it with 'diloco keys refresh', hand it over and restart the "
-            "server; else make an identity of this role",
+            "only what its role needs",
+            "write the server's newest auth.conf with 'diloco keys refresh', copy it to the server and restart the "
+            "server; if that does not help, make an identity of this role",
         )
     return Check(name, "ok", f"{tried} things that its role does are allowed")
 
@@ -426,9 +439,9 @@ def link(
     if settings is None or model is None:
         return [Check(name, "ok", found, "not known before the run has a model")]
     if step_s is None:
-        return [Check(name, "ok", found, "not known while no learner trains; give the time of a step with --step-s")]
+        return [Check(name, "ok", found, "unknown while no learner trains; give the time of a step with --step-s")]
     if up is None or down is None:
-        return [Check(name, "warning", found, "its rates, which could not be measured")]
+        return [Check(name, "warning", found, "the link's rates, which could not be measured")]
     return [_rates(name, found, role, speed, settings, model, step_s, far=far), *_times(place, speed, settings, model, step_s)]
 
 
@@ -451,7 +464,9 @@ def _rates(
     if worse:
         bits, pace = min(level.bits for level in worse), max(level.pace for level in worse)
         steps = steps_between(settings, pace)
-        remedy = f"the run will go by {bits} bits and {steps} steps between rounds; a faster link is what helps"
+        remedy = (
+            f"the run will lower its precision to {bits} bits and lengthen rounds to {steps} steps; only a faster link helps"
+        )
         return Check(name, "warning", found, needed, remedy)
     return Check(name, "ok", found, needed)
 
@@ -472,5 +487,9 @@ def _times(place: str, speed: Speed, settings: RunSettings, model: ModelSizes, s
 def turned_away(place: str, reason: str) -> Check:
     """Judge a server that was reached and does not let us in."""
     return Check(
-        f"{place} login", "failed", reason, "", "does it have the newest auth.conf, and this service its own identity?"
+        f"{place} login",
+        "failed",
+        reason,
+        "",
+        "check that the server has the newest auth.conf, and this service its own identity",
     )

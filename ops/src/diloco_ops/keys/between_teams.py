@@ -23,10 +23,12 @@ KINDS = ("server", *ROLES)
 def request(
     words: Annotated[list[str], typer.Argument(metavar="[DIR] KIND NAME", help=f"The team's own folder; {', '.join(KINDS)}.")],
     run: Annotated[str, typer.Option(help="The run's name.")],
-    region: Annotated[str | None, typer.Option(help="Where the process is, in a run with regions.")] = None,
+    region: Annotated[str | None, typer.Option(help="The process's region, in a run with regions.")] = None,
     host: Annotated[list[str] | None, typer.Option(help="A server's name or address, as clients use it; repeatable.")] = None,
-    serves: Annotated[list[str] | None, typer.Option(help="What a server holds: a region, or control; repeatable.")] = None,
-    processes: Annotated[int | None, typer.Option(help="A learner: its processes, one a host, that share these keys.")] = None,
+    serves: Annotated[list[str] | None, typer.Option(help="What a server stores: a region, or control; repeatable.")] = None,
+    processes: Annotated[
+        int | None, typer.Option(help="For a learner: number of its processes, one per host, that share these keys.")
+    ] = None,
 ) -> None:
     """Make the private keys of a server or of a process here, and a request that the operator signs."""
     folder, (kind, name) = folder_and(words, "KIND", "NAME")
@@ -39,7 +41,7 @@ def request(
     values = {"run": run, "kind": kind, "name": name, "region": region, "processes": processes}
     made = team.make_request(values | {"hosts": host or [], "serves": serves or []})
     print(f"{_asked(made)}: send {team.request_file(name)} to the operator; the private keys stay in {folder}")
-    print(f"fingerprint {made.fingerprint}: the operator sees the same one")
+    print(f"fingerprint {made.fingerprint}: the operator must see the same one")
 
 
 def _refuse_options(kind: str, **options: object) -> None:
@@ -48,7 +50,7 @@ def _refuse_options(kind: str, **options: object) -> None:
     )
     for option, value in options.items():
         if value and option in others:
-            raise SettingsError(f"--{option} is nothing that a {kind} has")
+            raise SettingsError(f"--{option} does not apply to a {kind}")
 
 
 def sign_requests(
@@ -96,7 +98,7 @@ def _entry(
     before = roster.server(one.name) or roster.identity(one.name)
     if not renew:
         if before is not None and not getattr(before, "revoked", False):
-            raise SettingsError(f"{one.name!r} is there already: if its team asks for new keys, sign with --renew")
+            raise SettingsError(f"{one.name!r} already exists: if its team asks for new keys, sign with --renew")
         roster.check_new(one.name)
     elif before is None or getattr(before, "revoked", False):
         raise SettingsError(f"{one.name!r} is not there, or was revoked, so nothing can be renewed: leave --renew out")
@@ -129,7 +131,7 @@ def _identity_entry(
         raise SettingsError(f"--founder: only a learner founds a run, not a {one.kind}")
     for entry in roster.identities:
         if entry.public_key == one.public_key and entry.name != one.name:
-            raise SettingsError(f"request for {one.name}: has the public key of {entry.name}: each name has keys of its own")
+            raise SettingsError(f"request for {one.name}: has the public key of {entry.name}: each name must have its own keys")
     made: dict[str, Any] = {"name": one.name, "role": one.kind, "region": one.region, "processes": one.processes}
     made |= {"public_key": one.public_key, "serial": "0", "expires": expires}
     if before is None:

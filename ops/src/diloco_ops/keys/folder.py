@@ -52,7 +52,7 @@ class Folder:
             SettingsError: there is something already.
         """
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise SettingsError(f"{path}: is there, and not empty; keys are made in a folder of their own")
+            raise SettingsError(f"{path}: exists and is not empty; give a new or empty folder for the keys")
         make_private(path)
         key = pki.new_key()
         made = cls(path, IdentityRoster(run=run, regions=list(regions)), Authority.new(run, key), _new_signer(path))
@@ -81,7 +81,7 @@ class Folder:
             raise SettingsError(f"{error.filename}: cannot be read: {error.strerror}; without it no key can be made") from None
         except ValueError as error:
             raise SettingsError(
-                f"{path}: ca.pem, ca.key or {SIGNER} is damaged: {error}; put it back, or make a new folder"
+                f"{path}: ca.pem, ca.key or {SIGNER} is damaged: {error}; restore it from a backup, or make a new folder"
             ) from None
 
     def identity_file(self, name: str) -> Path:
@@ -196,7 +196,7 @@ class Folder:
             self.replace(entry)
             return answer
         if not path.exists():
-            raise SettingsError(f"{path}: was handed over and is not here any more: put it back, since its keys are to stay")
+            raise SettingsError(f"{path}: was handed over and is no longer here: put it back, because its keys are kept")
         identity.load(path)
         write(path, identity_text(tomllib.loads(path.read_text(encoding="utf-8")) | granted), SECRET)
         self.replace(entry)

@@ -34,12 +34,12 @@ EXIT_BEHIND = 1  # a server has not the newest list, or does not answer
 MAX_LIST_NUMBER = 10**15  # no folder counts so far; more digits than that are a slip
 KINDS = ("server", "page", *ROLES)
 
-keys = typer.Typer(no_args_is_help=True, help="Who may take part in a run: certificates and NATS keys, made and taken back.")
+keys = typer.Typer(no_args_is_help=True, help="Manage who may take part in a run: issue and revoke certificates and NATS keys.")
 
 FOLDER = "The folder of the run's keys; default: DILOCO_KEYS, else ~/diloco-keys."
 Where = Annotated[list[str] | None, typer.Argument(metavar="[DIR]", help=FOLDER)]
 Named = Annotated[
-    list[str], typer.Argument(metavar="[DIR] NAME", help=f"{FOLDER} The server's name, or the process's: as in its settings.")
+    list[str], typer.Argument(metavar="[DIR] NAME", help=f"{FOLDER} The name of the server or process, as in its settings.")
 ]
 # a grant bounds what its learner can claim at once, so the default is one for small models; `diloco keys grant` gives more
 BATCH_TOKENS = 65_536
@@ -53,9 +53,13 @@ BatchTokens = Annotated[
 MinStepS = Annotated[
     float | None, typer.Option("--min-step-s", help="For a learner: the seconds of its fastest step. Default: 0.01.")
 ]
-Processes = Annotated[int | None, typer.Option(help="A learner: its processes, one a host, that share these keys.")]
-NewFile = Annotated[Path | None, typer.Option("--new-file", help="Whose first line is the new passphrase, at no terminal.")]
-Days = Annotated[int, typer.Option(help="How long they are good for.")]
+Processes = Annotated[
+    int | None, typer.Option(help="For a learner: number of its processes, one per host, that share these keys.")
+]
+NewFile = Annotated[
+    Path | None, typer.Option("--new-file", help="File whose first line is the new passphrase, for use without a terminal.")
+]
+Days = Annotated[int, typer.Option(help="Days for which the keys are valid.")]
 
 keys.command("region")(add_region)
 
@@ -65,16 +69,18 @@ def init(
     run: Annotated[str, typer.Option(help="The run's name.")],
     where: Where = None,
     region: Annotated[list[str] | None, typer.Option(help="A region of the run; repeatable.")] = None,
-    protect: Annotated[bool, typer.Option("--passphrase", help="Put ca.key under a passphrase, which is asked for.")] = False,
+    protect: Annotated[
+        bool, typer.Option("--passphrase", help="Encrypt ca.key with a passphrase, which is asked for.")
+    ] = False,
     new_file: NewFile = None,
 ) -> None:
     """Make the folder, with an authority for the run."""
     folder, _ = folder_and(where)
     regions = region or []
     if CONTROL in regions:
-        raise SettingsError(f"--region {CONTROL}: is the name of the control store; a region is to have another one")
+        raise SettingsError(f"--region {CONTROL}: is reserved for the control store; give the region another name")
     if len(set(regions)) < len(regions):
-        raise SettingsError(f"--region {', '.join(regions)}: one of them is named twice")
+        raise SettingsError(f"--region {', '.join(regions)}: one region is named twice")
     parse(IdentityRoster, {"run": run, "regions": regions}, "diloco keys init")
     if regions:
         parse(RunSettings, {"regions": {"names": regions}}, "diloco keys init")
@@ -85,10 +91,10 @@ def init(
 @keys.command()
 def add(
     words: Annotated[list[str], typer.Argument(metavar="[DIR] KIND NAME", help=f"{FOLDER} KIND is one of {', '.join(KINDS)}.")],
-    region: Annotated[str | None, typer.Option(help="Where the process is, in a run with regions.")] = None,
+    region: Annotated[str | None, typer.Option(help="The process's region, in a run with regions.")] = None,
     founder: Annotated[bool, typer.Option("--founder", help="A learner that may found the run.")] = False,
     host: Annotated[list[str] | None, typer.Option(help="A server's name or address, as clients use it; repeatable.")] = None,
-    serves: Annotated[list[str] | None, typer.Option(help="What a server holds: a region, or control; repeatable.")] = None,
+    serves: Annotated[list[str] | None, typer.Option(help="What a server stores: a region, or control; repeatable.")] = None,
     batch_tokens: BatchTokens = None,
     min_step_s: MinStepS = None,
     processes: Processes = None,
@@ -110,7 +116,7 @@ def add(
         raise SettingsError(f"{kind}: no such kind{nearest(kind, KINDS)}; there are {', '.join(KINDS)}")
     for option, value in given.items():
         if value:
-            raise SettingsError(f"{option} is nothing that a {kind} has")
+            raise SettingsError(f"{option} does not apply to a {kind}")
     if kind == "page":
         _add_page(opened, name, host or [], expires)
     elif kind == "server":
@@ -178,7 +184,7 @@ def renew(words: Named, processes: Processes = None, days: Days = DAYS) -> None:
     server = opened.roster.server(name)
     if server is not None:
         if processes is not None:
-            raise SettingsError("--processes is nothing that a server has")
+            raise SettingsError("--processes does not apply to a server")
         entry = opened.put_server(name, server.hosts, server.serves, expires)
         print(
             f"server {name}: good until {entry.expires:%Y-%m-%d}; it gets all of {opened.server_folder(name)}: restart it then"
@@ -187,11 +193,11 @@ def renew(words: Named, processes: Processes = None, days: Days = DAYS) -> None:
         return
     before = _living(opened, name)
     if processes is not None and before.role != "learner":
-        raise SettingsError(f"--processes is nothing that a {before.role} has")
+        raise SettingsError(f"--processes does not apply to a {before.role}")
     changes = {"expires": expires, "processes": before.processes if processes is None else processes}
     renewed = opened.put_identity(parse(IdentityEntry, before.model_dump() | changes, "diloco keys renew"))
     print(f"{renewed.role} {name}: good until {renewed.expires:%Y-%m-%d}; it gets {opened.identity_file(name)}")
-    print("what it had before is of no use any more, once these have been reloaded:")
+    print("its earlier keys stop working once these servers have been reloaded:")
     _say_reload(opened)
 
 
@@ -202,7 +208,7 @@ keys.command()(complete)
 @keys.command()
 def sign(
     words: Annotated[list[str], typer.Argument(metavar="[DIR] REQUEST...", help=f"{FOLDER} Requests of diloco keys request.")],
-    renew: Annotated[bool, typer.Option("--renew", help="Of names that are there: new keys in place of theirs.")] = False,
+    renew: Annotated[bool, typer.Option("--renew", help="For names that exist: replace their keys.")] = False,
     founder: Annotated[bool, typer.Option("--founder", help="A learner that may found the run.")] = False,
     batch_tokens: BatchTokens = None,
     min_step_s: MinStepS = None,
@@ -229,7 +235,7 @@ def passphrase_(
         raise SettingsError("--remove and --new-file contradict each other: give one of them")
     opened = Folder.open(folder_and(where)[0])
     opened.protect(None if remove else passphrase.chosen(new_file))
-    print(f"{opened.path / 'ca.key'}: {'is under no passphrase' if remove else 'is under the new passphrase'}")
+    print(f"{opened.path / 'ca.key'}: {'has no passphrase' if remove else 'has the new passphrase'}")
 
 
 @keys.command()
@@ -239,10 +245,11 @@ def grant(words: Named, batch_tokens: BatchTokens = None, min_step_s: MinStepS =
     opened = Folder.open(folder)
     entry = _living(opened, name)
     if entry.role != "learner":
-        raise SettingsError(f"{name!r} is a {entry.role}: only learners state work")
+        raise SettingsError(f"{name!r} is a {entry.role}: only learners need grants")
     if (batch_tokens or math.inf) < (entry.batch_tokens or 0) or (min_step_s or 0) > (entry.min_step_s or math.inf):
         raise SettingsError(
-            f"{name!r} was granted more before ({_grant_of(entry)}), which nothing takes back: revoke it, and add another name"
+            f"{name!r} already has a larger grant ({_grant_of(entry)}), which cannot be reduced: revoke it, and add "
+            "another name"
         )
     changes = {"batch_tokens": batch_tokens, "min_step_s": min_step_s}
     given = {what: value for what, value in changes.items() if value is not None}
@@ -267,7 +274,7 @@ def revoke(words: Named) -> None:
     folder, (name,) = folder_and(words, "NAME")
     opened = Folder.open(folder)
     if opened.roster.server(name) is not None:
-        raise SettingsError(f"{name!r} is a server, which is trusted by its certificate until that ends: make a new folder")
+        raise SettingsError(f"{name!r} is a server, which is trusted until its certificate expires: make a new folder")
     entry = _living(opened, name).model_copy(update={"revoked": True, "founder": False})
     opened.replace(entry)
     opened.forget(name)
@@ -284,7 +291,7 @@ def founded(where: Where = None) -> None:
     if not founders:
         raise SettingsError(f"{folder}: no identity may found run {opened.roster.run!r} (any more)")
     opened.replace(*(entry.model_copy(update={"founder": False}) for entry in founders))
-    print(f"may create or found the run no more: {', '.join(entry.name for entry in founders)}")
+    print(f"may no longer create or found the run: {', '.join(entry.name for entry in founders)}")
     _say_reload(opened)
 
 
@@ -292,7 +299,7 @@ def founded(where: Where = None) -> None:
 def refresh(
     where: Where = None,
     above: Annotated[
-        int, typer.Option(help="Number the lists above this one: that of a server, where the folder is an older copy.")
+        int, typer.Option(help="Number the lists above this one, which is a server's number if the folder is an older copy.")
     ] = 0,
 ) -> None:
     """Write the servers' files again: after an update of diloco, or when identities have ended."""
@@ -317,7 +324,10 @@ def status(
         ),
     ] = None,
     by: Annotated[
-        Path | None, typer.Option("--identity", help="Whose identity asks. Default: an operator's or observer's of the folder.")
+        Path | None,
+        typer.Option(
+            "--identity", help="Identity with which servers are asked. Default: an operator's or observer's of the folder."
+        ),
     ] = None,
 ) -> int:
     """Ask every server which list of identities it has; the code is 1 unless all have the newest."""
@@ -333,12 +343,12 @@ def status(
 
 @keys.command()
 def browser(
-    file: Annotated[Path, typer.Argument(metavar="IDENTITY", help="File of an identity: an observer's, best.")],
-    out: Annotated[Path, typer.Option(help="File to be written, NAME.p12.")],
+    file: Annotated[Path, typer.Argument(metavar="IDENTITY", help="Identity file, preferably an observer's.")],
+    out: Annotated[Path, typer.Option(help="File to write, NAME.p12.")],
 ) -> None:
     """Write an identity's certificate as a browser takes it, to see a page that asks for one (page_tls)."""
     password = write_for_browser(file, out)
-    print(f"{out}: import it into the browser's own certificates, with the password {password}, and remove it then")
+    print(f"{out}: import it into the browser's own certificates with the password {password}, then delete it")
 
 
 @keys.command("list")
@@ -377,7 +387,7 @@ def _until(expires: datetime, now: datetime) -> str:
 
 def _expiry(days: int) -> datetime:
     if not 1 <= days <= MAX_DAYS:
-        raise SettingsError(f"--days {days}: expected 1 to {MAX_DAYS}; keys that have ended give no access")
+        raise SettingsError(f"--days {days}: expected 1 to {MAX_DAYS}; expired keys give no access")
     return datetime.now(UTC).replace(microsecond=0) + timedelta(days=days)
 
 
@@ -387,7 +397,7 @@ def _living(opened: Folder, name: str) -> IdentityEntry:
         known = [entry.name for entry in (*opened.roster.servers, *opened.roster.identities)]
         raise SettingsError(f"{opened.path}: there is no {name!r}{nearest(name, known)}; diloco keys list {opened.path}")
     if entry.revoked:
-        raise SettingsError(f"{name!r} was revoked already; who is to come back gets another name (diloco keys add)")
+        raise SettingsError(f"{name!r} was revoked already; to admit it again, add another name (diloco keys add)")
     return entry
 
 

@@ -61,7 +61,7 @@ def of_file(path: Path) -> bytes:
     except OSError as error:
         raise SettingsError(f"passphrase file {path}: cannot be read: {error.strerror}") from None
     if not line or not line[0] or len(line[0]) > MAX_BYTES:
-        raise SettingsError(f"passphrase file {path}: its first line is to be the passphrase, of at most {MAX_BYTES} bytes")
+        raise SettingsError(f"passphrase file {path}: its first line must be the passphrase, of at most {MAX_BYTES} bytes")
     return line[0]
 
 

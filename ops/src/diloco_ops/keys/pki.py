@@ -100,8 +100,8 @@ class Authority:
         """
         if self.expires <= datetime.now(UTC):
             raise SettingsError(
-                f"the run's authority (ca.pem) ended on {self.expires:%Y-%m-%d}, by this machine's clock, and what it signs is "
-                "refused everywhere: make a new folder (diloco keys init), and hand all its files over"
+                f"the run's authority (ca.pem) ended on {self.expires:%Y-%m-%d}, by this machine's clock, so everything "
+                "that it signs is refused: make a new folder (diloco keys init), and distribute its files again"
             )
 
     @cached_property
@@ -183,7 +183,7 @@ def unlocked(text: bytes, passphrase: bytes) -> Key:
         salt = bytes.fromhex(head.removeprefix(STRETCH.encode()).strip().decode())
         return _loaded(pem, _stretched(passphrase, salt))
     except ValueError:
-        raise SettingsError("ca.key: the passphrase is not the one that it is under, or the file is damaged") from None
+        raise SettingsError("ca.key: the passphrase is wrong, or the file is damaged") from None
 
 
 def _stretched(passphrase: bytes, salt: bytes) -> bytes:

@@ -37,7 +37,7 @@ def folder_and(words: Sequence[str] | None, *names: str) -> tuple[Path, list[str
     if len(given) == len(names) + 1:
         return Path(given[0]), given[1:]
     expected = " ".join(("[DIR]", *names))
-    raise SettingsError(f"expected {expected}; {len(given)} words came" + (f": {' '.join(given)}" if given else ""))
+    raise SettingsError(f"expected {expected}, got {len(given)} words" + (f": {' '.join(given)}" if given else ""))
 
 
 def folder_and_files(words: Sequence[str]) -> tuple[Path, list[Path]]:
@@ -49,5 +49,5 @@ def folder_and_files(words: Sequence[str]) -> tuple[Path, list[Path]]:
     paths = [Path(word) for word in words]
     folder, files = (paths[0], paths[1:]) if paths and paths[0].is_dir() else (default_folder(), paths)
     if not files:
-        raise SettingsError("expected [DIR] FILE...; no file came")
+        raise SettingsError("expected [DIR] FILE..., got no file")
     return folder, files

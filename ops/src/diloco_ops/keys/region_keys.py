@@ -32,7 +32,12 @@ def region(
             f"{folder}: run {opened.roster.run!r} has keys without regions; make a new folder: diloco keys init"
         )
     if name == CONTROL or name in known:
-        raise SettingsError(f"region {name}: is there already; there are {', '.join(known)}, and {CONTROL}, the control store")
+        raise SettingsError(
+            f"region {name}: already exists; the regions are {', '.join(known)}, and {CONTROL}, the control store"
+        )
     parse(IdentityRoster, {"run": opened.roster.run, "regions": [*known, name]}, "diloco keys region")
     opened.add_region(name)
-    print(f"{folder}: keys may be made for region {name} (diloco keys add); the run has the region after a restore")
+    print(
+        f"{folder}: keys for region {name} can now be made (diloco keys add); the run gets the region when it is "
+        "restored with it"
+    )

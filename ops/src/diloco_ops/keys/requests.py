@@ -156,7 +156,7 @@ class SignedAnswer(_Handed):
         answer = parse(cls, values, f"answer {path}")
         of_server = answer.kind == "server"
         if (answer.server is not None, answer.identity is not None) != (of_server, not of_server):
-            raise SettingsError(f"answer {path}: does not have what is for a {answer.kind}; ask the operator for it again")
+            raise SettingsError(f"answer {path}: lacks what a {answer.kind} needs; ask the operator for the answer again")
         if answer.server is not None and not {"ca.pem", "server.pem", "auth.conf"} <= answer.server.keys() <= set(SERVER_FILES):
             raise SettingsError(f"answer {path}: expected {', '.join(SERVER_FILES)}; ask the operator for it again")
         return answer
@@ -231,8 +231,8 @@ class TeamFolder:
         known = self.path / "ca.pem"
         if known.exists() and known.read_text(encoding="utf-8") != answer.authority:
             raise SettingsError(
-                f"answer for {answer.name}: is of another authority than {known}, which the answers before were of: ask the "
-                "operator; for another run take another folder"
+                f"answer for {answer.name}: is from another authority than {known}, which earlier answers came from: ask "
+                "the operator; for another run use another folder"
             )
         made = self._complete_server(answer) if answer.server is not None else self._complete_identity(answer)
         write(known, answer.authority, PUBLIC)
@@ -288,8 +288,8 @@ class TeamFolder:
 
     def _not_here(self, name: str) -> SettingsError:
         return SettingsError(
-            f"answer for {name}: the private key that it is for is not in {self.path}: was it asked for in another folder, or "
-            "once more since? Send the newest request"
+            f"answer for {name}: {self.path} lacks the private key that belongs to it: the request came from another "
+            "folder, or was made again since; send the newest request"
         )
 
 
@@ -360,7 +360,7 @@ def read_all(paths: Sequence[Path]) -> list[Request]:
     requests = [Request.read(path) for path in paths]
     for path, request in zip(paths, requests, strict=True):
         if sum(other.name == request.name for other in requests) > 1:
-            raise SettingsError(f"request {path}: another one is for {request.name}, too: sign the newest")
+            raise SettingsError(f"request {path}: another request is also for {request.name}: sign only the newest")
         if request.public_key is not None and sum(other.public_key == request.public_key for other in requests) > 1:
-            raise SettingsError(f"request {path}: another one has the same public key: each name has keys of its own")
+            raise SettingsError(f"request {path}: another one has the same public key: each name must have its own keys")
     return requests

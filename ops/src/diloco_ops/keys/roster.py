@@ -129,7 +129,7 @@ class IdentityRoster(BaseModel):
         if identity is not None and identity.revoked:
             raise SettingsError(f"{name!r} was revoked, and is never given out again: choose another name")
         if identity is not None or self.server(name) is not None:
-            raise SettingsError(f"{name!r} is there already: choose another name, or renew its keys (diloco keys renew)")
+            raise SettingsError(f"{name!r} already exists: choose another name, or renew its keys (diloco keys renew)")
 
     def check_region(self, region: str | None, role: Role) -> None:
         """Refuse a region that the run does not have, or none where one is needed.
@@ -138,7 +138,7 @@ class IdentityRoster(BaseModel):
             SettingsError: the run's regions are named.
         """
         if region is not None and region not in self.regions:
-            there = f"there are {', '.join(self.regions)}" if self.regions else "it has no regions"
+            there = f"its regions are {', '.join(self.regions)}" if self.regions else "it has no regions"
             raise SettingsError(f"--region {region}: not one of run {self.run!r}{nearest(region, self.regions)}; {there}")
         if region is None and self.regions and role in ("learner", "evaluator", "syncer"):
             raise SettingsError(f"a {role} is in one of the regions {', '.join(self.regions)}: say which with --region")
@@ -172,7 +172,7 @@ def load(folder: Path) -> IdentityRoster:
     """
     path = folder / FILE
     if not path.exists():
-        raise SettingsError(f"{path}: not there; make the folder with: diloco keys init {folder} --run NAME")
+        raise SettingsError(f"{path}: does not exist; make the folder with: diloco keys init {folder} --run NAME")
     values = read_toml(path)
     if values.get("format") != FORMAT:
         raise SettingsError(f"{path}: format = {values.get('format')!r}, this version reads {FORMAT}")
@@ -180,7 +180,7 @@ def load(folder: Path) -> IdentityRoster:
     names = [entry.name for entry in (*roster.servers, *roster.identities)]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise SettingsError(f"{path}: {twice[0]!r} is there twice")
+        raise SettingsError(f"{path}: {twice[0]!r} is listed twice")
     return roster
 
 

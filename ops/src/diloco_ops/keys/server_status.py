@@ -49,7 +49,7 @@ def asking_identity(folder: Folder, file: Path | None) -> Identity:
             if entry.role == role and not entry.revoked and entry.expires > now and own.exists():
                 return identity.of_command(own, folder.roster.run)
     raise SettingsError(
-        f"{folder.path}: has the file of no operator or observer, by whose identity servers are asked: give one with "
+        f"{folder.path}: has no identity file of an operator or observer, which is needed to ask servers: give one with "
         f"--identity, or make one with 'diloco keys add {folder.path} operator NAME'"
     )
 
@@ -100,16 +100,16 @@ def judge(server: ServerEntry, found: ServerList | None, url: str) -> str:
     """Return what is wrong with the list that a server goes by, and what to do; empty if it is the folder's newest."""
     hand = "hand over its auth.conf, and reload it"
     if server.list_number is None:
-        return "the folder is of before lists had numbers: diloco keys refresh"
+        return "the folder was written before lists had numbers: diloco keys refresh"
     if found is None:
-        return f"behind, its list is of before lists had numbers: {hand}"
+        return f"behind, its list was written before lists had numbers: {hand}"
     if found.server != server.name:
         return f"{url} is server {found.server}: give the address of {server.name} with --at {server.name}=tls://HOST:PORT"
     if found.number < server.list_number:
         return f"behind: {hand}"
     if found.number > server.list_number or found.digest != server.list_digest:
         return (
-            "another list than this folder wrote, so this folder is an older copy of the one that did: use that one, or number "
-            f"the lists above it with 'diloco keys refresh --above {found.number}', and look who is in them"
+            "newer than this folder, which is therefore an older copy: use the newer folder, or number the lists above "
+            f"the server's with 'diloco keys refresh --above {found.number}', and check who is in them"
         )
     return ""

@@ -29,7 +29,7 @@ LEGEND = "━ stepping  ▲ sending  · waiting  r recovering  c closing  gap: n
 LEGENDS = (
     LEGEND,
     "s starting  l leaving  = finished  x excluded",
-    "of fragments: learners in a merge, the fewest of a cell, + ten or more",
+    "fragments: number of learners in a merge, the fewest in each cell; + is ten or more",
 )
 
 

@@ -14,7 +14,7 @@ from diloco.control.creation import KnownRun
 from diloco.core.run.changes import MAX_AUTHOR, Action, Change, Effective, text_of
 from diloco.nats.transport import NatsTransport
 
-Reason = Annotated[str, typer.Option(help="Why: one line, which is kept with the change.")]
+Reason = Annotated[str, typer.Option(help="Reason, one line, stored with the change.")]
 Say = Callable[[str], object]  # takes a line for the person who changes the run
 
 

@@ -119,7 +119,7 @@ async def apply_settings(path: Path, wanted: Mapping[str, Any], reason: str, say
 def _extended(settings: RunSettings, value: Any, processed: int) -> tuple[RunSettings, Action]:
     changed = changed_settings(settings, {"tokens": value}, COMMAND)
     if changed.tokens <= processed:
-        raise SettingsError(f"{COMMAND}: tokens = {changed.tokens}: {processed} are processed already; give more")
+        raise SettingsError(f"{COMMAND}: tokens = {changed.tokens}: {processed} tokens are processed already; give more")
     return changed, Tokens(changed.tokens)
 
 
@@ -151,7 +151,9 @@ async def take_back(path: Path, learner: str, reason: str, say: Say = print) -> 
             excluded = now.ejected.keys() | now.quarantined.keys()
             if learner not in excluded:
                 names = ", ".join(sorted(excluded)) or "none"
-                raise RunError(f"run {live.run.name!r}: learner {learner!r} takes part; ejected or quarantined: {names}")
+                raise RunError(
+                    f"run {live.run.name!r}: learner {learner!r} already takes part; ejected or quarantined: {names}"
+                )
             return [Readmit(learner)]
 
         await _change(live, decide, reason, say)
@@ -159,7 +161,7 @@ async def take_back(path: Path, learner: str, reason: str, say: Say = print) -> 
 
 async def _change(live: LiveRun, decide: Callable[[Effective], Sequence[Action]], reason: str, say: Say) -> None:
     if not await make_changes(live.transport, live.run, decide, reason, say):
-        say("nothing to change: it is so already")
+        say("nothing to change: the settings already have these values")
 
 
 def _show(created: RunSettings, now: Effective, listed: Changes) -> None:
@@ -203,7 +205,7 @@ async def _processed(live: LiveRun) -> int:
     await asyncio.sleep(max(0.0, until_s - time.monotonic()))
     if closing.is_set():
         raise RunError(
-            f"run {run.name!r} has begun to close: its learners stop, and its budget cannot be changed any more; go on from a "
-            "checkpoint in a new run"
+            f"run {run.name!r} has begun to close: its learners stop, and its budget can no longer be changed; go on from "
+            "a checkpoint in a new run"
         )
     return logged

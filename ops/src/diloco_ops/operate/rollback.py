@@ -32,9 +32,9 @@ MAX_LISTED = 16  # fragments that a preview lists one by one
 
 def rollback(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="The run's directory; the run is going on.")],
-    to_version: Annotated[int, typer.Option(min=0, help="Every fragment that is beyond this version goes back to it.")],
+    to_version: Annotated[int, typer.Option(min=0, help="Version to which every later fragment goes back.")],
     reason: Reason = "",
-    preview: Annotated[bool, typer.Option("--preview", help="Say what would be lost, and order nothing.")] = False,
+    preview: Annotated[bool, typer.Option("--preview", help="Only show what would be lost.")] = False,
 ) -> int:
     """Take a run back to an earlier version, by new records in its log. Exit code 1 if that is not done within a minute."""
     if preview:
@@ -62,7 +62,7 @@ async def foretell(path: Path, version: int, say: Say = print) -> None:
         say(
             f"lost in all: {versions} versions of {len(beyond)} fragments, {count(round(lost))} tokens of the whole model{stay}"
         )
-        say("the budget counts these tokens as used; all that is merged until the order is carried out is lost as well")
+        say("the budget counts these tokens as used; work merged before the rollback is carried out is also lost")
 
 
 async def go_back(path: Path, version: int, reason: str, say: Say = print) -> int:
@@ -82,8 +82,8 @@ async def go_back(path: Path, version: int, reason: str, say: Say = print) -> in
         except TimeoutError:
             named = ", ".join(map(str, sorted(left)))
             say(
-                f"not done yet for fragments {named}: their owners do it as soon as they can; diloco logs {path} says what "
-                "they wait for (rollback_failed: the version was dropped meanwhile)"
+                f"still pending for fragments {named}: their owners carry it out as soon as they can; diloco logs {path} "
+                "shows what they wait for (rollback_failed: the version was dropped meanwhile)"
             )
     return 1 if left else 0
 
@@ -101,7 +101,7 @@ async def order(seen: RunReader, version: int, reason: str, say: Say) -> tuple[i
     def decide(now: Effective) -> Sequence[Action]:
         if now.rollbacks != before.rollbacks:
             raise RunError(
-                f"run {seen.run.name!r}: another rollback of it is in progress; look at diloco set {seen.directory.path}"
+                f"run {seen.run.name!r}: another rollback of this run is in progress; see diloco set {seen.directory.path}"
             )
         return [Rollback(version, [chain.fragment for chain in beyond])]
 
@@ -118,7 +118,7 @@ async def _examine(seen: RunReader, version: int) -> tuple[Effective, list[Chain
     run = seen.run
     if not seen.live:
         raise RunError(
-            f"{seen.directory.path}: run {run.name!r} is not going on; go on from an earlier version in a new directory: "
+            f"{seen.directory.path}: run {run.name!r} is not running; go on from an earlier version in a new directory: "
             f"{_resumed_at(seen, version)}"
         )
     if run.created.round.lockstep:
@@ -167,8 +167,8 @@ def _check(seen: RunReader, version: int, now: Effective, chains: Sequence[Chain
     if pending:
         number, to_version = now.rollbacks[pending[0]]
         raise RunError(
-            f"run {name!r}: change {number} takes fragments {', '.join(map(str, pending))} back to version {to_version}, and "
-            f"is not carried out yet; diloco logs {seen.directory.path} says what their owners wait for"
+            f"run {name!r}: change {number} takes fragments {', '.join(map(str, pending))} back to version {to_version}, "
+            f"and is not carried out yet; diloco logs {seen.directory.path} says what their owners wait for"
         )
     if not beyond:
         versions = [chain.version for chain in chains]
@@ -184,8 +184,8 @@ def _check(seen: RunReader, version: int, now: Effective, chains: Sequence[Chain
     carried_out = max(chain.change for chain in chains)
     if carried_out > now.number:
         raise RunError(
-            f"run {name!r}: its log has carried out change {carried_out}, and there are {now.number} changes: the server has "
-            "lost some; nothing can be ordered back before there are as many again"
+            f"run {name!r}: its log has carried out change {carried_out}, but the server has only {now.number} changes, "
+            "because it lost some; a rollback is possible once there are as many again"
         )
 
 

@@ -58,12 +58,12 @@ class OperatorActions:
         name = request.path_params["name"]
         known = self._known.get(name)
         if known is None:
-            return JSONResponse({"error": f"no such action; there are {', '.join(self._known)}"}, 404)
+            return JSONResponse({"error": f"no such action; the actions are {', '.join(self._known)}"}, 404)
         if request.headers.get("content-type", "").partition(";")[0] != "application/json":
             return JSONResponse({"error": "expected application/json"}, 415)
         given = await _given(request)
         if given is None:
-            return JSONResponse({"error": f"expected an object of texts, of at most {MAX_BYTES} bytes"}, 400)
+            return JSONResponse({"error": f"expected a JSON object of strings, of at most {MAX_BYTES} bytes"}, 400)
         lines: list[str] = []
         async with self._one_at_a_time:
             self.log.info("page_action", action=name, operator=self.operator, **{f"given_{key}": given[key] for key in given})
@@ -134,36 +134,36 @@ def _actions(report: Mapping[str, Any], now: Effective) -> list[Action]:
         Action(
             "checkpoint",
             "Checkpoint",
-            "Of the whole run, without a pause, to go on from.",
+            "Saves the whole run without a pause, so that it can be resumed from there.",
             "Take a checkpoint of the whole run into {out}?",
-            [Field("out", "Folder", placeholder="the next one of the run's directory", required=False)],
+            [Field("out", "Folder", placeholder="the next free number in the run's directory", required=False)],
         ),
         Action(
             "set",
             "Set",
-            f"A setting of the run, or its token budget. Now: {values}.",
+            f"Changes a setting of the run, or its token budget. Now: {values}.",
             "Set {key} to {value}? Why: {reason}",
             [Field("key", "Setting", suggested=("tokens", *SETTABLE)), Field("value", "Value"), WHY],
         ),
         Action(
             "eject",
             "Eject",
-            "A learner: its offers are refused, it is not waited for, and its process ends.",
+            "Excludes a learner: its offers are refused, rounds do not wait for it, and its process ends.",
             "Eject {learner}? Why: {reason}",
             [Field("learner", "Learner", suggested=learners), WHY],
         ),
         Action(
             "readmit",
             "Readmit",
-            "A learner that was ejected or quarantined.",
+            "Readmits a learner that was ejected or quarantined.",
             "Readmit {learner}? Why: {reason}",
             [Field("learner", "Learner", suggested=excluded), WHY],
         ),
         Action(
             "rollback",
             "Roll back",
-            "Every fragment that is beyond a version goes back to it.",
-            "Go back to version {version}, and lose all that is below? Why: {reason}",
+            "Takes every later fragment back to a version.",
+            "Go back to version {version}, and lose the work listed below? Why: {reason}",
             [Field("version", "Version", kind="number"), WHY],
             preview="preview",
         ),

@@ -35,10 +35,10 @@ def page(
     bulk_url: BulkUrl = None,
     identity: IdentityFile = None,
     run_dir: Annotated[
-        Path | None, typer.Option(help="With a URL: where run.json and checkpoints are put; default: runs/NAME.")
+        Path | None, typer.Option(help="With a URL: folder for run.json and checkpoints; default: runs/NAME.")
     ] = None,
-    address: Annotated[str, typer.Option(help="HOST:PORT of this machine that it is served at.")] = ANYWHERE,
-    open_: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
+    address: Annotated[str, typer.Option(help="HOST:PORT of this machine at which the page is served.")] = ANYWHERE,
+    open_: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
 ) -> None:
     """Serve a run's page on this machine, with actions: checkpoint, set, eject, readmit, rollback. Ctrl-C ends it.
 
@@ -74,8 +74,8 @@ def _check_address(address: str) -> None:
         raise SettingsError(f"--address {address}: expected HOST:PORT, for example 127.0.0.1:8421") from None
     if not guard.is_loopback(host):
         raise SettingsError(
-            f"--address {address}: others reach it, and this page changes the run in your name: give one of this machine's "
-            "own, such as 127.0.0.1:8421, and reach it from elsewhere through ssh -L"
+            f"--address {address}: other machines can reach this address, and the page acts in your name: give a local "
+            "address such as 127.0.0.1:8421, and reach it from elsewhere through ssh -L"
         )
 
 
@@ -87,7 +87,8 @@ def _attach(directory: Path, run: str, url: str, bulk_url: str | None, identity:
         there = rundir.load(directory)
         if (there.name, there.nats_url) != (run, url) or there.finished:
             raise RunError(
-                f"{directory}: is of run {there.name!r} at {there.nats_url}: choose another --run-dir, or give it as DIR"
+                f"{directory}: belongs to run {there.name!r} at {there.nats_url}: choose another --run-dir, or give that "
+                "directory as DIR"
             )
     asyncio.run(
         attached(
@@ -99,7 +100,9 @@ def _attach(directory: Path, run: str, url: str, bulk_url: str | None, identity:
 def _refuse_given(given: dict[str, object], directory: Path) -> None:
     for option, value in given.items():
         if value is not None:
-            raise SettingsError(f"{option}: goes with a URL; {directory / 'run.json'} says it (diloco attach writes that)")
+            raise SettingsError(
+                f"{option}: only with a URL; {directory / 'run.json'} already states it (diloco attach writes that file)"
+            )
 
 
 async def _serve(directory: Path, address: str, open_: bool) -> None:
@@ -110,7 +113,7 @@ async def _serve(directory: Path, address: str, open_: bool) -> None:
         drawing = Drawing(OperatorSource(live, log), nonce_of(live.run.identity, secrets.token_bytes(6)), log)
         looks_only = identity is not None and identity.role != "operator"
         server = PageServer(drawing, address, token, log, acting=None if looks_only else acting)
-        does = f"read-only, as {operator} is no operator" if looks_only else f"with actions, as {operator}"
+        does = f"read-only, because {operator} is not an operator" if looks_only else f"with actions, as {operator}"
         await _serve_until_ended(server, address, token, f"page of run {live.run.name}, {does}", open_)
 
 

@@ -83,7 +83,7 @@ class ReportSource:
         except OSError as error:
             raise RunError(f"{file}: cannot be read: {error.strerror}") from None
         if found is None:
-            raise RunError(f"{file}: damaged: it is no JSON object; diloco verify {directory} checks the run itself")
+            raise RunError(f"{file}: damaged: it is not a JSON object; diloco verify {directory} checks the run itself")
         self._report = found
 
     async def report(self) -> Mapping[str, Any]:

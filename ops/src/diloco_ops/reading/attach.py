@@ -21,10 +21,13 @@ from diloco_ops.reading import region_logs, run_reader
 
 
 def attach(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where run.json is to be; it is made, or replaced.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Folder for run.json, which is created or replaced.")],
     run: Annotated[str, typer.Option(envvar="DILOCO_RUN", help="The run's name.")] = "run",
     nats_url: Annotated[
-        str, typer.Option("--nats", envvar="DILOCO_NATS_URL", help="Its NATS server; in a run with regions, its control store.")
+        str,
+        typer.Option(
+            "--nats", envvar="DILOCO_NATS_URL", help="The run's NATS server; in a run with regions, its control store."
+        ),
     ] = "nats://127.0.0.1:4222",
     bulk: Annotated[
         list[str] | None,

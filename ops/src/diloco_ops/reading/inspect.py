@@ -84,7 +84,7 @@ def _show(run: rundir.RunDirectory, current: dict[str, Any], json_: bool) -> Non
             wanted = console.width if os.environ.get("COLUMNS", "").isdecimal() else None
             Console(width=wanted or WIDEST, height=console.height).print(render_whole(shown, wanted))
         for name, tokens in (current.get("own_data") or {}).items():
-            console.print(f"{name} trains on data of its own: {count(tokens)} merged tokens are not accounted for")
+            console.print(f"{name} trains on its own data, so {count(tokens)} merged tokens are not accounted for")
 
 
 def _show_end(run: rundir.RunDirectory, ended: Sequence[Chain], json_: bool) -> None:
@@ -103,9 +103,11 @@ def _show_end(run: rundir.RunDirectory, ended: Sequence[Chain], json_: bool) -> 
 
 def logs(
     directory: NewestDirectory = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what is written from now on.")] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Follow the log: also show entries written from now on.")
+    ] = False,
     service: Annotated[list[str] | None, typer.Option(help="Only this service, or a pattern (learner-*); repeatable.")] = None,
-    level: Annotated[str, typer.Option(help="Leave out what is below: debug, info, warning, error.")] = "debug",
+    level: Annotated[str, typer.Option(help="Least level to show: debug, info, warning or error.")] = "debug",
     json_: Annotated[bool, typer.Option("--json", help="As JSON lines.")] = False,
 ) -> None:
     """Show all services' logs of a run, in the order of time."""
@@ -126,7 +128,8 @@ def answered(data: bytes, run: rundir.RunDirectory) -> dict[str, Any]:
     current = json_object(data)
     if current is None:
         raise BrokerError(
-            f"run {run.name!r}: {data[:40]!r} came for its status; something else answers in its coordinator's place"
+            f"run {run.name!r}: the answer for its status was {data[:40]!r}; another program answers in place of the "
+            "coordinator"
         )
     return current | {"units": run.units}
 

@@ -74,7 +74,7 @@ async def begun(logs: Mapping[str, Log]) -> Begun:
             faults[region] = f"its log is another run's: {error}"
         else:
             if genesis is None:
-                faults[region] = f"its server has no beginning of run {log.subjects.run!r}"
+                faults[region] = f"its server lacks the beginning of run {log.subjects.run!r}"
             else:
                 found[region], first = log, first or genesis
     return Begun(found, faults, first)
@@ -125,7 +125,7 @@ async def _settle_fragment(logs: Mapping[str, Log], home: str, fragment: int, ge
         installed = await source.install_snapshot(fragment, own, fence)
         if installed is None:
             raise RunError(
-                f"fragment {fragment}: the log of region {chosen} has no keyframe that region {home} could go on from"
+                f"fragment {fragment}: the log of region {chosen} has no keyframe from which region {home} could continue"
             )
         keyframe, _ = installed
         fence, after = keyframe.entry_sequence, keyframe.entry_hash
@@ -193,10 +193,10 @@ def urls_of(bulk: Sequence[str], regions: Sequence[str], advice: str = "") -> di
         if not equals or not url:
             raise SettingsError(f"--bulk {each}: expected REGION=URL, such as us=tls://us.example.org:4222")
         if region not in regions:
-            there = f"there are {', '.join(regions)}" if regions else "it has no regions, so --nats is enough"
+            there = f"its regions are {', '.join(regions)}" if regions else "it has no regions, so --nats is enough"
             raise SettingsError(f"--bulk {each}: no region {region!r} of this run{nearest(region, regions)}; {there}")
         if region in urls:
-            raise SettingsError(f"--bulk {each}: region {region!r} has {urls[region]} already")
+            raise SettingsError(f"--bulk {each}: region {region!r} already has {urls[region]}")
         urls[region] = url
     missing = [region for region in regions if region not in urls]
     if missing:

@@ -263,8 +263,8 @@ async def _transports(directory: RunDirectory) -> AsyncIterator[tuple[dict[str, 
         if CONTROL not in here or (regions and len(here) == 1):
             missing = ", ".join(str(directory.path / name) for name in sorted(names - here))
             raise BrokerError(
-                f"{directory.path}: no server at {directory.nats_url or '(none yet)'} has this run, and its files are not in "
-                f"{missing}; start the server again, or put its folder back"
+                f"{directory.path}: no server at {directory.nats_url or '(none yet)'} has this run, and its files are not "
+                f"in {missing}; restart the server, or restore its folder"
             )
         folder = Path(stack.enter_context(folders.temporary()))
         servers: dict[str, Server] = {}

@@ -50,7 +50,8 @@ Bulk = Annotated[
     typer.Option("--bulk", envvar="DILOCO_NATS_BULK_URL", help="With regions: each region's server; repeatable."),
 ]
 As = Annotated[
-    Path | None, typer.Option("--identity", envvar="DILOCO_IDENTITY", help="An operator's, whose run alone is looked at.")
+    Path | None,
+    typer.Option("--identity", envvar="DILOCO_IDENTITY", help="Identity file of an operator; only its run is looked at."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="As JSON.")]
 Name = Annotated[str, typer.Argument(metavar="RUN", help="The run's name.")]
@@ -181,7 +182,9 @@ def consumers(
     remove: Annotated[
         list[str] | None,
         typer.Option(
-            "--remove", help="Remove a process's, or the one of this name; repeatable. A living reader makes another."
+            "--remove",
+            help="Remove the consumers of this process, or the consumer of this name; repeatable. A running "
+            "reader creates another.",
         ),
     ] = None,
     json_: Json = False,
@@ -206,7 +209,7 @@ def remove(
     nats_url: Nats = LOCAL,
     bulk: Bulk = None,
     identity: As = None,
-    force: Annotated[bool, typer.Option("--force", help="Also while members of it are heard.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Also while members of the run are alive.")] = False,
 ) -> None:
     """Delete all that servers hold of a run, for good. Its directories stay."""
     asyncio.run(_remove(run, nats_url, bulk or [], None if identity is None else of_command(identity, run), force=force))
@@ -270,7 +273,7 @@ def _consumer(server: str, stream: str, consumer: dict[str, Any]) -> Consumer:
         idle_s = None if idle_ns is None else idle_ns / 1e9
         return Consumer(str(consumer["name"]), stream, server, _unix_s(consumer["created"]), idle_s)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise BrokerError(f"{server}: what it says of a consumer cannot be read: {error!r}") from None
+        raise BrokerError(f"{server}: its description of a consumer cannot be read: {error!r}") from None
 
 
 @asynccontextmanager
@@ -314,7 +317,7 @@ async def _look(links: dict[str, NatsTransport], name: str | None) -> list[RunOn
             if part is not None and name in (None, part.run):
                 found.setdefault(part.run, RunOnServers(part.run)).parts.append(part)
     if name is not None and name not in found:
-        raise RunError(f"run {name!r}: nothing of it is at {', '.join(links)}; diloco runs list shows what is")
+        raise RunError(f"run {name!r}: not found at {', '.join(links)}; diloco runs list shows the runs there")
     for run in found.values():
         await _describe(control, links, run)
     hear_s = max([HEAR_S, *(2 * run.heartbeat_s for run in found.values())])
@@ -389,7 +392,7 @@ def _part(server: str, stream: dict[str, Any]) -> RunStream | None:
             last_s=last_s,
         )
     except (LookupError, TypeError, ValueError) as error:
-        raise BrokerError(f"{server}: what it says of a stream cannot be read: {error!r}") from None
+        raise BrokerError(f"{server}: its description of a stream cannot be read: {error!r}") from None
 
 
 def _unix_s(text: str) -> float:

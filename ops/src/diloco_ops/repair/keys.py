@@ -79,8 +79,8 @@ class LiveBucket:
         """
         if key not in CHECKED and not _REMOVABLE.fullmatch(key):
             raise RunError(
-                f"run {self.name!r}: no key {key!r} that can be repaired; there are {', '.join(CHECKED)}, and to be removed "
-                "founder, owners, coordinator, history, member.LEARNER, share.LEARNER, refused.LEARNER"
+                f"run {self.name!r}: no key {key!r} that can be repaired; repairable are {', '.join(CHECKED)}, and "
+                "removable founder, owners, coordinator, history, member.LEARNER, share.LEARNER, refused.LEARNER"
             )
         try:
             stored = await self.registry.get(key)
@@ -154,10 +154,10 @@ class LiveBucket:
                 return Remedy(key, reason, "written again from the region's log", self._frame, revision)
             case "changes":
                 kept = changes.readable(value, self.identity, self.directory.settings)
-                text = f"its first {len(kept.records)} changes are kept; set and eject again what came after them"
+                text = f"its first {len(kept.records)} changes are kept; repeat the later settings and ejections"
                 return Remedy(key, reason, text, kept.pack(), revision)
             case "map":
-                text = "removed; start a learner that may found (diloco keys), which sets it again"
+                text = "removed; start a learner that may found the run (diloco keys), which sets the key again"
                 return Remedy(key, reason, text, None, revision)
         return Remedy(key, reason, "removed; the services make it again", None, revision)
 
@@ -169,6 +169,6 @@ class LiveBucket:
         """
         if self._genesis is None:
             raise RunError(
-                f"run {self.name!r}: the key {key!r} cannot be made again, since nothing says that this is the run of "
+                f"run {self.name!r}: the key {key!r} cannot be restored, because nothing confirms that this is the run of "
                 f"{self.directory.path}/run.json: {self._fault}; go on from a checkpoint (diloco up --resume)"
             )

@@ -53,8 +53,8 @@ class Examined:
         version = chain.version if version is None else version
         if chain.closed:
             raise RunError(
-                f"run {run!r}, fragment {index}: its log is closed at version {chain.version}, and nothing follows that; go on "
-                f"from a version in a new directory: diloco up --run-dir NEW --resume DIR --resume-at {version}"
+                f"run {run!r}, fragment {index}: its log is closed at version {chain.version}, and nothing follows that; "
+                f"go on from a version in a new directory: diloco up --run-dir NEW --resume DIR --resume-at {version}"
             )
         if not self.first_version <= version <= chain.version:
             raise RunError(
@@ -107,7 +107,7 @@ async def _oldest(seen: RunReader, fragment: int) -> LoadedState:
         if await reader.holds(loaded.replica.chain):
             return loaded
     raise RunError(
-        f"run {seen.run.name!r}, fragment {fragment}: no keyframe is whole; go on from a checkpoint (diloco up --resume)"
+        f"run {seen.run.name!r}, fragment {fragment}: no keyframe is intact; go on from a checkpoint (diloco up --resume)"
     )
 
 

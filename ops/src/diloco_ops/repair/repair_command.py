@@ -33,23 +33,21 @@ Confirm = Callable[[str], bool]
 
 
 def repair(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The run's directory; the run is going on.")],
-    fragment: Annotated[
-        list[int] | None, typer.Option(help="Have this fragment go on from a good version; repeatable.")
-    ] = None,
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The run's directory; the run must be running.")],
+    fragment: Annotated[list[int] | None, typer.Option(help="Fragment that continues from a good version; repeatable.")] = None,
     to_version: Annotated[
-        int | None, typer.Option(min=0, help="The version that the fragments go on from; by default each one's newest.")
+        int | None, typer.Option(min=0, help="Version that the fragments continue from; default: the newest of each.")
     ] = None,
-    key: Annotated[str | None, typer.Option(help="Make this key of the bucket again, or remove it.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    key: Annotated[str | None, typer.Option(help="Key of the bucket to restore or remove.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be done.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
     reason: Reason = "",
 ) -> int:
     """Find what of a run's logs and bucket cannot be read, and go on behind it. Exit code 1 if something is left to be done."""
     if key is not None and (fragment or to_version is not None):
-        raise RunError("diloco repair: --key is for the bucket, --fragment for a log; give one of them")
+        raise RunError("diloco repair: --key repairs the bucket, --fragment a log; give only one of them")
     if to_version is not None and not fragment:
-        raise RunError("diloco repair: --to-version needs --fragment: which one?")
+        raise RunError("diloco repair: --to-version needs --fragment")
     confirm: Confirm = lambda question: not dry_run and (yes or typer.confirm(question))  # noqa: E731
     if key is not None:
         return asyncio.run(_repair_key(directory, key, confirm))
@@ -73,7 +71,7 @@ async def _examine(path: Path) -> int:
             for line in examined.lines():
                 print(line)
             if examined.is_stuck:
-                print(f"fragment {one.index} does not go on: diloco repair {path} --fragment {one.index}")
+                print(f"fragment {one.index} is stuck: diloco repair {path} --fragment {one.index}")
                 left += 1
         if not left:
             print(f"run {seen.run.name}: nothing is to be repaired")
@@ -110,14 +108,14 @@ async def _repair_key(path: Path, key: str, confirm: Confirm) -> int:
     async with opened_keys(rundir.load(path)) as keys:
         remedy = await keys.remedy(key)
         if remedy is None:
-            print(f"key {key}: it is as it should be")
+            print(f"key {key}: no repair needed")
             return 0
         print(f"key {key}: {remedy.reason}")
-        print(f"to be {remedy.text}" if remedy.value is None else f"remedy: {remedy.text}")
+        print(f"repair: {remedy.text}" if remedy.value is None else f"remedy: {remedy.text}")
         if not confirm("do it?"):
             return 1
         await keys.carry_out(remedy)
-        print(f"key {key}: done; start again what has ended")
+        print(f"key {key}: done; restart the services that have ended")
     return 0
 
 
@@ -143,8 +141,8 @@ async def _repair_fragments(path: Path, fragments: Sequence[int], version: int |
                         del left[number]
         for number, chain in left.items():
             print(
-                f"fragment {chain.fragment}: change {number} is not carried out yet; its owner does it as soon as it can: "
-                f"diloco logs {path} says what it waits for"
+                f"fragment {chain.fragment}: change {number} is still pending; its owner carries it out as soon as it "
+                f"can: diloco logs {path} shows what it waits for"
             )
     return 1 if left else 0
 
@@ -160,7 +158,7 @@ async def _orderable(seen: RunReader, fragments: Sequence[int]) -> list[Examined
     if unknown:
         raise RunError(f"run {run.name!r} has fragments 0 to {count - 1}, not {unknown[0]}")
     if not seen.live:
-        raise RunError(f"{seen.directory.path}: run {run.name!r} is not running, so that nothing can be appended: start it")
+        raise RunError(f"{seen.directory.path}: run {run.name!r} is not running, so nothing can be appended: start it")
     if run.created.round.lockstep:
         raise RunError(
             f"run {run.name!r} trains in lockstep, where fragments cannot go back one by one; stop it, and go on in a new "

@@ -77,7 +77,9 @@ def read(path: Path) -> ReferenceLosses:
         with path.open("rb") as file:
             return msgspec.json.decode(file.read(MAX_BYTES), type=ReferenceLosses)
     except (OSError, msgspec.MsgspecError) as error:
-        raise FormatError(f"{path}: no reference for reports: {error}; delete it, and play it again with diloco lab") from None
+        raise FormatError(
+            f"{path}: not a reference for reports: {error}; delete it, and measure it again with diloco lab"
+        ) from None
 
 
 def compare(
@@ -88,9 +90,9 @@ def compare(
     ``tokens``: the run's budget at its end. ``text``: the hash of its text; None: it is not known. ``data``: its text's path.
     """
     if settings.continues is not None:
-        return _missing("the run continues another one, and data-parallel training begins from the task's own weights", None)
+        return _missing("the run continues another run, but data-parallel training starts from the task's own weights", None)
     if text is None:
-        return _missing("data-parallel training is compared for the built-in task on text alone", None)
+        return _missing("data-parallel training is compared only for the built-in task on text", None)
     own = conditions(settings, tokens, text)
     for reference in references:
         if reference.conditions == own:

@@ -38,13 +38,13 @@ MAX_ALERTS = 2
 SAMPLE_LINES = 6  # below the curves of the loss
 KEYS = (
     ("1 to 6, tab", "another view"),
-    ("up, down, j, k", "another row, or line"),
+    ("up, down, j, k", "choose another row or line"),
     ("page up, page down, home, end", "further"),
-    ("enter, escape", "all of the row that is chosen, and back"),
-    ("s, r", "sort by another column, and turn the order"),
-    ("w", "lanes over another stretch of time"),
-    ("v", "with or without the versions among the events"),
-    ("?, h", "these lines, and what lanes say"),
+    ("enter, escape", "details of the chosen row, and back"),
+    ("s, r", "sort by another column; reverse the order"),
+    ("w", "change the time span of the lanes"),
+    ("v", "show or hide versions among the events"),
+    ("?, h", "this help, with the symbols of the lanes"),
     ("q, ctrl+c", "end"),
 )
 
@@ -137,7 +137,7 @@ class Top(App[None]):
         body: list[Text] = []
         foot: list[Text] = []
         if width < MIN_WIDTH or height < MIN_HEIGHT:
-            head = [Text(f"{width} x {height}: too small, {MIN_WIDTH} x {MIN_HEIGHT} at least")]
+            head = [Text(f"{width} x {height}: too small, at least {MIN_WIDTH} x {MIN_HEIGHT}")]
         else:
             head, body, foot = self.picture(width, height, self._clock_s())
         for name, lines in (("#head", head), ("#body", body), ("#foot", foot)):
@@ -209,9 +209,9 @@ class Top(App[None]):
         if more := len(self.watched.alerts) - len(said):
             said[-1] += f"  (and {more} more)"
         if not self.feed.transport.connected:
-            said.insert(0, "! no connection to the server; this is the run as it was heard last")
+            said.insert(0, "! no connection to the server; this is the last known state of the run")
         elif (silent_s := self.watched.silent_s(now_s)) > SILENT_S:
-            said.insert(0, f"! no coordinator answers for {duration(silent_s)}; members as they are heard")
+            said.insert(0, f"! no coordinator answers for {duration(silent_s)}; members are shown by their heartbeats")
         return [_cut(Text(f" {clean(text, width)}", "bold #e5873a"), width) for text in said]
 
     def _tabs(self, width: int) -> Text:

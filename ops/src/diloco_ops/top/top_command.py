@@ -71,9 +71,11 @@ def _check_terminal(place: str) -> None:
     Raises:
         SettingsError: with another command that does without.
     """
-    other = f"without one: diloco status {place}" if "://" not in place else "without one: diloco attach, then diloco status"
+    other = (
+        f"otherwise use diloco status {place}" if "://" not in place else ("otherwise use diloco attach, then diloco status")
+    )
     if not (sys.stdin.isatty() and sys.stdout.isatty()) or os.environ.get("TERM") in (None, "", "dumb"):
-        raise SettingsError(f"diloco top: needs a terminal that can be drawn on; {other}")
+        raise SettingsError(f"diloco top: needs an interactive terminal; {other}")
     width, height = os.get_terminal_size(sys.stdout.fileno())
     if width < MIN_WIDTH or height < MIN_HEIGHT:
         raise SettingsError(f"diloco top: this terminal is {width} x {height}; at least {MIN_WIDTH} x {MIN_HEIGHT} is needed")

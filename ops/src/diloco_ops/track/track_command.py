@@ -28,8 +28,10 @@ from diloco_ops.track.values import of_report
 def track(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="The run's directory.")],
     to: Annotated[list[str], typer.Option(help=f"{', '.join(TRACKERS)}; repeatable.")],
-    out: Annotated[Path | None, typer.Option(help=f"Folder of their files; default: {FOLDER} in the run's directory.")] = None,
-    every_s: Annotated[float, typer.Option(min=0.1, help="Seconds between two values of a run under way.")] = 2.0,
+    out: Annotated[
+        Path | None, typer.Option(help=f"Folder for the trackers' files; default: {FOLDER} in the run's directory.")
+    ] = None,
+    every_s: Annotated[float, typer.Option(min=0.1, help="Seconds between two values of a running run.")] = 2.0,
 ) -> None:
     """Have a run's losses, rates and bytes shown by TensorBoard or W&B, until it ends; of one that is over, its losses."""
     run = rundir.load(directory)

@@ -32,7 +32,10 @@ MAKE = "make"  # the factory in a file, unless it is named
 
 def check(
     task: Annotated[
-        str, typer.Argument(metavar="FILE.py|MODULE:MAKE", help="The task; a file's factory is make, or FILE.py:MAKE.")
+        str,
+        typer.Argument(
+            metavar="FILE.py|MODULE:MAKE", help="The task: MODULE:MAKE, FILE.py:MAKE, or FILE.py with the factory make."
+        ),
     ],
     data: Data = None,
     preset: Preset = DEFAULT_PRESET,
@@ -119,7 +122,7 @@ def found(task: str) -> tuple[str, Path | None]:
     if not file.is_file():
         raise SettingsError(f"{text}: there is no such file; name a file, or MODULE:MAKE")
     if not file.stem.isidentifier():
-        raise SettingsError(f"{text}: cannot be imported, since {file.stem!r} is no name of a module; rename it")
+        raise SettingsError(f"{text}: cannot be imported, because {file.stem!r} is not a valid module name; rename the file")
     return f"{file.stem}:{make or MAKE}", file.resolve().parent
 
 
@@ -146,7 +149,7 @@ def show(found: dict[str, Any], chosen: Chosen, console: Console) -> None:
     )
     console.print(_strategies(found["strategies"]))
     memory = ", ".join(f"{name} {size(value)}" for name, value in found["memory"].items())
-    console.print(f"one step: {found['step_s']:.3f} s on this machine; memory: {memory or 'not known'}")
+    console.print(f"one step: {found['step_s']:.3f} s on this machine; memory: {memory or 'unknown'}")
     units = f" {found['units']}" if found["units"] else ""
     console.print(f"loss of the first batch: {decimal(found['loss'], 4)}{units}")
     for warning in found["warnings"]:

@@ -25,17 +25,19 @@ from diloco_report.units import count, decimal, share
 
 
 def data(
-    mix: Annotated[Path, typer.Argument(metavar="MIX.TOML", help="The file, as diloco up --data takes it.")],
+    mix: Annotated[Path, typer.Argument(metavar="MIX.TOML", help="The mix file, as for diloco up --data.")],
     tokens: Annotated[
         int | None,
         typer.Option(
-            parser=parse_count, metavar=COUNT, help=f"Token budget of a run, for the epochs. {default_of('tokens', count)}"
+            parser=parse_count,
+            metavar=COUNT,
+            help=f"Token budget of a run, from which epochs are computed. {default_of('tokens', count)}",
         ),
     ] = None,
     learners: Annotated[int | None, typer.Option(min=1, help=f"Shares of a run's data. {default_of('learners')}")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE, any setting of the run; repeatable.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
-    toml: Annotated[bool, typer.Option("--toml", help="The lines that a coordinator's file needs, and nothing else.")] = False,
+    toml: Annotated[bool, typer.Option("--toml", help="Only print the lines that a coordinator's file needs.")] = False,
 ) -> None:
     """Make a mix of data ready, and show its sources, epochs, speed and first window."""
     given = {"tokens": tokens, "learners": learners}
@@ -60,7 +62,7 @@ def described(mix: Path, settings: RunSettings) -> dict[str, Any]:
     if find_spec(LEARNER) is None:
         raise DilocoError("not installed: diloco-learner, which reads the data; pip install 'diloco[data]'")
     if not mix.is_file():
-        raise DataError(f"{mix}: there is no such file")
+        raise DataError(f"{mix}: file does not exist")
     request = {"settings": settings.model_dump(), "data": str(mix.resolve())}
     return ask("mix.describe", request, learner_environment(0, 1, None))
 

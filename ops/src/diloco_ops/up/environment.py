@@ -66,8 +66,8 @@ def per_process(devices: int | None, processes: int) -> int | None:
     """
     if devices is not None and devices % processes:
         raise SettingsError(
-            f"--devices-per-learner {devices}: {processes} processes do not divide them (--processes-per-learner): each has as "
-            "many devices as the others"
+            f"--devices-per-learner {devices}: {processes} processes do not divide them (--processes-per-learner): each "
+            "has as many devices as the others"
         )
     return None if devices is None else devices // processes
 
@@ -85,8 +85,8 @@ def check_least(least: int, processes: int, devices: int | None) -> None:
     mesh = parse(MeshSettings, mesh_of(devices, processes if least < processes else 1) or {}, f"environment: {MESH}")
     if mesh.of(least, processes) is None:
         raise SettingsError(
-            f"--least-processes {least} of {processes}: mesh.data = {mesh.data} ({MESH}) cannot shrink so far: mesh.data * "
-            f"{least} / {processes} has to be a whole number"
+            f"--least-processes {least} of {processes}: mesh.data = {mesh.data} ({MESH}) cannot shrink so far: mesh.data "
+            f"* {least} / {processes} must be a whole number"
         )
 
 

@@ -68,7 +68,7 @@ def find(path: Path, at: int | None = None) -> ResumeSource:
             notes.append(f"{error}; passed over")
             continue
         if notes:
-            notes.append(f"going on from the older checkpoint {folder}")
+            notes.append(f"resuming from the older checkpoint {folder}")
         return ResumeSource(found, notes)
     raise RunError("; ".join(note.removesuffix("; passed over") for note in notes))
 
@@ -106,7 +106,7 @@ def changed(source: RunCheckpoint, overrides: Mapping[str, Any], command: str = 
         difference = creation.first_difference(given, kept)
         raise RunError(
             f"{source.path}: run {source.manifest.run!r} cannot go on with another setting: {difference}; only "
-            f"{', '.join(DEPLOYMENT)} may change, and the number of learners (--learners)"
+            f"{', '.join(DEPLOYMENT)} and the number of learners (--learners) may change"
         )
     return wanted
 

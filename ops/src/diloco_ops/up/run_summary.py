@@ -65,15 +65,15 @@ def on_missed(report: Mapping[str, Any]) -> str | None:
     capped = rounds.get("grace_capped", False)
     remedy = " and at most one step (round.grace_capped); with a larger round.quorum" if capped else "; with more of them"
     return (
-        f"each learner missed {share(least)} of the versions or more: its offers came after the grace window, which is a part "
-        f"of round.overlap_steps ({steps:g}) steps{remedy} versions wait for more offers, and less work is dropped"
+        f"each learner missed {share(least)} of the versions or more: its offers came after the grace window, which is "
+        f"part of round.overlap_steps ({steps:g}) steps{remedy} versions wait for more offers, and less work is dropped"
     )
 
 
 def _validation(report: dict[str, Any]) -> str:
     """Return the validation loss as a sentence, or the reason why there is none."""
     if report["val_loss"] is None:
-        return "no validation loss: the task has no validation set, or nothing was evaluated"
+        return "no validation loss: the task has no validation set, or no version was evaluated"
     units = f" {report['units']}" if report["units"] else ""
     counted = "".join(f", {name} {value:.3f}" for name, value in report["baselines"].items())
     return f"validation loss {report['val_loss']:.4f}{units} (began at {decimal(report['val_loss_initial'])}{counted})"

@@ -44,15 +44,15 @@ class TemplateInfo:
 PROJECTS = {
     Template.GPT: TemplateInfo("a small GPT on text, in plain JAX"),
     Template.FLAX: TemplateInfo(
-        "a small network in Flax NNX that tells shapes in images", (IMAGES,), "flax", "pip install flax"
+        "a small network in Flax NNX that classifies shapes in images", (IMAGES,), "flax", "pip install flax"
     ),
     Template.EQUINOX: TemplateInfo(
-        "a small network in Equinox that tells shapes in images", (IMAGES,), "equinox", "pip install equinox"
+        "a small network in Equinox that classifies shapes in images", (IMAGES,), "equinox", "pip install equinox"
     ),
     Template.TORCH: TemplateInfo(
-        "a small network in PyTorch that tells shapes in images", (IMAGES,), "torch", "pip install 'diloco[torch]'"
+        "a small network in PyTorch that classifies shapes in images", (IMAGES,), "torch", "pip install 'diloco[torch]'"
     ),
-    Template.VISION: TemplateInfo("a small network in plain JAX that tells shapes in images", (IMAGES,)),
+    Template.VISION: TemplateInfo("a small network in plain JAX that classifies shapes in images", (IMAGES,)),
 }
 README = """# {name}
 
@@ -68,8 +68,8 @@ Take the weights with `diloco export runs/... model.safetensors`.
 
 
 def init(
-    folder: Annotated[Path, typer.Argument(metavar="NAME", help="Folder to make.")],
-    template: Annotated[Template, typer.Option(help="What it begins with.")] = Template.GPT,
+    folder: Annotated[Path, typer.Argument(metavar="NAME", help="Folder to create.")],
+    template: Annotated[Template, typer.Option(help="Template of the project.")] = Template.GPT,
 ) -> None:
     """Make a project that trains and tests itself."""
     if folder.exists():
@@ -82,7 +82,7 @@ def init(
                 shutil.copyfile(source, folder / source.name)
         (folder / "README.md").write_text(_readme(folder.name, project), encoding="utf-8")
     except OSError as error:
-        raise RunError(f"{folder}: was not made: {error}") from None
+        raise RunError(f"{folder}: could not be created: {error}") from None
     first = f"{project.missing()} && " if project.missing() else ""
     print(f"{folder}: {project.about}; next: {first}cd {folder} && python train.py")
 

@@ -202,8 +202,8 @@ class Supervisor:
         if group.quick_deaths >= QUICK_DEATHS:
             end = f"killed by {signal_name}" if signal_name else f"ended with code {code}"
             raise ServiceFailed(
-                f"{killed.name}: {end} {QUICK_DEATHS} times in a row, each time within {STEADY_S:g} s; see {killed.errors} and "
-                "the system's log (is memory short?)",
+                f"{killed.name}: {end} {QUICK_DEATHS} times in a row, each time within {STEADY_S:g} s; see "
+                f"{killed.errors} and the system's log; memory may be short",
                 1,
             )
         pause_s = 0.0 if group.quick_deaths < 2 else min(RETRY_MAX_S, RETRY_S * 2.0 ** (group.quick_deaths - 2))

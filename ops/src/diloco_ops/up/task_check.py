@@ -40,7 +40,7 @@ def check_task(directory: RunDirectory, fragment_map: FragmentMap | None = None)
         own = directory.settings.model_copy(update={"task": directory.settings.task.model_copy(update={"name": task})})
         its = _found(directory, own, fragment_map, whole=True)
         if its["framework"] != TORCH:
-            raise SettingsError(f"--torch: {task} makes a task of {its['framework']}, expected one of PyTorch, with module()")
+            raise SettingsError(f"--torch: {task} makes a task of {its['framework']}, expected a PyTorch task, with module()")
         try:
             check_same_map(unpack_map(bytes.fromhex(its["map"])), unpack_map(bytes.fromhex(found["map"])), directory.name)
         except AdmissionError as error:
@@ -63,8 +63,8 @@ def _check_shape(directory: RunDirectory, framework: str) -> None:
     """
     if (directory.devices_per_learner or directory.processes_per_learner) and program_of(framework).one_process:
         raise SettingsError(
-            f"--devices-per-learner, --processes-per-learner: a learner of {framework} is one process, and its task chooses "
-            "the device: leave them out"
+            f"--devices-per-learner, --processes-per-learner: a learner of {framework} is a single process, and its task "
+            "chooses the device: leave these options out"
         )
 
 

@@ -81,21 +81,21 @@ def up(
         typer.Option("--resume", help="Go on from a checkpoint, or from a run's directory, in a new directory (--run-dir)."),
     ] = None,
     resume_at: ResumeAt = None,
-    continue_from: Annotated[Path | None, typer.Option("--continue", help="Run that is over; a new one goes on.")] = None,
+    continue_from: Annotated[Path | None, typer.Option("--continue", help="Finished run that a new run continues.")] = None,
     archive: Annotated[bool, typer.Option("--archive", help="Keep every merged offer, so that merges can be audited.")] = False,
-    standbys: Annotated[int, typer.Option(min=0, help="Syncers beyond the shards, which stand by.")] = 0,
-    coordinators: Annotated[int, typer.Option(min=1, help="Coordinators; all but one stand by.")] = 1,
+    standbys: Annotated[int, typer.Option(min=0, help="Number of standby syncers, beyond the shards.")] = 0,
+    coordinators: Annotated[int, typer.Option(min=1, help="Number of coordinators; one leads and the others stand by.")] = 1,
     devices_per_learner: DevicesPerLearner = None,
     processes_per_learner: ProcessesPerLearner = None,
     least_processes: LeastProcesses = None,
-    torch: Annotated[list[str] | None, typer.Option(help="LEARNER=MODULE:MAKE: it computes with PyTorch, by it.")] = None,
-    slow: Annotated[list[str] | None, typer.Option(help="LEARNER=FACTOR: its steps take so many times as long.")] = None,
+    torch: Annotated[list[str] | None, typer.Option(help="LEARNER=MODULE:MAKE: it computes with this PyTorch task.")] = None,
+    slow: Annotated[list[str] | None, typer.Option(help="LEARNER=FACTOR: its steps take FACTOR times as long.")] = None,
     nats_url: Annotated[str | None, typer.Option("--nats", help="Use this NATS server instead of an embedded one.")] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Plain lines instead of the live view.")] = False,
-    track: Annotated[list[str] | None, typer.Option(help=f"Have it shown by {' or '.join(TRACKERS)}; repeatable.")] = None,
+    track: Annotated[list[str] | None, typer.Option(help=f"Send values to {' or '.join(TRACKERS)}; repeatable.")] = None,
     page: Annotated[str | None, typer.Option(help=pages.HELP)] = None,
     open_: Annotated[bool, typer.Option("--open", help="Open the run's page in a browser.")] = False,
-    json_: Annotated[bool, typer.Option("--json", help="Print the report as JSON at the end, and nothing else.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="Only print the report as JSON at the end.")] = False,
 ) -> int:
     """Train one model with several learners, syncers and a coordinator on this machine."""
     given = {"learners": learners, "shards": shards, "tokens": tokens, "seed": seed, "log.archive": archive or None}
@@ -254,8 +254,8 @@ def _beginning_with(
         raise SettingsError(f"--init {init}: a run that goes on from {option} has its weights; leave one of them out")
     file, named = str(init.resolve()), None if names is None else str(names.resolve())
     if (directory.path / "run.json").exists() and (directory.init, directory.init_names) != (file, named):
-        began = f"the weights in {directory.init}" if directory.init else "those that its task makes"
-        raise RunError(f"{directory.path}: this run was begun with {began}; go on with it without --init")
+        began = f"the weights in {directory.init}" if directory.init else "the weights that its task creates"
+        raise RunError(f"{directory.path}: this run was started with {began}; resume it without --init")
     return replace(directory, init=file, init_names=named)
 
 
@@ -296,7 +296,7 @@ def _tell(report: dict[str, Any] | None, directory: RunDirectory, json_: bool, f
     failed = {name: report["failures"][name] for name in report["learners"] if name in report["failures"]}
     if failed and len(failed) == len(report["learners"]):
         name, failure = next(iter(failed.items()))
-        raise DilocoError(f"run {report['run']} has ended, and no learner learned to its end: {name}: {failure}")
+        raise DilocoError(f"run {report['run']} has ended, but no learner trained to its end: {name}: {failure}")
     return 0
 
 
@@ -320,8 +320,8 @@ def _check_server(nats_url: str | None, settings: RunSettings) -> None:
     names, address = settings.regions.names, None if nats_url is None else checked(nats_url)
     if address is not None and names:
         raise SettingsError(
-            f"--nats {shown(address)}: is one server, and the run has the regions {', '.join(names)}; without --nats "
-            "a server is started for each, or go on without regions: --set 'regions.names=[]'"
+            f"--nats {shown(address)}: is one server, and the run has the regions {', '.join(names)}; without --nats a "
+            "server is started for each, or go on without regions: --set 'regions.names=[]'"
         )
 
 
@@ -336,7 +336,7 @@ def _slow_factors(items: list[str], names: list[str]) -> dict[str, float]:
         if not 1 <= factor < math.inf:
             raise SettingsError(f"--slow {item}: expected LEARNER=FACTOR with a factor of at least 1, for example learner-3=5")
         if name not in names:
-            raise SettingsError(f"--slow {item}: no learner {name!r}; there are {names[0]} to {names[-1]}")
+            raise SettingsError(f"--slow {item}: no learner {name!r}; the learners are {names[0]} to {names[-1]}")
         factors[name] = factor
     return factors
 
@@ -362,13 +362,13 @@ def _directory(path: Path, settings: RunSettings, given: bool, data: str | None,
         data = data_source(data, settings)
         rundir.check_free(path)
         if not _is_new(path):
-            raise RunError(f"{path}: exists, is not empty, and is no run's directory; choose another one")
+            raise RunError(f"{path}: exists, is not empty, and is not a run's directory; choose another directory")
         return RunDirectory(path.resolve(), _name_of(path), nats_url or "", data, settings)
     directory = rundir.load(path.resolve())
     if directory.finished:
         raise RunError(
-            f"{path}: this run is finished (its report is {directory.report}); choose another --run-dir, or for more tokens go "
-            f"on from it in another one: diloco up --continue {path} --tokens N"
+            f"{path}: this run is finished (its report is {directory.report}); choose another --run-dir, or for more "
+            f"tokens go on from it in another one: diloco up --continue {path} --tokens N"
         )
     rundir.check_free(path)
     settings = settings.with_mix(directory.settings.task.mix)
@@ -396,8 +396,8 @@ async def _check_name(name: str, url: str) -> None:
     try:
         if await streams.exists(link, f"KV_{Subjects(name).bucket}"):
             raise RunError(
-                f"run {name!r} exists at {shown(checked(url))}: go on with it by the --run-dir that it was begun with, or "
-                "choose another --run-dir, after whose last part a run is named"
+                f"run {name!r} exists at {shown(checked(url))}: resume it with the --run-dir that it was started with, or "
+                "choose another --run-dir, whose last part becomes the run's name"
             )
     finally:
         await link.close()
@@ -428,7 +428,7 @@ def _continued(
 ) -> tuple[continuing.ContinuationSource, RunDirectory]:
     """Return the run to go on from, and the new run's directory, which is not written yet."""
     if "tokens" not in overrides:
-        raise SettingsError(f"--continue {path}: needs --tokens N, the tokens that the run is to go on with")
+        raise SettingsError(f"--continue {path}: needs --tokens N, the number of further tokens")
     _check_new(new, "a run that is over")
     learners = _learners(overrides)
     source = continuing.find(path, overrides)

@@ -12,7 +12,7 @@ from diloco.settings.presets import PRESETS
 from diloco_ops.default_text import default_of
 from diloco_report.units import count
 
-Learners = Annotated[int | None, typer.Option(help=f"Learners (M). {default_of('learners')}")]
+Learners = Annotated[int | None, typer.Option(help=f"Number of learners (M). {default_of('learners')}")]
 Shards = Annotated[int | None, typer.Option(help=f"Syncers. {default_of('shards')}")]
 RunFolder = Annotated[
     Path | None, typer.Option(help="Directory of the run; an unfinished one is resumed. Default: runs/ and the time.")
@@ -23,11 +23,11 @@ TokenBudget = Annotated[
     typer.Option(
         parser=parse_count,
         metavar=COUNT,
-        help=f"Token budget, such as 600k; with --continue: so many more, which must be given. {default_of('tokens', count)}",
+        help=f"Token budget, such as 600k; with --continue: number of further tokens, required. {default_of('tokens', count)}",
     ),
 ]
 Data = Annotated[
-    str | None, typer.Option(help="File or folder of text, or as your task reads it; default: Python's standard library.")
+    str | None, typer.Option(help="File or folder of text, or data as your task reads it; default: Python's standard library.")
 ]
 Preset = Annotated[str, typer.Option(help=f"{', '.join(PRESETS)}.")]
 Set = Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE, any setting; repeatable.")]
@@ -35,16 +35,19 @@ TaskOptions = Annotated[list[str] | None, typer.Option("--task", help="KEY=VALUE
 Init = Annotated[
     Path | None, typer.Option(help="Weights to begin with: a safetensors file, or a folder as Hugging Face has them.")
 ]
-Names = Annotated[Path | None, typer.Option(help="JSON file of the names that the model's tensors have there.")]
+Names = Annotated[Path | None, typer.Option(help="JSON file that maps the model's tensor names to those in the weights.")]
 ResumeAt = Annotated[
     int | None, typer.Option(min=0, help="With --resume: begin again where every fragment's log stood at this version.")
 ]
 DevicesPerLearner = Annotated[
-    int | None, typer.Option(min=1, help="Devices of each learner, which make one mesh. Default: all that JAX finds.")
+    int | None, typer.Option(min=1, help="Devices of each learner, which form one mesh. Default: all that JAX finds.")
 ]
 ProcessesPerLearner = Annotated[
-    int | None, typer.Option(min=1, max=64, help="Processes that each learner is, which share its devices. Default: one.")
+    int | None, typer.Option(min=1, max=64, help="Processes per learner, which share its devices. Default: one.")
 ]
 LeastProcesses = Annotated[
-    int | None, typer.Option(min=1, help="So many of them go on where others are lost. Default: all begin again.")
+    int | None,
+    typer.Option(
+        min=1, help="Least number of a learner's processes that continue when others are lost. Default: all processes restart."
+    ),
 ]

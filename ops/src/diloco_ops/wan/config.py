@@ -35,7 +35,7 @@ def split_address(text: str) -> tuple[str, int]:
     host, colon, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]") if host.startswith("[") else host
     if not colon or not host or not port.isascii() or not port.isdecimal() or int(port) > 65535:
-        raise ValueError(f"{text!r} is no HOST:PORT")
+        raise ValueError(f"{text!r} is not HOST:PORT")
     return host, int(port)
 
 
@@ -62,9 +62,12 @@ class LinkSettings(_Section):
 
     rate_bits_per_s: Annotated[Rate | None, BeforeValidator(_rate)] = Field(None, description='payload; or "unlimited"')
     delay_s: float = Field(0.0, ge=0, le=MAX_DELAY_S, description="one way")
-    jitter_s: float = Field(0.0, ge=0, le=MAX_DELAY_S, description="the delay varies by so much, up and down")
+    jitter_s: float = Field(0.0, ge=0, le=MAX_DELAY_S, description="variation of the delay, up and down")
     queue_bytes: int | None = Field(
-        None, ge=PACKET_BYTES, le=MAX_QUEUE_BYTES, description="of each class; default: 0.1 s of the rate, at least 64 KiB"
+        None,
+        ge=PACKET_BYTES,
+        le=MAX_QUEUE_BYTES,
+        description="size of the queue of each class; default: 0.1 s of the rate, at least 64 KiB",
     )
 
     def conditions(self) -> LinkConditions:
@@ -94,10 +97,10 @@ class RouteSettings(_Section):
 
 class _File(_Section):
     control: Address = DEFAULT_CONTROL
-    seed: int = Field(0, description="of the jitter")
+    seed: int = Field(0, description="seed of the jitter")
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["json", "console"] = "json"
-    log_file: Path | None = Field(None, description="gets the log as JSON lines, instead of stderr")
+    log_file: Path | None = Field(None, description="file for the log as JSON lines, instead of stderr")
     defaults: dict[str, Any] = {}
     links: dict[str, dict[str, Any]] = {}
     routes: list[dict[str, Any]] = Field(min_length=1)
@@ -139,7 +142,7 @@ def checked(values: Mapping[str, Any], source: str) -> Config:
     for name in file.links:
         if name not in names:
             raise SettingsError(
-                f"{source}, [links.{name}]: no route passes this link{nearest(name, names)}; there are {', '.join(names)}"
+                f"{source}, [links.{name}]: no route passes this link{nearest(name, names)}; the links are {', '.join(names)}"
             )
     links = {name: parse(LinkSettings, file.defaults | file.links.get(name, {}), f"{source}, [links.{name}]") for name in names}
     return Config(

@@ -77,11 +77,13 @@ def complaint(failure: Failure, links: Sequence[str]) -> str | None:
     """Return why a failure of a known kind cannot be brought about on these links; None: it can."""
     if not targets(failure, links):
         names = [f"link/{link}" for link in links]
-        return f"target {failure.target!r} matches no link{nearest(failure.target, names)}; there are {', '.join(names)}"
+        return f"target {failure.target!r} matches no link{nearest(failure.target, names)}; the links are {', '.join(names)}"
     allowed = _VALUES[failure.kind]
     for name, value in failure.values.items():
         if name not in allowed:
-            return f"{failure.kind} has no value {name!r}{nearest(name, allowed)}; it has {', '.join(allowed) or 'none'}"
+            return (
+                f"{failure.kind} has no value {name!r}{nearest(name, allowed)}; its values are {', '.join(allowed) or 'none'}"
+            )
         low, high = _BOUNDS[name]
         unlimited = name == "rate_bits_per_s" and value == UNLIMITED
         if not unlimited and (isinstance(value, str) or not low <= value <= high):

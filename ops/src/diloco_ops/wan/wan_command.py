@@ -22,7 +22,7 @@ from diloco_ops.wan.relay import Relay
 from diloco_report import units
 
 wan = typer.Typer(
-    no_args_is_help=True, help="The WAN between regions, emulated: a relay with slow, distant links that can be cut."
+    no_args_is_help=True, help="Emulate the WAN between regions: a relay with slow, distant links that can be cut."
 )
 
 TOTALS = ("control_bytes", "bulk_bytes", "packets_estimated", "header_bytes_estimated")
@@ -30,7 +30,7 @@ TOTALS = ("control_bytes", "bulk_bytes", "packets_estimated", "header_bytes_esti
 _RATE_UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _SECOND_UNITS = {"s": 1.0, "ms": 1e-3}
 
-At = Annotated[str, typer.Option(metavar="HOST:PORT", envvar="DILOCO_WAN", help="Where the relay is commanded.")]
+At = Annotated[str, typer.Option(metavar="HOST:PORT", envvar="DILOCO_WAN", help="HOST:PORT of the relay's control.")]
 Json = Annotated[bool, typer.Option("--json", help="As JSON.")]
 Links = Annotated[list[str], typer.Argument(metavar="LINK...", help="us-eu (one direction), eu (all from and to it), 'us-*'.")]
 AnyLinks = Annotated[
@@ -94,7 +94,7 @@ def set_(
     links: Links,
     rate: Annotated[str | None, typer.Option(metavar="RATE", help="500kbit, 5mbit, 1gbit or unlimited, of payload.")] = None,
     delay: Annotated[str | None, typer.Option(metavar="TIME", help="One way: 60ms or 0.06s.")] = None,
-    jitter: Annotated[str | None, typer.Option(metavar="TIME", help="The delay varies by so much, up and down.")] = None,
+    jitter: Annotated[str | None, typer.Option(metavar="TIME", help="Variation of the delay, up and down.")] = None,
     slow: Annotated[float | None, typer.Option(metavar="FACTOR", help="Divide the rate by this; 1 ends it.")] = None,
     at: At = DEFAULT_CONTROL,
     json_: Json = False,

@@ -38,19 +38,20 @@ Weights = Annotated[
     Path | None,
     typer.Argument(
         metavar="[DIR|FILE]",
-        help="A run's directory, or a file that diloco export wrote. Default: the newest directory in runs/.",
+        help="A run's directory, or a file written by diloco export. Default: the newest directory in runs/.",
         show_default=False,
     ),
 ]
 Version = Annotated[
     str,
-    typer.Option(help="Of a run: a version that all fragments have; 50%: once that part of its tokens was merged; or latest."),
+    typer.Option(
+        help="For a run: number of a version that all fragments have; or a percentage such as 50%, the versions "
+        "when that part of the tokens was merged; or latest."
+    ),
 ]
-Average = Annotated[int, typer.Option(min=1, help="Of a run: the mean of so many versions, which end with this one.")]
-Data = Annotated[str | None, typer.Option(help="Other data than the run's, as diloco up --data takes it.")]
-Set = Annotated[
-    list[str] | None, typer.Option("--set", help="Of a file: task.KEY=VALUE, where it does not say so; repeatable.")
-]
+Average = Annotated[int, typer.Option(min=1, help="For a run: average over so many versions, of which --version is the last.")]
+Data = Annotated[str | None, typer.Option(help="Data other than the run's, as for diloco up --data.")]
+Set = Annotated[list[str] | None, typer.Option("--set", help="For a file without task metadata: task.KEY=VALUE; repeatable.")]
 Json = Annotated[bool, typer.Option("--json", help="As JSON.")]
 
 
@@ -77,10 +78,10 @@ def evaluate(
 def sample(
     weights: Weights = None,
     prompt: Annotated[
-        str | None, typer.Option(help="Text to go on from, which is printed too; default: the task's own.")
+        str | None, typer.Option(help="Text to continue, which is also printed; default: the task's own.")
     ] = None,
-    count: Annotated[int, typer.Option(min=1, max=1_000_000, help="Characters to draw.")] = 400,
-    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of what is drawn.")] = 0,
+    count: Annotated[int, typer.Option(min=1, max=1_000_000, help="Number of characters to generate.")] = 400,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the generated text.")] = 0,
     version: Version = LATEST,
     average: Average = 1,
     data: Data = None,
@@ -125,7 +126,7 @@ def result(asked: EvaluationRequest, drawn: dict[str, Any] | None) -> dict[str, 
     if asked.path.is_file():
         if wanted is not None or asked.average > 1:
             raise SettingsError(
-                f"{asked.path}: is a file, of one state of a model: --version and --average are for a run's directory"
+                f"{asked.path}: is a file with a single state of a model: --version and --average require a run's directory"
             )
         settings = task_of(asked.path, asked.assignments)
         return _evaluated(settings, asked.data, asked.path, drawn, other=asked.data is not None)
@@ -171,7 +172,7 @@ def task_of(file: Path, assignments: list[str]) -> RunSettings:
             raise SettingsError(f"--set {key}: of a file only its task can be set: task.KEY=VALUE")
     if not stated and not given:
         raise SettingsError(
-            f"{file}: does not say of which task it is (its metadata has no {TASK}, as diloco export writes it); say so with "
+            f"{file}: does not state its task (its metadata lacks {TASK}, which diloco export writes); give the task with "
             "--set task.name=..., --set task.width=... and so on"
         )
     return changed_settings(RunSettings(), {"task": stated} | given, str(file))

@@ -67,24 +67,28 @@ def export(
         list[Path],
         typer.Argument(
             metavar="[DIR] OUT",
-            help="The run's directory, by default the newest one in runs/; and the file to write, or the folder.",
+            help="The run's directory (default: the newest in runs/), and the file or folder to write.",
         ),
     ],
     format_: Annotated[
         Format,
-        typer.Option("--format", help="A safetensors file, a folder of Hugging Face's libraries, or one of Orbax."),
+        typer.Option("--format", help="A safetensors file, a folder for Hugging Face's libraries, or a folder of Orbax."),
     ] = "safetensors",
     version: Annotated[
-        str, typer.Option(help="A version that all fragments have; 50%: once that part of its tokens was merged; or latest.")
+        str,
+        typer.Option(
+            help="Number of a version that all fragments have; or a percentage such as 50%, the versions "
+            "when that part of the tokens was merged; or latest."
+        ),
     ] = LATEST,
-    average: Annotated[int, typer.Option(min=1, help="The mean of so many versions, which end with this one.")] = 1,
-    precision: Annotated[Precision, typer.Option(help="Of the values.")] = "float32",
+    average: Annotated[int, typer.Option(min=1, help="Average over so many versions, of which --version is the last.")] = 1,
+    precision: Annotated[Precision, typer.Option(help="Dtype of the values.")] = "float32",
     names: Annotated[
-        Path | None, typer.Option(help="JSON file of tensors' paths and the names that they get; others keep their path.")
+        Path | None, typer.Option(help="JSON file that maps tensor paths to names; other tensors keep their path.")
     ] = None,
-    config: Annotated[Path | None, typer.Option(help="With --format hf: the config.json, where the task has none.")] = None,
+    config: Annotated[Path | None, typer.Option(help="With --format hf: the config.json, if the task has none.")] = None,
     shard_bytes: Annotated[
-        int | None, typer.Option(min=1, help=f"With --format hf: the most that a file has. Default: {SHARD_BYTES}.")
+        int | None, typer.Option(min=1, help=f"With --format hf: greatest size of a file. Default: {SHARD_BYTES}.")
     ] = None,
 ) -> None:
     """Write the weights of a run, going on or over."""
@@ -181,8 +185,8 @@ def _opened(seen: RunReader, draft: Path, asked: ExportRequest, versions: Versio
             config = said["config"] if config is None else config
         if config is None:
             raise SettingsError(
-                f"task.name = {seen.run.created.task.name!r}: has no config(), which says how Hugging Face's libraries make "
-                "the model; give the config.json with --config FILE"
+                f"task.name = {seen.run.created.task.name!r}: has no config(), which says how Hugging Face's libraries "
+                "make the model; give the config.json with --config FILE"
             )
         named = Naming(seen.map.tensors, names)
         _check_tied(named, config, "task: config()" if asked.config is None else f"--config {asked.config}")

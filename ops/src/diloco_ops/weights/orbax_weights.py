@@ -84,11 +84,13 @@ def _tree(naming: Naming) -> dict[str, Any]:
             branch = branch.setdefault(key, {})
             if not isinstance(branch, dict):
                 raise SettingsError(
-                    f"--format orbax: tensor {name!r} would lie within another one; name it otherwise (--names)"
+                    f"--format orbax: tensor {name!r} would lie within another tensor; give it another name (--names)"
                 )
         other = folders.setdefault(_folder_of(name), name)
         if last in branch or other != name:
-            raise SettingsError(f"--format orbax: tensor {name!r} would be where {other!r} is; name it otherwise (--names)")
+            raise SettingsError(
+                f"--format orbax: tensor {name!r} would have the place of {other!r}; give it another name (--names)"
+            )
         branch[last] = np.zeros((), np.float32)
     return tree
 

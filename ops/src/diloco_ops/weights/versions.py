@@ -126,8 +126,8 @@ def at_share(chains: Sequence[Chain], heads: Sequence[Headed], sizes: Sequence[i
     before = fragment_mean(merged, sizes)
     if any(versions) and before > wanted:
         raise RunError(
-            f"--version {percent}%: the log begins after {share(before / whole, 1)} of the merged tokens; how "
-            "far back it goes is set by log.keep_keyframes and log.keep_bytes"
+            f"--version {percent}%: the log begins after {share(before / whole, 1)} of the merged tokens; how far back it "
+            "goes is set by log.keep_keyframes and log.keep_bytes"
         )
     for head in line:
         if percent < 100 and fragment_mean(merged, sizes) >= wanted:

@@ -86,7 +86,7 @@ def conditions(monitor: Monitor, now_s: float) -> Iterator[str]:
         yield f"region {region}{NO_PROCESS}"
     for room in monitor.rooms:
         if room.size_bytes >= NEARLY_FULL * room.max_bytes:
-            yield f"{room.name}: nearly as full as it may be; at its bound of {size(room.max_bytes)} versions wait"
+            yield f"{room.name}: nearly full; versions wait once it reaches its limit of {size(room.max_bytes)}"
     if monitor.state not in ("training", "closing"):
         return
     if monitor.slow_fragments.found is not None:
@@ -110,9 +110,9 @@ def _of_learners(monitor: Monitor, now_s: float) -> Iterator[str]:
             yield f"{name}{SILENT}"
             continue
         if name not in monitor.merged and heartbeat.step and versions - learner.began_at > UNMERGED_ROUNDS * fragments:
-            yield f"{name}: steps, and is in no merge"
+            yield f"{name}: takes steps, but none of its work is merged"
         if learner.spike:
-            yield f"{name}: its loss is far above what it was"
+            yield f"{name}: its loss has risen far above its earlier values"
 
 
 def _stalled(monitor: Monitor, now_s: float) -> Iterator[int]:

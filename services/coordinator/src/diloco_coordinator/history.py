@@ -33,7 +33,7 @@ def pack(past: Past) -> bytes:
         if len(packed) <= MAX_BYTES and len(text) <= MAX_PLAIN_BYTES:
             return packed
         most //= 4
-    raise FormatError(f"history: {len(packed)} bytes without its curves, at most {MAX_BYTES} are stored")
+    raise FormatError(f"history: {len(packed)} bytes without its curves, at most {MAX_BYTES} can be stored")
 
 
 class RunHistory:

@@ -40,6 +40,6 @@ class SlowFragments:
         elif self.found is None:
             round_s, cycle_s = found
             self.found = (
-                f"rounds last {round_s:.3g} s, and {steps} steps between two of them {cycle_s:.3g} s: each fragment's next one "
+                f"rounds last {round_s:.3g} s, but {steps} steps last {cycle_s:.3g} s, so each fragment's next round "
                 f"comes a multiple of {steps} steps later; set more round.steps"
             )

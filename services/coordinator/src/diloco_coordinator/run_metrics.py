@@ -67,26 +67,31 @@ def _away(monitor: Monitor, now_s: float) -> Labelled:
 
 METRICS: tuple[Metric[CoordinatorMoment], ...] = (
     Metric(
-        "diloco_coordinator_leader", "gauge", "1 for the one that leads, 0 standing by", lambda moment: moment.coordinator.leads
+        "diloco_coordinator_leader",
+        "gauge",
+        "1 for the leading coordinator, 0 for one that stands by",
+        lambda moment: moment.coordinator.leads,
     ),
     Metric(
         "diloco_coordinator_run_state",
         "gauge",
-        "1 for the state that the run is in",
+        "1 for the current state of the run",
         _run(lambda monitor, now_s: one_of(monitor.state, STATES)),
         ("state",),
     ),
-    Metric("diloco_coordinator_run_seconds", "gauge", "How long the run has been watched", _run(lambda monitor, now_s: now_s)),
+    Metric(
+        "diloco_coordinator_run_seconds", "gauge", "Time for which the run has been watched", _run(lambda monitor, now_s: now_s)
+    ),
     Metric(
         "diloco_coordinator_live_learners",
         "gauge",
-        "Learners heard within `liveness.dead_s` that take part",
+        "Learners that take part, with a heartbeat within `liveness.dead_s`",
         _run(lambda monitor, now_s: len(monitor.live(now_s))),
     ),
     Metric(
         "diloco_coordinator_live_syncers",
         "gauge",
-        "Syncers heard within `liveness.dead_s`",
+        "Syncers with a heartbeat within `liveness.dead_s`",
         _run(lambda monitor, now_s: len(monitor.heard(now_s) & monitor.shards.keys())),
     ),
     Metric(
@@ -104,47 +109,51 @@ METRICS: tuple[Metric[CoordinatorMoment], ...] = (
     Metric(
         "diloco_coordinator_processed_tokens",
         "gauge",
-        "Processed by all learners",
+        "Tokens processed by all learners",
         _run(lambda monitor, now_s: monitor.tokens_processed()),
     ),
     Metric(
         "diloco_coordinator_merged_tokens",
         "gauge",
-        "Of these: in the global model; the mean over fragments",
+        "Processed tokens that are in the global model; the mean over fragments",
         _run(lambda monitor, now_s: monitor.tokens_merged()),
     ),
     Metric(
         "diloco_coordinator_tokens_per_second",
         "gauge",
-        "Rate of all learners, a moving average",
+        "Tokens per second of all learners, a moving average",
         _run(lambda monitor, now_s: monitor.tokens_per_s(now_s)),
     ),
     Metric(
         "diloco_coordinator_busy_ratio",
         "gauge",
-        "Share of the live learners' time since each began in which a step was in flight",
+        "Share of time with a step in flight, over all live learners since each started",
         _run(lambda monitor, now_s: monitor.busy_fraction(now_s)),
     ),
     Metric("diloco_coordinator_versions", "gauge", "Versions in the log", _run(lambda monitor, now_s: sum(monitor.versions))),
     Metric(
         "diloco_coordinator_validation_loss_nats",
         "gauge",
-        "Of the global model, as an evaluator said last",
+        "Validation loss of the global model, as last reported by an evaluator",
         _run(lambda monitor, now_s: monitor.validation[-1][2] if monitor.validation else None),
     ),
     Metric(
-        "diloco_coordinator_region_away", "gauge", "1 for a region of which no process is heard", _run(_away), ("other_region",)
+        "diloco_coordinator_region_away",
+        "gauge",
+        "1 for a region without a heartbeat of any process",
+        _run(_away),
+        ("other_region",),
     ),
     Metric(
         "diloco_coordinator_page_viewers",
         "gauge",
-        "Browsers that are shown the run's page",
+        "Browsers that show the run's page",
         _page(lambda page: page.viewers.count),
     ),
     Metric(
         "diloco_coordinator_page_frames_dropped_total",
         "counter",
-        "Frames that viewers of the page did not take before the next one; each got the newest state later",
+        "Frames of the page that a viewer skipped because the next one was ready; the viewer got the newest state later",
         _page(lambda page: page.viewers.dropped),
     ),
     Metric(
@@ -156,7 +165,7 @@ METRICS: tuple[Metric[CoordinatorMoment], ...] = (
     Metric(
         "diloco_coordinator_refused_messages_total",
         "counter",
-        "Messages that do not fit, by kind of error",
+        "Messages refused as invalid, by kind of error",
         lambda moment: by_kind(moment.coordinator.refused),
         ("kind",),
     ),

@@ -158,8 +158,8 @@ def _check_step(loaded: LoadedTask, settings: RunSettings, model: Any, batch: An
     reason = loaded.framework.find_cause(loaded.task, settings, model, batch)
     cause += f", since {reason}" if reason else ""
     raise SettingsError(
-        f"task: loss() of the first batch is {loss:g}{cause}: no step is taken with NaN or infinity"
-        f"{members.place(loaded.task.loss)}"
+        f"task: loss() of the first batch is {loss:g}{cause}: no step is taken with NaN or "
+        f"infinity{members.place(loaded.task.loss)}"
     )
 
 

@@ -181,7 +181,7 @@ def claimant(task: object, settings: TaskSettings) -> Framework:
         )
     wanted = ", ".join(f"{framework.wants} ({framework.name})" for framework in installed.values())
     failed = "".join(f"; the framework {_text(point)} fails: {members.brief(error)}" for point, error in broken.items())
-    remedy = "install what it lacks, or uninstall it" if broken else "add one, or install the distribution of its framework"
+    remedy = "install what it lacks, or uninstall it" if broken else ("add one, or install the distribution of its framework")
     raise SettingsError(
         f"{what} has no member by which a framework claims it: {wanted or 'none is installed'}{failed}: {remedy}{where}"
     )
@@ -227,7 +227,7 @@ def _installed() -> tuple[dict[EntryPoint, Framework], dict[EntryPoint, BaseExce
 def _make(point: EntryPoint) -> Framework:
     kind = point.load()
     if not isinstance(kind, type) or not issubclass(kind, Framework):
-        raise TypeError(f"it is no subclass of {Framework.__module__}.{Framework.__name__}")
+        raise TypeError(f"it is not a subclass of {Framework.__module__}.{Framework.__name__}")
     return kind(point.name)
 
 

@@ -37,15 +37,19 @@ def examine(settings: RunSettings, task: Task, island: Island, batches: Sequence
         memory = program.compile().memory_analysis()
         constants = list(_constants(task, settings, island, first))
         warnings += [
-            f"the loss has closed over an array {fact['dtype']}{fact['shape']} of {fact['size_bytes'] / 1e6:.0f} MB, which is "
-            f"compiled into the program: pass it in another way{members.place(task.loss)}"
+            f"the loss has closed over an array {fact['dtype']}{fact['shape']} of {fact['size_bytes'] / 1e6:.0f} MB, "
+            f"which is compiled into the program: pass it in another way{members.place(task.loss)}"
             for fact in constants
             if fact["size_bytes"] >= LARGE_BYTES
         ]
         warnings += _untrained(task, settings, island, first)
         beyond = out_of_bounds(task, settings, island, first)
         where = members.place(task.loss)
-        warnings += [f"the loss of the first batch takes another element where {beyond}{where}"] if beyond else []
+        warnings += (
+            [f"an index is out of bounds in the loss of the first batch, which then reads another element: {beyond}{where}"]
+            if beyond
+            else []
+        )
         warnings += examination.fails_to_draw(task, settings, island)
         loss, step_s, unsteady = _two_steps(settings, island, first)
         fragments = island.fragments()

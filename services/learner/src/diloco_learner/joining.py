@@ -221,13 +221,13 @@ class JoinedRun:
                 run = await skeleton.find_run(transport, self.settings, self.log)
         except TimeoutError:
             raise RunError(
-                f"run {self.settings.run!r}: {self.settings.nats_url} has had no such run for {self._within_s:g} s: a "
-                "coordinator creates it (diloco up, or diloco-coordinator); name it as it is called there"
+                f"run {self.settings.run!r}: {self.settings.nats_url} has had no such run for {self._within_s:g} s: check "
+                "the name, and start the run's coordinator (diloco up, or diloco-coordinator)"
             ) from None
         if run.created.offers_gradients:
             raise SettingsError(
-                f"run {run.name!r}: its learners offer gradients of single steps (outer.optimizer = adamw), which a loop that "
-                "takes its own steps does not have: join a run of another preset"
+                f"run {run.name!r}: its learners offer gradients of single steps (outer.optimizer = adamw), and a loop "
+                "takes its own steps: join a run of another preset"
             )
         fragments = cut_model(self._tensors, run.created.fragments, fixed)
         kept = telemetry.begin(self.settings, "learner", self.log)
@@ -251,7 +251,7 @@ class JoinedRun:
         """
         self._check_joined()
         if self._own_data:
-            raise SettingsError('batches: this loop joined with data="own", so it holds no share: leave that out of join')
+            raise SettingsError('batches: this loop joined with data="own", so it holds no share: leave out data="own"')
         feed = BatchFeed(_Loop(make), self._member.run.created, self._member.leased, self.log)
         while not self.over:
             if self._batch is not None:
@@ -295,8 +295,8 @@ class JoinedRun:
         self._pass(done)
         if self._member.learner.accounts.is_stuck:
             raise DilocoError(
-                f"run {self.settings.run!r}: the losses of the newest {STUCK_STEPS} steps or more, or their parameters, are "
-                "NaN or infinite: look at the data, or begin again, from the run's model, with a fresh optimizer and a lower "
+                f"run {self.settings.run!r}: the losses or parameters of the last {STUCK_STEPS} or more steps are NaN or "
+                "infinite: check the data, or begin again from the run's model with a fresh optimizer and a lower "
                 "learning rate"
             )
         self._returned_s = self._around.now_s()
@@ -328,8 +328,8 @@ class JoinedRun:
             return None, self._steps - 1
         if self._batch is None:
             raise SettingsError(
-                "step: there is no batch to be booked: call run.step once for each batch of run.batches; a loop with a loader "
-                'of its own joins with data="own"'
+                "step: no batch is open: call run.step once for each batch of run.batches; a loop with its own loader "
+                'joins with data="own"'
             )
         batch, self._batch = self._batch, None
         return batch.share, batch.index

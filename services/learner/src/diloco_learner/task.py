@@ -151,7 +151,7 @@ class GptTask:
         """Return ``count`` tokens as text, which go on from the end of a prompt, by default :attr:`prompt`."""
         seen = self.data.encode(self.prompt if prompt is None else prompt)[-self.shape.context :]
         if not seen.size:
-            raise SettingsError(f"prompt = '': the model goes on from a text of at least one {self.units.item}")
+            raise SettingsError(f"prompt = '': the model continues a text of at least one {self.units.item}")
         start = jnp.asarray(seen, jnp.int32)
         drawn = gpt.generate(params, key, start, shape=self.shape, count=count, temperature=TEMPERATURE)
         return self.data.decode(np.asarray(drawn))
@@ -195,7 +195,10 @@ def check_members(task: Any, source: str) -> None:
     tensors.check_members(task)
     rows = _rows_parameter(task)
     if rows is not None and rows.default is not None:
-        raise SettingsError(f"task: batches(..., rows) needs the default None: whole batches{members.place(task.batches)}")
+        raise SettingsError(
+            "task: rows of batches(..., rows) needs the default None, which stands for whole "
+            f"batches{members.place(task.batches)}"
+        )
     per_batch = getattr(task, "rows_per_batch", None)
     if per_batch is not None and (not isinstance(per_batch, int) or per_batch < 1):
         raise SettingsError(f"task: rows_per_batch = {per_batch!r}, expected a whole number above 0, or None")
@@ -241,12 +244,12 @@ def check_alike(task: Task, first: Any, later: Any) -> None:
         if not (isinstance(leaf, int | float | complex) if dtype is None else _is_of_jax(dtype)):
             came = f"a {type(leaf).__name__}" if dtype is None else f"an array of {dtype}"
             raise SettingsError(
-                f"task: batches() gave {path_of(keys) or 'the batch'} as {came}, expected an array of numbers"
-                f"{members.place(task.batches)}"
+                f"task: batches() gave {path_of(keys) or 'the batch'} as {came}, expected an array of "
+                f"numbers{members.place(task.batches)}"
             )
     if (differs := difference(first, later)) is not None:
         path, wanted, came = differs
         raise SettingsError(
-            f"task: batches() gave {path or 'the batch'} as {wanted} and then as {came}: batches have the same shapes each time"
-            f"{members.place(task.batches)}"
+            f"task: batches() gave {path or 'the batch'} as {wanted} and then as {came}: batches have the same shapes "
+            f"each time{members.place(task.batches)}"
         )

@@ -105,7 +105,7 @@ def next_batch(task: Batches, batches: Iterator[Any], share: int, index: int) ->
         return next(batches)
     except StopIteration:
         raise SettingsError(
-            f"task: batches() of share {share} ended before batch {index}; they go on without end: begin with the data again "
+            f"task: batches() of share {share} ended before batch {index}; batches() must not end: start the data over "
             f"when it is used up{members.place(task.batches)}"
         ) from None
 
@@ -175,7 +175,9 @@ def said_of_files(task: object, member: str) -> dict[str, Any] | None:
             raise TypeError(f"it is a {type(said).__name__}")
         found: dict[str, Any] = json.loads(json.dumps(dict(said)))
     except (TypeError, ValueError, RecursionError) as error:
-        raise SettingsError(f"task: {member}() is no mapping that JSON has: {error}{members.place(function)}") from None
+        raise SettingsError(
+            f"task: {member}() did not return a mapping that JSON can store: {error}{members.place(function)}"
+        ) from None
     return found
 
 
@@ -193,13 +195,15 @@ def is_merged(task: object, path: str, dtype: str, place: str) -> bool:
     if rule not in RULES:
         more = ""
         if rule == "latest":
-            more = ": the latest of several learners' values is left to chance, keep each learner's own, or average floats"
+            more = (
+                ": the latest of several learners' values depends on chance; keep each learner's own value, or average floats"
+            )
         raise SettingsError(f"task: merge_state({path!r}) is {rule!r}, expected 'average' or 'local'{more}{where}")
     if rule == "average" and dtype != "float32":
         default = " by default" if say is None else ""
         raise SettingsError(
-            f"task: state {path!r} is {dtype}, and to be averaged{default}, expected float32: make it that, or return 'local' "
-            f"from merge_state(path), and each learner keeps its own{where}"
+            f"task: state {path!r} is averaged{default} and must be float32, but is {dtype}: make it float32, or return "
+            f"'local' from merge_state(path), so that each learner keeps its own{where}"
         )
     return bool(rule == "average")
 

@@ -76,13 +76,13 @@ def tensor_of(task: object, path: str, shape: Shape) -> Tensor:
     if not isinstance(tensor, Tensor):
         raise refuse(f"is {tensor!r}, expected a Tensor(kind=...)")
     if tensor.kind not in KINDS:
-        raise refuse(f"has the kind {tensor.kind!r}{nearest(str(tensor.kind), KINDS)}; there are {', '.join(KINDS)}")
+        raise refuse(f"has the kind {tensor.kind!r}{nearest(str(tensor.kind), KINDS)}; the kinds are {', '.join(KINDS)}")
     if tensor.kind in ("matrix", "head"):
         _check_axes(tensor, shape, refuse)
     elif tensor.parts:
-        raise refuse(f"has parts, which a {tensor.kind} has none of")
+        raise refuse(f"has parts, which a {tensor.kind} must not have")
     if tensor.stacked and not shape:
-        raise refuse("is stacked, and a number: a stack has an axis of layers, the first")
+        raise refuse("is stacked, but has no axes: a stack has the axis of its layers first")
     return tensor
 
 
@@ -107,7 +107,7 @@ def check_members(task: object) -> None:
     both = [name for name in EARLIER if hasattr(task, name)]
     if both and hasattr(task, "tensor"):
         place = members.place(task.tensor)
-        raise SettingsError(f"task: has tensor() and {both[0]}(), which tensor() stands for now: leave {both[0]}() out{place}")
+        raise SettingsError(f"task: has tensor() and {both[0]}(), which tensor() replaces: remove {both[0]}(){place}")
 
 
 def _refused(asked: str, place: str, reason: str) -> SettingsError:
@@ -119,10 +119,12 @@ def _check_axes(tensor: Tensor, shape: Shape, refuse: Callable[[str], SettingsEr
         raise refuse(f"is a {tensor.kind}, which has two axes or more: call it a 'vector'")
     said = (tensor.output_axis,) if isinstance(tensor.output_axis, int) else tensor.output_axis
     if not isinstance(said, tuple) or not all(isinstance(axis, int) and -len(shape) <= axis < len(shape) for axis in said):
-        raise refuse(f"has output_axis = {tensor.output_axis!r}, expected one of its {len(shape)} axes, or a tuple of some")
+        raise refuse(f"has output_axis = {tensor.output_axis!r}, expected one of its {len(shape)} axes, or a tuple of them")
     outputs = tensor.outputs(shape)
     if not 0 < len(set(outputs)) == len(outputs) < len(shape):
-        raise refuse(f"has output_axis = {tensor.output_axis!r}, expected each axis once, and one at least that is an input")
+        raise refuse(
+            f"has output_axis = {tensor.output_axis!r}, expected each axis at most once, and at least one other axis as input"
+        )
     if tensor.stacked and outputs[0] != 0:
         raise refuse(f"is stacked, and has output_axis = {tensor.output_axis!r}: name the axis of layers, 0, before the others")
     length = shape[outputs[-1]]
@@ -142,8 +144,7 @@ def _said_earlier(task: object, path: str, shape: Shape) -> Tensor:
     count = 0 if len(shape) > 2 else 1 if matrices is None else matrices(path)
     if not isinstance(count, int) or count < 0 or (count and shape[0] % count):
         raise SettingsError(
-            f"task: matrices({path!r}) is {count!r}, expected a number that divides its {shape[0]} rows, or 0"
-            f"{members.place(matrices)}"  # type: ignore[arg-type]
+            f"task: matrices({path!r}) is {count!r}, expected a divisor of its {shape[0]} rows, or 0{members.place(matrices)}"  # type: ignore[arg-type]
         )
     if not count:
         return Tensor(kind="head", output_axis=outputs, partition=split)

@@ -156,8 +156,8 @@ class Windows:
         needed = context * (batch + 1) + 1
         if text.size < needed:
             raise DataError(
-                f"{what}: {text.size} bytes of text, one batch of {batch} windows of {context} bytes takes at least {needed}; "
-                "give more text, or a smaller task.batch or task.context"
+                f"{what}: {text.size} bytes of text, one batch of {batch} windows of {context} bytes takes at least "
+                f"{needed}; give more text, or a smaller task.batch or task.context"
             )
         self.text, self.context, self.batch, self.seed = text, context, batch, (seed, share)
         # one window less than fits without the random start
@@ -238,11 +238,11 @@ def validation_batches(held_out: HeldOut, context: int, batch: int, most: int, s
         less = (
             ""
             if held_out.all_kept or not held_out.repeated_bytes
-            else (f" without the {held_out.repeated_bytes} of passages that the training text has too")
+            else (f" without {held_out.repeated_bytes} bytes of passages that the training text also contains")
         )
         raise DataError(
-            f"{source}: {text.size} bytes are held out for validation{less}, one batch of {batch} windows of {context} bytes "
-            f"takes {batch * context + 1}; give more text, or a smaller task.batch or task.context"
+            f"{source}: {text.size} bytes are held out for validation{less}, one batch of {batch} windows of {context} "
+            f"bytes takes {batch * context + 1}; give more text, or a smaller task.batch or task.context"
         )
     return list(_windows(text, evenly(windows, batch, most, context), context).reshape(-1, batch, context + 1))
 

@@ -61,7 +61,11 @@ class LinkWatch:
         self.ownership.reach(regions.commits, now_s)
         self.unable = self.ownership.unable(now_s)
         if self.unable and not before:
-            reason = "no majority of regions can be reached" if regions.stores else "the own region's server stores nothing"
+            reason = (
+                "no majority of regions can be reached"
+                if regions.stores
+                else ("the server of this syncer's region stores nothing")
+            )
             self.context.log.warning("commits_nothing", reason=reason)
         elif before and not self.unable:
             self.context.log.info("commits_again")

@@ -92,8 +92,8 @@ class Regions:
         while True:
             if not self.counts(region) and not await self.look(region) and region == self.own and await self._is_lost():
                 raise BrokerError(
-                    f"region {region}: its server has lost the log of run {self.run.name!r}; this syncer ends, and brings the "
-                    "log back when it is started again"
+                    f"region {region}: its server has lost the log of run {self.run.name!r}; this syncer ends, and "
+                    "restores the log when it is restarted"
                 )
             await asyncio.sleep(RETRY_S)
 

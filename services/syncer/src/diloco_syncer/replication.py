@@ -100,7 +100,7 @@ class Replication:
         if path is None:
             # the own region is so far behind that the entries between are gone elsewhere
             await source.region.install_snapshot(self.fragment, self.regions.home.region, self._places.own.fence)
-            raise OutbidError(f"fragment {self.fragment}: the own region was far behind, and has a keyframe now", self.epoch)
+            raise OutbidError(f"fragment {self.fragment}: this region was far behind, and now has a keyframe", self.epoch)
         if path:
             notice = await until_available(partial(source.region.last_notice, self.fragment), self.log)
             self._known = notice.entry_hash if notice is not None else b""
@@ -152,7 +152,7 @@ class Replication:
         """Write no more; an append that waits fails."""
         await end(*self._writers)
         if self._lost is None:
-            await self._lose(FenceError(f"fragment {self.fragment}: {self.syncer} writes it no more"))
+            await self._lose(FenceError(f"fragment {self.fragment}: {self.syncer} no longer writes it"))
 
     async def append(self, record: Record, inline: bytes, parts: Sequence[bytes]) -> int:
         """Append an entry and wait until it is committed. Return its sequence in the own region's stream.
@@ -367,7 +367,7 @@ class Replication:
         if path is not None:
             return path
         if (installed := await home.region.install_snapshot(self.fragment, log.region, place.fence)) is None:
-            raise AppendUncertainError(f"fragment {self.fragment}: the own region has no keyframe to go on from")
+            raise AppendUncertainError(f"fragment {self.fragment}: this region has no keyframe to continue from")
         jumped, _ = installed
         place.fence, place.untold = jumped.entry_sequence, 0
         self.log.info("region_given_keyframe", fragment=self.fragment, other_region=place.region, version=jumped.version)

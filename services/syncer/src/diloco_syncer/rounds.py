@@ -155,8 +155,8 @@ class RoundLoop:
         self._too_short.add(steps)
         round_s, interval_s = found
         reason = (
-            f"a round of fragment {owner.index} lasts {round_s:.3g} s, and {steps} steps last {interval_s:.3g} s; "
-            f"its next one comes a multiple of {steps} steps later: set round.steps to "
+            f"a round of fragment {owner.index} lasts {round_s:.3g} s, but {steps} steps last {interval_s:.3g} s, so the "
+            f"fragment's next round comes a multiple of {steps} steps later: set round.steps to "
             f"{math.ceil(steps * round_s / interval_s)} or more"
         )
         values = {"fragment": owner.index, "round_s": round(round_s, 3), "interval_s": round(interval_s, 3), "steps": steps}

@@ -40,7 +40,7 @@ async def _serve(settings: SyncerSettings, exporter: Exporter, log: Logger) -> N
         run = await service.find_run(transport, settings, log)
         connect = _ways(settings, run, transport.identity, exporter, log)
         tape = TapeFile.begin(settings, run.identity, transport.wall_s(), log)
-        exporter.starting = "the first learner, whose model is the run's"
+        exporter.starting = "the first learner, which founds the run with its model"
         fragment_map = await until_available(partial(creation.find_map, run), log)
         shard = Shard(
             transport=transport,

@@ -324,9 +324,9 @@ class Shard:
         """Return what it waits for before it serves fragments or stands by; None: it does."""
         regions = self.context.regions
         if regions is not None and regions.brings:
-            return "the other regions' logs: its own region's was lost, and is brought back"
+            return "the other regions' logs, to restore its own region's lost log"
         if self.links.unable:
-            return "regions in which entries can be stored"
+            return "a majority of regions that can store entries"
         if self.ownership.leaving:
             return "its end: it leaves the run"
         if self.ownership.table is None:

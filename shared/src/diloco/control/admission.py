@@ -63,7 +63,7 @@ async def join(
     if not founds or not await _propose(run, packed):
         check_same_map(ours, await find_map(run), run.name)
     if settings_digest != run.created.digest():
-        raise AdmissionError(f"run {run.name!r}: learner {learner} was made for other settings than the run's")
+        raise AdmissionError(f"run {run.name!r}: learner {learner} was admitted with settings that differ from the run's")
 
     def admit(before: Admission | None) -> Admission:
         number = incarnation if before is None else max(incarnation, before.incarnation + 1)

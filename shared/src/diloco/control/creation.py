@@ -206,9 +206,9 @@ async def check_protocol(registry: Bucket, name: str) -> Protocol:
     stored = await registry.get("protocol")
     if stored is None:
         raise RunError(
-            f"run {name!r} has no key 'protocol': a diloco 0.1.0 made it that wrote none, and this is diloco {__version__}, "
-            f"which speaks {VERSION}: use diloco 0.1.0, or begin another run; if the key was lost: diloco repair RUN --key "
-            "protocol"
+            f"run {name!r} has no key 'protocol', as if an early diloco 0.1.0 had made it; this is diloco {__version__}, "
+            f"which speaks protocol {VERSION}: use diloco 0.1.0, or begin another run; if the key was lost: diloco repair "
+            "RUN --key protocol"
         )
     try:
         found = _PROTOCOL_DECODER.decode(stored[0])
@@ -227,7 +227,7 @@ async def check_protocol(registry: Bucket, name: str) -> Protocol:
     if unknown:
         raise RunError(
             f"run {name!r} was made by diloco {found.software} and requires {', '.join(unknown)} of its members; this is "
-            f"diloco {__version__}, which does not know that: update it"
+            f"diloco {__version__}, which lacks that feature: update it"
         )
     return found
 
@@ -241,8 +241,8 @@ def settings_of(name: str, stored: bytes) -> dict[str, Any]:
     values = json_object(stored)
     if values is None:
         raise RunError(
-            f"run {name!r}: the bucket holds {stored[:40]!r} for its settings, no JSON object; diloco repair RUN --key run, or "
-            "choose another run name"
+            f"run {name!r}: the bucket's key 'run' holds {stored[:40]!r} and not a JSON object; diloco repair RUN --key "
+            "run, or choose another run name"
         )
     return values
 
@@ -260,8 +260,8 @@ async def find_map(run: KnownRun) -> FragmentMap:
                 return unpack_map(stored[0])
             except FormatError as error:
                 raise RunError(
-                    f"run {run.name!r}: the bucket's key 'map' is damaged, or of a newer version than {__version__} ({error}); "
-                    "update it, or diloco repair RUN --key map"
+                    f"run {run.name!r}: the bucket's key 'map' is damaged, or was written by a version newer than "
+                    f"{__version__} ({error}); update diloco, or use diloco repair RUN --key map"
                 ) from None
         await asyncio.sleep(POLL_S)
 

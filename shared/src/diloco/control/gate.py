@@ -67,7 +67,9 @@ class HeartbeatGate:
             await self._decoded(heard)
             return
         if verdict is HeartbeatVerdict.CROWDED:
-            self._note("*", FormatError("heartbeats of too many names wait for the learners' admissions to be read"))
+            self._note(
+                "*", FormatError("heartbeats from too many names are waiting for the admissions to be read; some are dropped")
+            )
         self._dropped += 1
         if self._dropped % YIELD_EVERY == 0:
             await asyncio.sleep(0)  # a flood of them must not keep this process from all else
@@ -92,7 +94,7 @@ class HeartbeatGate:
         known = self._gate.is_stranger(name)
         heartbeat = self._gate.admit(name, standing.incarnation, self._clock())
         if standing.incarnation is None and not known:
-            what = f"{name} is not admitted to run {self.run.name!r}, its heartbeats are passed over"
+            what = f"{name} is not admitted to run {self.run.name!r}; its heartbeats are ignored"
             self._note(name, FormatError(f"{what}: {standing.reason}"))
         if heartbeat is not None:
             try:

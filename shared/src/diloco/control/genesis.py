@@ -112,9 +112,9 @@ async def _is_empty(log: Log) -> bool:
 
 def _emptied(run: KnownRun) -> str:
     return (
-        f"run {run.name!r}: the bucket's key 'genesis' says that it was founded, but its log is empty: the log was purged or "
-        f"lost, and founding it again would begin the training at version 0; go on from a checkpoint (diloco up --resume), or "
-        f"remove the run (diloco runs remove {run.name}) and begin a new one"
+        f"run {run.name!r}: the bucket's key 'genesis' says that the run was founded, but its log is empty: the log was "
+        "purged or lost, and founding the run again would restart the training at version 0; continue from a checkpoint "
+        f"(diloco up --resume), or remove the run (diloco runs remove {run.name}) and begin a new one"
     )
 
 

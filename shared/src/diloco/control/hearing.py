@@ -64,7 +64,7 @@ def check_subject(message: Message, subject: str) -> None:
     if message.subject_field is not None:
         stated, own = str(getattr(message, message.subject_field)), name_in(subject)
         if stated != own:
-            raise FormatError(f"{message.kind} of {message.subject_field} {own}, by its subject: it says {stated!r}")
+            raise FormatError(f"{message.kind}: its subject names {message.subject_field} {own}, its content {stated!r}")
 
 
 def name_in(subject: str) -> str:

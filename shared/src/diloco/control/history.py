@@ -44,10 +44,10 @@ def unpack(stored: bytes) -> Past:
             raise ValueError(f"{stated} bytes when unpacked, at most {MAX_PLAIN_BYTES}")
         value = json.loads(zstandard.ZstdDecompressor().decompress(stored, max_output_size=MAX_PLAIN_BYTES))
         if not isinstance(value, dict) or value.get("format") != FORMAT:
-            raise ValueError("of another version, or none")
+            raise ValueError("unknown format")
         picture, curves = value["picture"], value["curves"]
         if not isinstance(picture, dict) or not isinstance(curves, dict):
-            raise ValueError("picture and curves are to be objects")
+            raise ValueError("picture and curves must be objects")
         return Past(int(value["term"]), float(value["at_s"]), picture, curves)
     except (zstandard.ZstdError, ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
         raise FormatError(f"the bucket's key {KEY!r} is damaged ({error}); the leading coordinator writes it again") from None

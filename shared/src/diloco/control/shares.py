@@ -97,7 +97,10 @@ class Claims:
             return
         try:
             if name != self.learner and len(self._claims) + len(self._strangers) >= MAX_MEMBERS:
-                raise FormatError(f"the claim of {name} to data shares: {MAX_MEMBERS} others were read, no more may be")
+                raise FormatError(
+                    f"the claim of {name} to data shares was ignored: {MAX_MEMBERS} other learners have "
+                    "claims, the most that a run may have"
+                )
             claim = leases.unpack(value, name, revision, self._settings, self._bounds)
         except MessageError as error:
             self.refused.note(key, type(error).__name__, reason=str(error))

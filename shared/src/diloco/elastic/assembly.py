@@ -35,7 +35,7 @@ class ElasticAssembly:
     @property
     def least_note(self) -> str:
         """How few could begin."""
-        return f" (at least {self._sizes[-1]} have to: processes.least)"
+        return f" (at least {self._sizes[-1]} are required: processes.least)"
 
     def where(self, at: int | None, heard: Mapping[int, Standing]) -> int | None:
         """Return where :func:`~diloco.core.learner.roll.goes_to` has this process go."""

@@ -58,7 +58,7 @@ class Renewing:
                 self._again.add(source)
                 if self.group.place == LEADER and self._kept is not None:
                     self.links.write(source, self._kept)
-                self.links.fail(IslandError(f"{self.links.name(source)} begins again, since one is gone"))
+                self.links.fail(IslandError(f"{self.links.name(source)} begins again, because a process is gone"))
             case Kept() if source == LEADER:
                 self._kept = message
                 self._answered.set()

@@ -69,7 +69,7 @@ class Rescue:
         """
         process = self.process
         if not self.changing.end(OTHERS_S):
-            raise IslandError("the model is between two boundaries")
+            raise IslandError("the model stayed between two boundaries, so no state can be kept")
 
         async def keep() -> tuple[Kept, dict[str, Any]]:
             return process.keep()

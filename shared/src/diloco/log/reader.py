@@ -119,7 +119,7 @@ class Reader:
         if loaded is None:
             raise RunError(
                 f"run {self.stream.subjects.run!r}: fragment {fragment} has no keyframe that can be loaded: "
-                f"{'; '.join(faults.values())}; go on from a checkpoint (diloco up --resume)"
+                f"{'; '.join(faults.values())}; continue from a checkpoint (diloco up --resume)"
             )
         return replace(loaded, refused=tuple(faults))
 
@@ -144,14 +144,14 @@ class Reader:
                 chain = Chain.from_keyframe(keyframe, self.stream.epoch_step)
                 if keyframe.entry_hash in wrong:
                     raise FormatError(
-                        f"fragment {fragment}, keyframe of version {keyframe.version}: its entry states another state than it "
-                        "folds to, or follows one that does"
+                        f"fragment {fragment}, keyframe of version {keyframe.version}: its entry states another state "
+                        "than it folds to, or follows an entry with that fault"
                     )
                 if before is not None and keyframe.entry_sequence >= before:
                     continue
                 if not await self.holds(chain):  # purged; or lost, and its writer stored the keyframe before it learned that
                     raise FormatError(
-                        f"fragment {fragment}, keyframe of version {keyframe.version}: what follows it was purged, or lost"
+                        f"fragment {fragment}, keyframe of version {keyframe.version}: the entries after it were purged or lost"
                     )
                 return await self._load(keyframe, chain, inline, stored.sequence, residual=residual), faults
             except MessageError as error:
@@ -159,7 +159,7 @@ class Reader:
         try:
             first = await self.load_first(fragment, genesis, genesis_check, residual=residual)
             if (faults or before is not None) and not await self.begins_with(fragment, genesis_check):
-                raise FormatError(f"fragment {fragment}, keyframe of version 0: what follows it was purged")
+                raise FormatError(f"fragment {fragment}, keyframe of version 0: the entries after it were purged")
             return first, faults
         except (MessageError, RunError) as error:
             return None, faults | {0: str(error)}

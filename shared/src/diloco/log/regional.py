@@ -285,7 +285,7 @@ class RegionalLog:
                 fence = keyframe.entry_sequence
                 path = await self._path_from(source, fragment, keyframe.version, keyframe.entry_hash, end, start)
         if path is None:
-            raise RunError(f"fragment {fragment}: a keyframe, or entries after it, are not there")
+            raise RunError(f"fragment {fragment}: a keyframe or entries after it are missing")
         known = max((number for number, packed in enumerate(path, 1) if packed.entry_hash in noticed), default=0)
         for number, packed in enumerate(path, 1):
             fence = await self.append_packed(packed, fence)

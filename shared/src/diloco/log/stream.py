@@ -155,7 +155,7 @@ class LogStream:
                     pause_s *= 2  # a process without time to read would otherwise spend it on the answers
                     with contextlib.suppress(AppendUncertainError):  # the server is away
                         if expected is None or await self.get(stop_sequence) != expected:
-                            raise RewoundError(f"stream {name}: message {stop_sequence} is gone, up to which it is read")
+                            raise RewoundError(f"stream {name}: message {stop_sequence}, the last one to read, is gone")
                 message = coming.result()
             finally:
                 coming.cancel()
@@ -199,7 +199,7 @@ class LogStream:
             async for stored in self.pull([subject], sequence + 1, newest):
                 messages, size_bytes = messages + 1, size_bytes + len(stored.data)
                 if messages > MOST_BEHIND or size_bytes > MOST_BEHIND_BYTES:
-                    raise FenceError(f"{subject}: more than {messages - 1} messages, {size_bytes} bytes, behind {sequence}")
+                    raise FenceError(f"{subject}: more than {messages - 1} messages or {size_bytes} bytes after {sequence}")
                 yield stored
         except RewoundError as error:
             raise FenceError(f"{subject}: {error}") from None

@@ -35,22 +35,22 @@ class AdmissionClient:
         command = f"diloco keys grant DIR {self.name} --batch-tokens {batch_tokens}"
         if grant is None and self.transport.authority is not None:
             raise AdmissionError(
-                f"learner {self.name}: its identity has no grant, so that its work would not be merged: the operator makes one "
-                f"with: {command}"
+                f"learner {self.name}: its identity has no grant, so its work would not be merged: have the operator run "
+                f"{command}"
             )
         bounds = claims.step_bounds(self.run.created, self.map)
         most = claims.step_tokens(bounds, grant)
         if batch_tokens < bounds.least_tokens:
             raise AdmissionError(
-                f"learner {self.name}: a step has {batch_tokens} tokens, and the run's settings allow at least "
-                f"{bounds.least_tokens} for its model, the built-in one (task.batch x task.context / {claims.ISLAND}): train "
-                "with a larger batch, or begin a run with a smaller task.batch"
+                f"learner {self.name}: a step has {batch_tokens} tokens, and the run's settings require at least "
+                f"{bounds.least_tokens} for the built-in model (task.batch x task.context / {claims.ISLAND}): train with "
+                "a larger batch, or begin a run with a smaller task.batch"
             )
         if batch_tokens > most:
-            granted = "it was granted" if grant is not None and grant.batch_tokens else "the run's settings allow"
+            granted = "its grant allows" if grant is not None and grant.batch_tokens else "the run's settings allow"
             raise AdmissionError(
-                f"learner {self.name}: a step has {batch_tokens} tokens, {granted} at most {most}: train with a smaller batch, "
-                f"or under identities have the operator grant more: {command}"
+                f"learner {self.name}: a step has {batch_tokens} tokens, {granted} at most {most}: train with a smaller "
+                f"batch, or, in a run with identities, have the operator grant more: {command}"
             )
 
     async def take(self) -> None:
@@ -73,8 +73,8 @@ class AdmissionClient:
         admitted = (await admission.admitted(self.run, self.name, self.map.digest)).incarnation
         if admitted is not None and admitted > self.incarnation:
             raise RunError(
-                f"run {self.run.name!r}: a younger process goes by the name {self.name!r}; this one ends: give every "
-                "learner a name, and an identity, of its own"
+                f"run {self.run.name!r}: a newer process has joined as {self.name!r}, so this one ends: give every "
+                "learner its own name and identity"
             )
         if admitted == self.incarnation:
             return False

@@ -85,7 +85,7 @@ class Catching:
             fragment, stated = known.furthest(versions, now_s)
             about = {"region": known.region, "fragment": fragment, "version": versions[fragment], "stated_version": stated}
             if standing is LogStanding.GIVEN_UP:
-                self.log.warning("region_is_old", **about, remedy="look at the links between this region and the others")
+                self.log.warning("region_is_old", **about, remedy="check the links between this region and the others")
                 return
             if not logged:
                 self.log.info("region_catches_up", **about)

@@ -107,6 +107,6 @@ class Following:
         vouchers = sorted(wrong.vouchers - {self.name})
         if 2 * len(vouchers) >= max(1, self.others):
             raise MachineError(
-                f"run {self.run.name!r}, fragment {fragment}: version {wrong.newest.version} folds to another state here than "
-                f"at {', '.join(vouchers)}, who go on with it: test this machine's memory, and compare its libraries"
+                f"run {self.run.name!r}, fragment {fragment}: version {wrong.newest.version} gives another state on this "
+                f"machine than at {', '.join(vouchers)}: test this machine's memory, and compare its libraries with theirs"
             )

@@ -36,7 +36,7 @@ class OwnArrays:
 
     async def first_values(self, initial: Initial | None, index: int) -> Vector:
         """Return a fragment as ``initial`` gives it, float32 [its size]."""
-        assert initial is not None, "a learner alone founds a run, and has parameters"
+        assert initial is not None, "only a learner founds a run, and it has parameters"
         return initial(self._rounds.map.fragments[index])
 
     async def load(self, genesis: tuple[Genesis, bytes]) -> list[FragmentVersion]:

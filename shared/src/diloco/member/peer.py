@@ -369,7 +369,7 @@ class Borrower:
         loan, named_s = await self._ready(peer, least_step), asyncio.get_running_loop().time()
         if loan.layout != self.layout.digest or loan.size_bytes != self.layout.size_bytes:
             raise FormatError(
-                f"state of {peer}: {loan.size_bytes} bytes of arrays that are not this optimizer's, whose state has "
+                f"state of {peer}: {loan.size_bytes} bytes that do not fit this learner's optimizer, whose state has "
                 f"{self.layout.size_bytes}"
             )
         parts = [(chunk, part) for chunk in self.wanted if chunk.size_bytes for part in chunk.cut(PART_BYTES)]
@@ -435,7 +435,7 @@ class Borrower:
                 return answer
             if answer is not None or not request.copy:
                 break  # it has none; or it is not there, and the next peer is as good
-        raise _Unavailable("it does not answer" if answer is None else "it has none to lend")
+        raise _Unavailable("it does not answer" if answer is None else "it has no state to lend")
 
 
 class LoanWatch:

@@ -110,5 +110,5 @@ class RefusalWatch:
         self._stored_s = now_s if self._stored_s is None else self._stored_s
         if now_s - self._stored_s >= UNMERGED_S and "unmerged" not in self._warned:
             self._warned.add("unmerged")
-            remedy = "look at the log of the syncers, and whether this learner's offers come late (diloco status DIR)"
+            remedy = "read the syncers' logs, and check whether this learner's offers come late (diloco status DIR)"
             self._log.warning("offers_unmerged", fragments=stored, seconds=round(now_s - self._stored_s, 1), remedy=remedy)

@@ -182,7 +182,7 @@ class _Batch:
 
     def _take(self, message: Any) -> None:
         if message.headers and message.headers.get("Status") == "503":
-            raise AppendUncertainError(f"{self.head}: no stream takes it, or the stream has no leader")
+            raise AppendUncertainError(f"{self.head}: no stream stores this subject, or its stream has no leader")
         answer = _parse(self.head, message.data)
         kind = answer.get("type")
         if kind == "ack":
@@ -191,7 +191,7 @@ class _Batch:
         elif "error" in answer:
             raise _translate(self.head, answer["error"])
         elif kind in ("gap", "err"):
-            raise AppendUncertainError(f"{self.head}: the batch was broken off: {answer}")
+            raise AppendUncertainError(f"{self.head}: the server ended the batch early: {answer}")
         else:
             self.result = answer
 
@@ -215,7 +215,9 @@ class _Batch:
             raise self.error
         assert self.result is not None
         if not last or int(self.result.get("count", 0)) != self.sent:
-            raise AppendUncertainError(f"{self.head}: the server closed the batch with {self.result}, {self.sent} were sent")
+            raise AppendUncertainError(
+                f"{self.head}: the server closed the batch with {self.result}, but {self.sent} messages were sent"
+            )
         self.stream = str(self.result["stream"])
         return int(self.result["seq"])
 
@@ -224,8 +226,8 @@ def _silence(subject: str, error: Exception, timeout_s: float) -> AppendUncertai
     if isinstance(error, TimeoutError):
         # a server whose disk is full says so in its log only, and stores nothing more until it is restarted
         return AppendUncertainError(
-            f"{subject}: no answer within {timeout_s:g} s; if the server is there, its log says why (a full disk: free space, "
-            "and restart it)"
+            f"{subject}: no answer within {timeout_s:g} s; if the server runs, its log says why; if its disk is full, "
+            "free space and restart it"
         )
     return AppendUncertainError(f"{subject}: no answer: {str(error) or type(error).__name__}")
 
@@ -233,7 +235,7 @@ def _silence(subject: str, error: Exception, timeout_s: float) -> AppendUncertai
 def _parse(subject: str, data: bytes) -> dict[str, Any]:
     answer = json_object(data)
     if answer is None or not _makes_sense(answer):
-        raise AppendUncertainError(f"{subject}: {data[:80]!r} came for an answer, not a publish acknowledgement")
+        raise AppendUncertainError(f"{subject}: the server answered {data[:80]!r}, expected a publish acknowledgement")
     return answer
 
 

@@ -221,7 +221,7 @@ class Client(library.Client):  # type: ignore[misc]  # nats-py is not typed
         # before anything is answered: an attacker on the way may have removed the offer of TLS
         if self._identity is not None and initial_connection and not info.get("tls_required"):
             raise nats.errors.Error(
-                "the server offers no TLS, which an identity is never used without: add a tls block to its configuration"
+                "the server offers no TLS, which an identity requires: add a tls block to the server's configuration"
             )
         if initial_connection:
             self.has_jetstream = bool(info.get("jetstream"))

@@ -193,7 +193,7 @@ async def _unfit(client: Client) -> tuple[str, bool] | None:
         await client.jetstream(timeout=JETSTREAM_TIMEOUT_S).account_info()
     except (nats.js.errors.ServiceUnavailableError, nats.errors.NoRespondersError, nats.js.errors.NotFoundError):
         if client.has_jetstream:  # so the server, or its cluster, is still starting
-            return "JetStream is not there yet, or not for the account of this identity", True
+            return "JetStream has not started yet, or is not enabled for the account of this identity", True
         return "JetStream is not enabled; start nats-server with -js, or put `jetstream {}` into its configuration", False
     except (nats.errors.Error, TimeoutError) as error:
         return f"JetStream does not answer: {str(error) or type(error).__name__}", True

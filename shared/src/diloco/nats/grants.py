@@ -28,11 +28,14 @@ def opened(signed: SignedGrant | None, authority: str, run: str, learner: str) -
         raise FormatError(f"learner {learner} has no grant: diloco keys grant DIR {learner} makes one for its identity file")
     if not verify(authority, signed.signed, signed.signature):
         raise FormatError(
-            f"the grant of learner {learner} is not signed by the authority of run {run!r}: another folder made it"
+            f"the grant of learner {learner} is not signed by the authority of run {run!r}: it was made with another "
+            f"folder of keys; make it with the folder of this run (diloco keys grant DIR {learner})"
         )
     grant = signed.decode()
     if (grant.run, grant.learner) != (run, learner):
-        raise FormatError(f"the grant of learner {learner} of run {run!r} is one for {grant.learner} of run {grant.run!r}")
+        raise FormatError(
+            f"the grant of learner {learner} of run {run!r} was issued for learner {grant.learner} of run {grant.run!r}"
+        )
     return grant
 
 

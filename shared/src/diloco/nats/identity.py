@@ -124,17 +124,17 @@ def _of(path: Path, values: dict[str, Any]) -> Identity:
         raise ValueError(f"no such key: {shown(unknown[0])}")
     for key in _TEXTS:
         if not isinstance(values.get(key), str):
-            raise ValueError(f"{key} is missing or no text")
+            raise ValueError(f"{key} is missing or is not a string")
     role, region, founder, expires = values["role"], values.get("region"), values.get("founder", False), values.get("expires")
     if role not in ROLES:
         raise ValueError(f"role = {shown(role)}, expected one of {', '.join(ROLES)}")
     if not isinstance(region, str | None) or not isinstance(founder, bool):
-        raise ValueError("region must be a text and founder true or false")
+        raise ValueError("region must be a string, and founder must be true or false")
     processes = values.get("processes", 1)
     if type(processes) is not int or not 1 <= processes <= MAX_PROCESSES or (processes > 1 and role != "learner"):
         raise ValueError(f"processes = {shown(processes)}, expected 1 to {MAX_PROCESSES} for a learner, 1 for others")
     if not isinstance(expires, datetime) or expires.tzinfo is None:
-        raise ValueError("expires must be a time with a zone")
+        raise ValueError("expires must be a time with a time zone")
     if NatsKey.from_seed(values["seed"]).public_key != values["public_key"]:
         raise ValueError("seed and public_key do not belong together")
     own = {key: values[key] for key in ("run", "name", "public_key", "seed", "ca")}
@@ -151,7 +151,7 @@ def _granted(values: dict[str, Any]) -> tuple[str | None, SignedGrant | None]:
     """
     authority, text = values.get("authority"), values.get("grant")
     if not isinstance(authority, str | None) or not isinstance(text, str | None):
-        raise ValueError("authority and grant must be texts")
+        raise ValueError("authority and grant must be strings")
     if authority is None:
         if text is not None:
             raise ValueError("grant without authority")
@@ -165,7 +165,7 @@ def _granted(values: dict[str, Any]) -> tuple[str | None, SignedGrant | None]:
     except FormatError as error:
         raise ValueError(str(error)) from None
     if grant.public_key != values["public_key"]:
-        raise ValueError("grant is one for another public_key")
+        raise ValueError("grant was issued for another public_key")
     return authority, signed
 
 
@@ -187,7 +187,7 @@ def of_service(path: str, name: str, run: str, region: str | None, role: Role, p
         wrong.append(f"region {identity.region!r}, not {region!r}")
     if wrong:
         raise SettingsError(
-            f"identity {identity.path}: is for {'; for '.join(wrong)}: set DILOCO_IDENTITY to this process's own"
+            f"identity {identity.path}: is for {'; for '.join(wrong)}: set DILOCO_IDENTITY to the identity of this process"
         )
     if processes > identity.processes:
         raise SettingsError(
@@ -205,5 +205,5 @@ def of_command(path: Path, run: str) -> Identity:
     """
     identity = load(path)
     if identity.run != run:
-        raise SettingsError(f"identity {path}: is for run {identity.run!r}, not {run!r}: give one of that run")
+        raise SettingsError(f"identity {path}: is for run {identity.run!r}, not {run!r}: give an identity of run {run!r}")
     return identity

@@ -42,12 +42,12 @@ class NatsKey:
         try:
             raw = base64.b32decode(seed + "=" * (-len(seed) % 8))
         except ValueError:  # also of characters that are not ASCII
-            raise ValueError("seed is no key of NATS") from None
+            raise ValueError("seed is not a key of NATS") from None
         content, checksum = raw[:-CHECKSUM_BYTES], raw[-CHECKSUM_BYTES:]
         if len(raw) != len(_SEED_PREFIX) + KEY_BYTES + CHECKSUM_BYTES or checksum != _checksum(content):
-            raise ValueError("seed is no key of NATS")
+            raise ValueError("seed is not a key of NATS")
         if not content.startswith(_SEED_PREFIX):
-            raise ValueError("seed is no key of a user of NATS")
+            raise ValueError("seed is not a key of a NATS user")
         return cls._of(content[len(_SEED_PREFIX) :])
 
     @classmethod
@@ -81,10 +81,10 @@ def verify_key(public_key: str) -> VerifyKey:
     try:
         raw = base64.b32decode(public_key + "=" * (-len(public_key) % 8))
     except ValueError:  # also of characters that are not ASCII
-        raise ValueError("no public key of NATS") from None
+        raise ValueError("not a public key of NATS") from None
     key, checksum = raw[:-CHECKSUM_BYTES], raw[-CHECKSUM_BYTES:]
     if len(key) != 1 + KEY_BYTES or key[0] != _USER or checksum != _checksum(key):
-        raise ValueError("no public key of a user of NATS")
+        raise ValueError("not a public key of a NATS user")
     return VerifyKey(key[1:])
 
 

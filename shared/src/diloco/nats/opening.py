@@ -30,7 +30,7 @@ COMPLAIN_SELDOM_S = 320.0  # the pause between two complaints doubles until it i
 ASK_AGAIN_S = 3.0  # between two attempts at a server that refuses the identity, and logs each of them
 REFUSALS = 2  # of an identity, to be believed: a server that reads its users again refuses a client just connecting, too
 TURNED_AWAY_S = 10.0  # an identity that a server does not know for so long will not be known again
-WAITS = "waiting until it does: give that server its new auth.conf, and reload it"
+WAITS = "waiting for it: give that server its new auth.conf, and reload it"
 
 
 class _State(enum.Enum):
@@ -264,31 +264,35 @@ def _turns_away(error: Exception) -> bool:
 
 def _lacks(identity: Identity) -> str:
     """Return why a server may deny an identity something, and what to do."""
-    text = f"the server's auth.conf does not give it to {identity.name}; "
+    text = f"the server's auth.conf does not permit this to {identity.name}; "
     if identity.founder:
         text += (
-            "its identity says that it founds the run, and 'diloco keys founded' ends that right, which nobody needs then; "
-            f"'diloco keys renew {identity.name}' makes an identity without it; else "
+            "its identity has the right to found the run, which 'diloco keys founded' withdraws once the run exists; "
+            f"'diloco keys renew {identity.name}' makes an identity without that right; otherwise "
         )
-    return f"{text}the file may be older than the identity, or of another version: write it again with 'diloco keys refresh'"
+    return f"{text}auth.conf may be older than the identity, or of another version: write it again with 'diloco keys refresh'"
 
 
 def _said(error: Exception, identity: Identity | None) -> str:
     """Return an error's reason, with the certificate or identity that it is about."""
     text = str(error) or type(error).__name__
     if _turns_away(error):
-        who = "who we are: set an identity" if identity is None else f"the identity {identity.path}, or it is revoked there"
+        who = (
+            "this process, which has no identity: set DILOCO_IDENTITY, or --identity for a command"
+            if identity is None
+            else f"the identity {identity.path}, or it is revoked there"
+        )
         return f"{text}: the server does not know {who}"
     if isinstance(error, ssl.SSLCertVerificationError):
-        hint = "the server wants TLS: set an identity" if identity is None else "make it with 'diloco keys add server'"
+        hint = "the server requires TLS: set an identity" if identity is None else "make it with 'diloco keys add server'"
         if error.verify_code == NOT_YET_VALID:
             hint = "this machine's clock is behind, or that of the machine that made it was ahead: set the clock"
         elif error.verify_code == HAS_EXPIRED and identity is not None:
             hint = "make it again with 'diloco keys renew' and the server's name, unless this machine's clock is ahead"
         return f"the server's certificate is not accepted: {error.verify_message.rstrip('.')}; {hint}"
     if isinstance(error, ssl.SSLError):
-        whose = "ours" if identity is None else f"that of {identity.path}"
-        return f"TLS fails, the server may not accept our certificate ({whose}): {error.reason or text}"
+        whose = "its certificate" if identity is None else f"the certificate of {identity.path}"
+        return f"TLS failed: {error.reason or text}; the server may not accept {whose}"
     if isinstance(error, ConnectionRefusedError | TimeoutError):
         return f"{text}; start a server there, or give another URL"
     return text

@@ -213,7 +213,7 @@ class Puller:
         else:
             kept = stored.subject == newest.subject and (self._headers_only or stored.data == newest.data)
         if not kept:
-            raise RewoundError(f"stream {self.stream}: it lost message {newest.sequence}, which had been stored")
+            raise RewoundError(f"stream {self.stream}: the server lost message {newest.sequence}, which it had acknowledged")
 
     async def _request(self, consumer: str, inbox: str, number: int) -> None:
         request = {

@@ -121,7 +121,7 @@ class Registry:
     async def _write(self, key: str, value: bytes, revision: int | None) -> int:
         if len(value) > MAX_WRITTEN_BYTES:
             raise BrokerError(
-                f"bucket {self._name}: key {key!r}: a value of {len(value)} bytes, at most {MAX_WRITTEN_BYTES} fit"
+                f"bucket {self._name}: key {key!r}: the value has {len(value)} bytes, at most {MAX_WRITTEN_BYTES} are allowed"
             )
         subject, identifier = self._subject(key), uuid.uuid4().hex
         expected = revision

@@ -80,7 +80,7 @@ def _answered(text: str) -> ServerList | None:
         return None
     found = _ANSWER.fullmatch(text)
     if found is None:
-        raise BrokerError(f"the server answers {text[:80]!r} for its list: no version of diloco keys writes that")
+        raise BrokerError(f"the server answers {text[:80]!r} when asked for its list: that text is not from diloco keys")
     return ServerList(found[1], int(found[2]), found[3])
 
 

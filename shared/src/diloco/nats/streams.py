@@ -80,7 +80,8 @@ async def ensure(
         difference = _difference(config, info.config)
         if difference:
             raise RunError(
-                f"stream {stream}: has {difference}; if it belongs to something else, choose another run name, else set it so"
+                f"stream {stream}: has {difference}; if the stream belongs to another program, choose another run name; "
+                "otherwise change the stream"
             ) from None
         room_bytes = _limit(info.config.max_bytes)
         return int(room_bytes) if room_bytes < _limit(max_bytes) else None
@@ -391,7 +392,7 @@ def _total(answer: Mapping[str, Any], stream: str) -> int:
 
 
 def _nonsense(stream: str, answer: object) -> BrokerError:
-    return BrokerError(f"stream {stream}: {str(answer)[:80]} came for an answer of JetStream")
+    return BrokerError(f"stream {stream}: JetStream gave an invalid answer: {str(answer)[:80]}")
 
 
 def _missing(stream: str) -> BrokerError:

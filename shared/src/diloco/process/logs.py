@@ -102,7 +102,7 @@ def merge(
     if not logs_dir.is_dir():
         raise RunError(f"{run_dir}: no logs here (expected {logs_dir}); give the directory of a run")
     if level not in LEVELS:
-        raise RunError(f"log level {level!r} is none of {', '.join(LEVELS)}")
+        raise RunError(f"log level {level!r} is unknown: give one of {', '.join(LEVELS)}")
     if not follow:
         _check_services(logs_dir, services)
     return _merge(logs_dir, services, LEVELS.index(level), follow, wait or _sleep)

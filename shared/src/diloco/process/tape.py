@@ -236,7 +236,7 @@ def load_all(directory: Path, run: bytes) -> tuple[list[Tape], list[str]]:
     tapes, problems = [], []
     for path in sorted([*directory.glob(f"{FOLDER}/*"), *directory.glob(f"*/{FOLDER}/*")]):
         if path.suffix == REFUSED_SUFFIX:
-            problems.append(f"{path}: was refused by its own process, and put aside")
+            problems.append(f"{path}: could not be read by its own process, which renamed it")
         elif path.suffix == tape.SUFFIX and path.stat().st_size:
             try:
                 found = load(path, run)

@@ -205,7 +205,9 @@ class Carrier:
             return None
         staged = self._staged.pop(index)
         if staged.stage.number != write.stage:
-            raise LookupError(f"fragment {index}: stage {staged.stage.number} is here, {write.stage} was decided")
+            raise LookupError(
+                f"fragment {index}: this process has stage {staged.stage.number}, but the decision names stage {write.stage}"
+            )
         if carries:
             carried = self._carried[index]
             if self._before is not None:

@@ -151,7 +151,7 @@ class Group:
         """
         reason = await self.difference(stage, values)
         if reason:
-            raise SettingsError(f"learner {self.name}: {reason}: they have to be the same")
+            raise SettingsError(f"learner {self.name}: {reason}: make them equal")
 
     async def difference(self, stage: str, values: dict[str, Any]) -> str:
         """Return how the values differ that the processes have found; empty if they do not. All return the same."""
@@ -257,9 +257,9 @@ class Group:
         if self._failure is None:
             silent, within = self.links.silent(self.settings.silent_s), f"for {self.settings.silent_s:g} s (processes.silent_s)"
             if silent is not None:
-                self._failure = IslandError(f"{self.links.name(silent)} is gone: it was not heard {within}")
+                self._failure = IslandError(f"{self.links.name(silent)} is gone: it sent nothing {within}")
             elif self.missed:  # nothing of it counts any more, so it does not go on as if it did
-                self._failure = IslandError(f"the others did not hear this process {within}: it stood still")
+                self._failure = IslandError(f"this process was suspended: the others did not hear it {within}")
             else:
                 return True
         self.end(self._failure)
@@ -269,7 +269,9 @@ class Group:
         """End this process at once, or have it begin again, wherever its threads are: they may wait for one that is gone."""
         self.ends.acquire()
         renewal = self.renewal if self.renewal is not None and self.renewal.may_renew() else None
-        then = "the others meet again" if renewal is not None else "all its processes end, and begin again together"
+        then = (
+            "the others meet again" if renewal is not None else ("all processes of the learner end, and begin again together")
+        )
         message = f"learner {self.name}, process {self.index}: {error}; {then}"
         try:
             self.log.error("island_ended", reason=str(error), generation=self.generation)

@@ -166,7 +166,7 @@ class Leader:
     def _marker_reply(self, ended: Ended) -> MarkerReply:
         name, number = self.settings.name, ended.save.marker
         if not ended.parts:
-            return MarkerDeclined(name, number, "not_saved", "one of its processes says checkpoint_not_saved in its log")
+            return MarkerDeclined(name, number, "not_saved", "see checkpoint_not_saved in the logs of its processes")
         step, versions = self._saved_at
         (size_bytes, digest), *others = [(each.size_bytes, each.content or b"") for _, each in sorted(ended.parts.items())]
         return MarkerAnswer(
@@ -183,7 +183,7 @@ class Leader:
 
     def _check_carrier(self, source: int, index: int) -> None:
         if index >= len(self.part.carriers) or self.part.carriers[index] != source:
-            raise IslandError(f"process {source} speaks for fragment {index}, which it does not carry")
+            raise IslandError(f"process {source} sent values of fragment {index}, which it does not carry")
 
     def _stage(self) -> None:
         """Have versions brought to all processes; the lock is held."""
@@ -346,7 +346,7 @@ class Leader:
         with self.shared.lock:
             self._over = self.learner.silent = True
             if any(state.phase in (Phase.JOINING, Phase.INVALID) for state in self.learner.fragments):
-                raise IslandError("a fragment is not the log's yet, or its value is not finite")
+                raise IslandError("a fragment has not joined the log yet, or its value is not finite")
             self.tape.record(events.Copied())
             held = self.member.taped.held
             accounts, _ = self.learner.dump(self.member.shares.positions(), None if held is None else held[0])

@@ -64,7 +64,7 @@ class LentParts:
             case DropLoan():
                 self._drop(message.number)
             case _:
-                raise IslandError(f"process {source} sends {message.kind!r}, which concerns no loan")
+                raise IslandError(f"process {source} sent {message.kind!r}, which is not part of a loan")
 
     def read(self, process: int, number: int, wanted: Chunk) -> Values:
         """Return a chunk that is in a process's part, any dtype [its lengths]. Not to be called in the loop's thread.

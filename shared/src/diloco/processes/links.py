@@ -96,8 +96,8 @@ class Links:
         except (TimeoutError, OSError, EOFError, MessageError) as error:
             missing = [self.name(other) for other in range(len(addresses)) if other not in self._streams and other != place]
             raise IslandError(
-                f"{self.name(place)}: no connection to {missing[0] if missing else 'process ?'} "
-                f"({type(error).__name__}: {error}): processes of a learner have to reach each other on all ports"
+                f"{self.name(place)}: no connection to {missing[0] if missing else 'process ?'} ({type(error).__name__}: "
+                f"{error}): let the processes of a learner reach each other on all ports"
             ) from None
         self._tasks.spawn(self._ping())
 

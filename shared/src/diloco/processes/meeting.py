@@ -111,8 +111,8 @@ class Meeting:
             self._server = await asyncio.get_running_loop().create_server(make, *host_and_port(address), reuse_address=True)
         except OSError as error:
             raise SettingsError(
-                f"processes.address = {address}: process {self.index} of {self.learner} cannot listen there: {error.strerror}: "
-                f"name an address of the host that process {self.index} runs on, and a port that is free"
+                f"processes.address = {address}: process {self.index} of {self.learner} cannot listen there: "
+                f"{error.strerror}: set an address of the host that process {self.index} runs on, and a free port"
             ) from None
 
     async def meet(self, port: int, generation: int, secret: bytes) -> Welcome:
@@ -194,8 +194,8 @@ class Meeting:
             missing = [index for index in range(self.processes.count) if index not in self.assembly.present]
             place, note = self.processes.own_address, self.assembly.least_note
             return (
-                f"{learner}: of its {self.processes.count} processes, {_listed(missing)} did not come to {place} within "
-                f"{within}{note}: look at their logs, and whether they reach it"
+                f"{learner}: {_listed(missing)} of {self.processes.count} did not connect to {place} within "
+                f"{within}{note}: read their logs, and check that they can reach that address"
             )
         if self._at is None:
             what = f"{_listed(list(range(len(self.processes.addresses))))} at processes.address = {self.processes.address}"
@@ -204,8 +204,8 @@ class Meeting:
             )
         else:
             address = self.processes.addresses[self._at]
-            what = f"process {self._at} at processes.address = {address} waits for other processes, for more than {within}"
-        todo = f"start all {self.processes.count} processes, with an address that each reaches"
+            what = f"process {self._at} at processes.address = {address} has waited for other processes for more than {within}"
+        todo = f"start all {self.processes.count} processes, with an address that each of them can reach"
         return f"{learner}, process {self.index}: {what}: {todo}"
 
     # ---- a process that others come to
@@ -213,7 +213,7 @@ class Meeting:
     async def _lead(self, port: int, generation: int, secret: bytes) -> Welcome:
         """Welcome the processes that have come to make a generation."""
         own = self.processes.own_address
-        assert own is not None, "no process comes to one without an address"
+        assert own is not None, "no process connects to one without an address"
         host, _ = host_and_port(own)
         chosen = self.assembly.members
         addresses = [(host, port), *(self._arrived[index].arrival.address for index in chosen[1:])]
@@ -223,7 +223,7 @@ class Meeting:
             for index in chosen[1:]:
                 await self._arrived[index].stream.send(welcome)
         except (OSError, LookupError) as error:
-            raise IslandError(f"learner {self.learner}: a process went away while all met: {error}") from None
+            raise IslandError(f"learner {self.learner}: a process was lost while all were connecting: {error}") from None
         self._look()
         return welcome
 
@@ -279,7 +279,7 @@ class Meeting:
             return  # it has just gone to another one, where those who came here go, too
         reason = self._fault(arrival)
         if there:
-            reason = reason or f"processes.index = {index} is there already: each process of a learner has an index of its own"
+            reason = reason or f"processes.index = {index} is already in use: give each process of a learner its own index"
         elif before is not None:
             self._go(before)
         if reason is not None:
@@ -322,13 +322,13 @@ class Meeting:
         """Return why a process cannot take part."""
         count, index, own = self.processes.count, arrival.index, f"process {self.index}"
         if arrival.count != count:
-            return f"process {index} has processes.count = {arrival.count}, {own} has {count}: name one for all"
+            return f"process {index} has processes.count = {arrival.count}, {own} has {count}: set the same count for all"
         if index >= count or index == self.index:
-            expected = f"0 to {count - 1} but for {self.index}"
-            return f"a process has processes.index = {index}, expected {expected}: each has an index of its own"
+            expected = f"0 to {count - 1} except {self.index}"
+            return f"a process has processes.index = {index}, expected {expected}: give each process its own index"
         differs = difference(self.facts, arrival.facts, own)
         if differs is not None:
-            return f"process {index} differs from {own} in {differs}: they have to be the same"
+            return f"process {index} differs from {own} in {differs}: make them equal"
         return None
 
     # ---- the others that listen
@@ -343,12 +343,16 @@ class Meeting:
                 pass
             except HashError:
                 problem = (
-                    f"process {index} at processes.address = {address} does not have the key of this process's identity: give "
-                    "all processes of a learner one identity file, as it was made last (diloco keys)"
+                    f"process {index} at processes.address = {address} does not have the key of this process's identity: "
+                    "give all processes of a learner one identity file, as it was made last (diloco keys)"
                 )
                 self._note(index, problem, SettingsError if alone else None)
             except MessageError as error:
-                self._note(index, f"what answers at {address} is no process {index}: {error}", IslandError if alone else None)
+                self._note(
+                    index,
+                    f"the program at {address} is not process {index} of this learner: {error}",
+                    IslandError if alone else None,
+                )
             await asyncio.sleep(RETRY_S)
 
     def _note(self, index: int, problem: str, failure: type[SettingsError | IslandError] | None) -> None:
@@ -374,7 +378,7 @@ class Meeting:
                     self._problems.pop(index, None)
                     self._heard[index] = _Heard(stream, message)
                 elif index != self._at:
-                    raise FormatError(f"a message {message.kind!r}, and this process has not come to it")
+                    raise FormatError(f"a message {message.kind!r} from a process to which this one has not connected")
                 else:
                     self._answer = index, message
                 self._changed.set()
@@ -404,8 +408,8 @@ class Meeting:
         indexes, own, address = answer.members, self.index, self.processes.addresses[index]
         if own not in indexes or indexes != sorted(set(indexes)) or len(indexes) != len(answer.addresses):
             raise IslandError(
-                f"learner {self.learner}, process {own}: what answers at {address} is no process {index}: "
-                f"process {own} is welcomed to {indexes} at {len(answer.addresses)} addresses"
+                f"learner {self.learner}, process {own}: the program at {address} is not process {index} of this learner: "
+                f"it welcomed process {own} to {indexes} at {len(answer.addresses)} addresses"
             )
         return answer
 

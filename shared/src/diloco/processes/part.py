@@ -168,7 +168,7 @@ class Part:
             case _ if self.lead is not None:
                 self.lead(source, message)
             case _:
-                raise IslandError(f"process {source} takes process {self.links.place} for the leader ({message.kind})")
+                raise IslandError(f"process {source} sent {message.kind} to process {self.links.place}, which does not lead")
 
     def _take(self, decided: Decided) -> None:
         writes: list[tuple[int, VersionWrite]] = []
@@ -193,8 +193,8 @@ class Part:
             return self.carrier.write(write)
         except LookupError as error:
             raise IslandError(
-                f"process {self.links.place}: version {write.version} of fragment {write.fragment} was decided, and its rows "
-                f"are not here ({error})"
+                f"process {self.links.place}: version {write.version} of fragment {write.fragment} was decided, and its "
+                f"rows are not here ({error})"
             ) from None
 
     def _receive(self, source: int, head: island.Rows, content: memoryview) -> None:
@@ -217,7 +217,7 @@ class Part:
             IslandError: it is neither.
         """
         if not self._newest - 1 <= number <= self._newest:
-            raise IslandError(f"process {self.links.place}: decision {self._newest} has come, and {number} is asked for")
+            raise IslandError(f"process {self.links.place}: asked for decision {number}, but the newest is {self._newest}")
         return self.carrier.dump(before=number < self._newest)
 
     # ---- readings
@@ -275,7 +275,7 @@ class Part:
         while not self._whole.get(fragment, set()).issuperset([LEADER, *others]):
             ended = next((p for p in others if self.links.has_ended(p, self.group.settings.silent_s)), None)
             if ended is not None:
-                raise IslandError(f"process {ended} has ended: its rows of fragment {fragment} cannot be had")
+                raise IslandError(f"process {ended} has ended: its rows of fragment {fragment} are unavailable")
             self._gathered.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._gathered.wait(), LOOK_S)

@@ -88,4 +88,4 @@ def _mac(key: bytes, end: str, comes: Challenge, listens: Challenge) -> bytes:
 
 def _check(proof: Proof, expected: bytes) -> None:
     if not hmac.compare_digest(proof.mac, expected):
-        raise HashError("it has the key of another identity, or of none")
+        raise HashError("it has the key of another identity, or no key")

@@ -154,8 +154,8 @@ def _fit(path: Path, saved: State, offers: list[list[Pending]], bare: list[int],
         return Fit(path, saved, offers, bare, carrying.loaded(offers, arrays, bare))
     except LookupError as error:
         raise RunError(
-            f"checkpoint: accounts of a fragment that this process carries are not there ({error}): another process of this "
-            "learner saved them; give its processes one state_dir that all of them see"
+            f"checkpoint: accounts of a fragment that this process carries are missing ({error}): another process of this "
+            "learner saved them; give all its processes the same shared state_dir"
         ) from None
 
 

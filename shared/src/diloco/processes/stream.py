@@ -135,7 +135,7 @@ class Stream(asyncio.BufferedProtocol):
             raise FormatError(f"a message {kind!r}, expected one of {', '.join(sorted(kinds))}")
         message, _, inline = framing.unpack(frame, kinds[kind], self.run)
         if inline:
-            raise FormatError(f"{kind}: {len(inline)} bytes in its frame, and content goes behind it")
+            raise FormatError(f"{kind}: {len(inline)} bytes of content in its frame, expected after it")
         self._taken = size_bytes
         self.bytes_down += size_bytes
         return message, content
@@ -206,7 +206,7 @@ class Stream(asyncio.BufferedProtocol):
 
     def eof_received(self) -> None:
         """Take in that nothing more comes."""
-        self._finish(EOFError("the other end has closed"))
+        self._finish(EOFError("the other end has closed the connection"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Take in that the connection has ended."""

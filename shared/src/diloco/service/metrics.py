@@ -178,7 +178,7 @@ class Exporter:
         except OSError as error:
             raise SettingsError(
                 f"metrics_address (DILOCO_METRICS_ADDRESS) = {self.settings.metrics_address!r}: cannot listen there: "
-                f"{(error.strerror or str(error)).lower()}; give another one, or none"
+                f"{(error.strerror or str(error)).lower()}; set another address, or leave it empty"
             ) from None
         self._comparing = asyncio.ensure_future(self._compare_clocks())
         self.port = self._server.sockets[0].getsockname()[1]
@@ -293,13 +293,13 @@ class Exporter:
         if not method.isalpha() or not target.startswith(b"/") or version not in (b"HTTP/1.0", b"HTTP/1.1"):
             return _response(HTTPStatus.BAD_REQUEST, "not a request of HTTP/1.1\n")
         if method != b"GET":
-            text = "" if method == b"HEAD" else "GET is all there is\n"
+            text = "" if method == b"HEAD" else "only GET is supported\n"
             return _response(HTTPStatus.METHOD_NOT_ALLOWED, text, "Allow: GET\r\n")
         return self._page(target.partition(b"?")[0].decode("latin-1"))
 
     def _page(self, path: str) -> bytes:
         if path not in PATHS:
-            return _response(HTTPStatus.NOT_FOUND, f"there are {', '.join(PATHS)}\n")
+            return _response(HTTPStatus.NOT_FOUND, f"the paths are {', '.join(PATHS)}\n")
         try:
             if path == "/metrics":
                 return _response(HTTPStatus.OK, self.exposition())
@@ -380,7 +380,7 @@ COMMON: tuple[Metric[Exporter], ...] = (
     Metric(
         "diloco_build_info",
         "gauge",
-        "Always 1: what runs here; `protocol` is the wire's version",
+        "Always 1; the labels state what runs here, and `protocol` the version of the protocol",
         lambda exporter: {(exporter.kind, __version__, str(framing.VERSION)): 1.0},
         ("service", "version", "protocol"),
     ),
@@ -388,7 +388,7 @@ COMMON: tuple[Metric[Exporter], ...] = (
     Metric(
         "diloco_telemetry_spans_total",
         "counter",
-        "Spans that a collector took, or that were dropped",
+        "Spans that a collector accepted, or that were dropped",
         _spans,
         ("outcome",),
     ),
@@ -396,7 +396,7 @@ COMMON: tuple[Metric[Exporter], ...] = (
     Metric(
         "diloco_start_timestamp_seconds",
         "gauge",
-        "Unix time at which the process began",
+        "Unix time at which the process started",
         lambda exporter: exporter.began_s,
     ),
 )
@@ -405,21 +405,22 @@ CONNECTED: tuple[Metric[Exporter], ...] = (
     Metric(
         "diloco_broker_connected",
         "gauge",
-        "1 while there is a connection to NATS",
+        "1 while connected to NATS",
         lambda exporter: _connections(exporter, lambda client: float(client.is_connected)),
         ("connection",),
     ),
     Metric(
         "diloco_broker_reconnects_total",
         "counter",
-        "Times that a lost connection was made again",
+        "Number of times that a lost connection was restored",
         lambda exporter: _connections(exporter, lambda client: float(client.stats["reconnects"])),
         ("connection",),
     ),
     Metric(
         "diloco_server_list_number",
         "gauge",
-        "The number of a server's list of identities; 0: of a version before. `other_region` is empty at the own servers",
+        "Number of a server's list of identities; 0: a list from an older version. `other_region` is empty for this "
+        "region's servers",
         _lists,
         ("connection", "other_region", "server"),
     ),
@@ -433,20 +434,20 @@ CONNECTED: tuple[Metric[Exporter], ...] = (
     Metric(
         "diloco_clock_offset_seconds",
         "gauge",
-        "This machine's clock minus that of the server, as last compared, every 30 s",
+        "This machine's clock minus the server's clock, compared every 30 s",
         _offsets,
         ("connection",),
     ),
     Metric(
         "diloco_certificate_remaining_seconds",
         "gauge",
-        "Time until the certificate of the process's identity ends",
+        "Time until the certificate of the process's identity expires",
         _certificate_s,
     ),
     Metric(
         "diloco_refused_sender_age_seconds",
         "gauge",
-        "Time since a message of `sender` was refused: the last 32 senders of ten minutes",
+        "Time since a message from `sender` was refused; covers the last 32 senders of the past ten minutes",
         _senders,
         ("sender",),
     ),

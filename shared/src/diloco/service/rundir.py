@@ -97,8 +97,8 @@ def load(path: Path) -> RunDirectory:
         values: dict[str, Any] = json.loads(file.read_text())
         if values["format"] != FORMAT:
             raise RunError(
-                f"{path}: made by version {values.get('version')} of diloco (format {values['format']}); this is {__version__} "
-                f"(format {FORMAT}): go on with the version that made it, or begin another run"
+                f"{path}: made by version {values.get('version')} of diloco (format {values['format']}); this is "
+                f"{__version__} (format {FORMAT}): continue with the version that made it, or begin another run"
             )
         settings = parse(RunSettings, values["settings"], str(file))
         kinds: dict[str, Any] = {"name": str, "nats_url": str, "data": str | None, "init": str | None, "learners": int | None}

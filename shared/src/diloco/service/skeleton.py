@@ -62,7 +62,7 @@ def read_settings(cls: type[S], program: str) -> S:
         SettingsError: a setting is wrong.
     """
     parser = _Arguments(prog=program)
-    parser.add_argument("--config", type=Path, help="TOML file; DILOCO_* variables in the environment win over it")
+    parser.add_argument("--config", type=Path, help="TOML file; DILOCO_* variables in the environment override it")
     _log_errors_of_start(program, None)
     config: Path | None = parser.parse_args().config
     _log_errors_of_start(program, config)
@@ -139,8 +139,8 @@ def _hold_name(settings: ServiceSettings) -> None:
     name = process_name(settings)
     if not locks.hold(settings.state_dir / NAMES / name, folders.STATE, ENDING_S):
         raise RunError(
-            f"name = {name!r}: another process with this name uses {settings.state_dir} (state_dir): stop that one, or give "
-            "this one another name or another folder"
+            f"name = {name!r}: another process with this name uses {settings.state_dir} (state_dir): stop that one, or "
+            "give this one another name or another folder"
         )
 
 

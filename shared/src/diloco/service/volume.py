@@ -59,15 +59,18 @@ def _check(path: Path, raw: bytes, run: str) -> None:
         raise _damaged(path, error) from None
     if written > FORMAT:
         raise RunError(
-            f"{folder}: was written by diloco {shown(said.get('software'))} (format {written}), which is newer than this one "
-            f"({__version__}, format {FORMAT}): start that version, or give this one another folder (state_dir)"
+            f"{folder}: was written by the newer diloco {shown(said.get('software'))} (format {written}), and this is "
+            f"{__version__} (format {FORMAT}): start that version, or give this service another folder (state_dir)"
         )
     if owner != run:
         raise RunError(
-            f"{folder}: holds the files of run {shown(owner)}, not of {run!r}: give this service another folder (state_dir), "
-            "or empty this one"
+            f"{folder}: holds the files of run {shown(owner)}, not of {run!r}: give this service another folder "
+            "(state_dir), or empty this folder"
         )
 
 
 def _damaged(path: Path, error: Exception) -> RunError:
-    return RunError(f"{path}: damaged ({error}): it says which run the folder is of; remove it if it is this one's")
+    return RunError(
+        f"{path}: damaged ({error}); the file names the run that the folder belongs to: remove the file if "
+        "the folder belongs to this run"
+    )

@@ -83,6 +83,6 @@ def _said(environment: Mapping[str, str], variable: str, cluster: str) -> str:
     if variable not in environment:
         step = "with srun, one task for each process" if cluster == "slurm" else "as a Job with completionMode: Indexed"
         raise SettingsError(
-            f"processes.cluster = {cluster}: there is no {variable} in the environment: start the learner {step}"
+            f"processes.cluster = {cluster}: {variable} is not set in the environment: start the learner {step}"
         )
     return environment[variable]

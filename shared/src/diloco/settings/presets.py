@@ -87,7 +87,7 @@ def run_settings(
         SettingsError: unknown preset, unknown setting, or a value out of range.
     """
     if preset not in _PRESETS:
-        raise SettingsError(f"{source}: no preset {preset!r}{nearest(preset, PRESETS)}; there are {', '.join(PRESETS)}")
+        raise SettingsError(f"{source}: no preset {preset!r}{nearest(preset, PRESETS)}; the presets are {', '.join(PRESETS)}")
     values: dict[str, Any] = json.loads(json.dumps(_PRESETS[preset])) | {"preset": preset}
     return _overridden(values, overrides or {}, source)
 
@@ -100,7 +100,10 @@ def changed_settings(settings: RunSettings, overrides: Mapping[str, Any], source
 def _overridden(values: dict[str, Any], overrides: Mapping[str, Any], source: str) -> RunSettings:
     for key, value in overrides.items():
         if key == "preset":
-            raise SettingsError(f"{source}: preset = {value!r}: a preset is chosen before any setting, not set among them")
+            raise SettingsError(
+                f"{source}: preset = {value!r}: preset is not among the settings to override: choose a "
+                "preset by itself, as --preset does"
+            )
         _put(values, key, value, source)
     return parse(RunSettings, values, source)
 

@@ -63,10 +63,11 @@ class FragmentSettings(_Section):
         24,
         ge=1,
         le=4096,
-        description="fragments P, all kinds counted in; with `layers` and `tensors` the most, since a small model has fewer",
+        description="number of fragments P of all kinds; with `layers` and `tensors` the maximum, since a small model "
+        "has fewer",
     )
-    strategy: Strategy = Field("balanced", description="how tensors are dealt to fragments (user-guide.md, Fragments)")
-    layers: int = Field(1, ge=1, le=4096, description="with the strategy `layers`: about so many layers a fragment, or more")
+    strategy: Strategy = Field("balanced", description="how tensors are distributed over fragments (user-guide.md, Fragments)")
+    layers: int = Field(1, ge=1, le=4096, description="strategy `layers`: approximate least number of layers per fragment")
 
     _LATER: ClassVar[frozenset[str]] = frozenset({"layers"})
 
@@ -74,8 +75,8 @@ class FragmentSettings(_Section):
     def _of_layers(self) -> FragmentSettings:
         if self.layers > 1 and self.strategy != "layers":
             raise ValueError(
-                f"fragments.layers = {self.layers} is for fragments.strategy = layers, which is {self.strategy}: set both, or "
-                "fragments.layers = 1"
+                f"fragments.layers = {self.layers} requires fragments.strategy = layers, but the strategy is "
+                f"{self.strategy}: set fragments.strategy = layers, or fragments.layers = 1"
             )
         return self
 
@@ -84,15 +85,19 @@ class RoundSettings(_Section):
     """Opening and closing of a fragment's rounds."""
 
     steps: int = Field(24, ge=1, le=100_000, description="sync interval H in inner steps, per fragment")
-    overlap_steps: float = Field(2.0, gt=0, description="tau: steps of time a round may take before the version is applied")
-    quorum: int | Literal["all"] = Field(1, description="learners K that must answer, or all that are alive")
+    overlap_steps: float = Field(
+        2.0, gt=0, description="tau: time that a round may take before its version is applied, in inner steps"
+    )
+    quorum: int | Literal["all"] = Field(
+        1, description="K: number of learners whose offers a round needs; `all`: every learner that is alive"
+    )
     grace_factor: float = Field(
         0.9, ge=0, lt=1, description="gamma of the grace window; 0 switches the window off (gamma itself is unpublished)"
     )
     max_staleness_versions: int = Field(
-        4, ge=0, le=64, description="an offer whose base is more versions behind is not merged (unpublished)"
+        4, ge=0, le=64, description="an offer is not merged if its base is more versions behind (unpublished)"
     )
-    learners_wait: bool = Field(False, description="learners pause from their answer until the version arrives (DiLoCo)")
+    learners_wait: bool = Field(False, description="learners pause after their offer until the version arrives (DiLoCo)")
     grace_capped: bool = Field(False, description="the grace window lasts at most one step, as published")
 
     _LATER: ClassVar[frozenset[str]] = frozenset({"grace_capped"})
@@ -106,13 +111,14 @@ class RoundSettings(_Section):
 class MergeSettings(_Section):
     """Merging the outer gradients of several learners."""
 
-    method: Literal["rda", "average"] = Field("rda", description="for all but embedding-like tensors, which are averaged")
+    method: Literal["rda", "average"] = Field("rda", description="embedding-like tensors are always averaged")
     granularity: Literal["row", "tensor"] = Field(
         "row", description="one norm per row (vector along the last axis) or per tensor piece (unpublished)"
     )
-    weights: Literal["quality", "tokens", "equal"] = Field("quality", description="tokens^2/steps, tokens, or 1")
+    weights: Literal["quality", "tokens", "equal"] = Field("quality", description="weight: tokens^2/steps, tokens, or 1")
     against: Literal["base", "current"] = Field(
-        "base", description="outer gradients against the learner's base version, or the syncer's value as published"
+        "base",
+        description="outer gradients are relative to the learner's base version, or, as published, to the syncer's value",
     )
 
 
@@ -120,7 +126,8 @@ class OuterSettings(_Section):
     """SGD with Nesterov momentum; both values unpublished, the defaults are measured (docs/quality.md). Or AdamW."""
 
     optimizer: Literal["nesterov", "adamw"] = Field(
-        "nesterov", description="adamw: learners send gradients, and the step that inner describes is taken from their average"
+        "nesterov",
+        description="adamw: learners send gradients, and the settings of `inner` describe the step taken with their average",
     )
     learning_rate: float = Field(0.5, gt=0, le=10, description="1 for adamw, whose rate is the inner one")
     momentum: float = Field(0.5, ge=0, lt=1, description="0 for adamw, which has its own")
@@ -130,17 +137,17 @@ class InnerSettings(_Section):
     """Muon or AdamW over a cosine schedule in tokens; all values unpublished. An outer AdamW goes by them, too."""
 
     optimizer: Literal["muon", "adamw"] = Field(
-        "muon", description="muon: for matrices; embeddings, the head and vectors stay with AdamW. Measured better"
+        "muon", description="muon: Muon for matrices, AdamW for embeddings, the head and vectors; better in our measurements"
     )
-    learning_rate: float = Field(0.0125, gt=0, le=10, description="smaller models and shorter runs take more")
+    learning_rate: float = Field(0.0125, gt=0, le=10, description="smaller models and shorter runs take a higher rate")
     final_fraction: float = Field(0.1, ge=0, le=1, description="learning rate at the end of the budget, relative to the peak")
-    warmup_fraction: float = Field(0.05, ge=0, lt=1, description="share of the token budget with a rising learning rate")
+    warmup_fraction: float = Field(0.05, ge=0, lt=1, description="share of the token budget in which the rate rises")
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.95, ge=0, lt=1)
     weight_decay: float = Field(0.1, ge=0)
     clip_norm: float = Field(1.0, gt=0)
     restart_warmup_steps: int = Field(
-        10, ge=0, le=100_000, description="steps of a learner's own warm-up when its optimizer state is lost in mid-run"
+        10, ge=0, le=100_000, description="steps of warm-up for one learner that lost its optimizer state during the run"
     )
 
 
@@ -155,7 +162,9 @@ class ApplySettings(_Section):
 
     alpha: float = Field(0.0, ge=0, lt=1, description="mixing: share of the learner's own value kept on receipt")
     at: Literal["arrival", "overlap"] = Field(
-        "arrival", description="when: on arrival, or round.overlap_steps own steps after the answer, if need be waiting for it"
+        "arrival",
+        description="when a version is applied: on arrival, or exactly round.overlap_steps of the learner's "
+        "steps after its offer; the learner waits there for a late version",
     )
 
     _LATER: ClassVar[frozenset[str]] = frozenset({"at"})
@@ -164,8 +173,8 @@ class ApplySettings(_Section):
 class CodecSettings(_Section):
     """Encoding of offers and records."""
 
-    offer_bits: Bits = Field(4, description="bits a value of a learner's offer")
-    record_bits: Bits = Field(4, description="bits a value of a record's merged outer gradient")
+    offer_bits: Bits = Field(4, description="bits per value of a learner's offer")
+    record_bits: Bits = Field(4, description="bits per value of a record's merged outer gradient")
     error_feedback: bool = Field(True, description="quantisation errors are added to the next offer or record")
     zstd_level: int = Field(-1, ge=-50, le=19, description="-1 is nearly free; 1 saves another 12 % at a third of the speed")
 
@@ -176,12 +185,14 @@ class LogSettings(_Section):
     keyframe_factor: float = Field(
         1.0, gt=0, le=1000, description="a keyframe is written when the records since the last one are this many times its size"
     )
-    keep_keyframes: int = Field(2, ge=2, le=1_000_000, description="so many keyframes of a fragment stay, and all that follows")
+    keep_keyframes: int = Field(
+        2, ge=2, le=1_000_000, description="number of keyframes kept per fragment, with all records after the oldest of them"
+    )
     keep_bytes: Count = Field(
-        1 << 30, ge=0, le=2**60, description="more keyframes stay while the log is smaller than about this"
+        1 << 30, ge=0, le=2**60, description="size of the log, approximately, up to which more keyframes are kept"
     )
     archive: bool = Field(False, description="every merged offer is kept too, so that merges can be done again")
-    archive_bytes: Count = Field(1 << 34, ge=1 << 20, le=2**60, description="at most so much of them")
+    archive_bytes: Count = Field(1 << 34, ge=1 << 20, le=2**60, description="greatest size of the archive")
     replicas: Literal[1, 3, 5] = Field(1, description="servers of a NATS cluster that hold each message")
 
 
@@ -205,15 +216,18 @@ class RegionSettings(_Section):
         6.0,
         gt=0,
         le=3600,
-        description="a region none of whose syncers is heard, or can commit, so long loses its fragments",
+        description="a region loses its fragments after so long without a heartbeat of its syncers, or without a syncer "
+        "that can commit",
     )
     control_replicas: Literal[1, 3, 5] = Field(1, description="servers that hold the control store, which spans the regions")
     adaptive: bool = Field(True, description="fewer bits and longer sync intervals where a link is too slow (not in lockstep)")
-    min_bits: AdaptiveBits = Field(4, description="not fewer bits than this because of a slow link")
+    min_bits: AdaptiveBits = Field(4, description="least number of bits to which a slow link lowers the encoding")
     max_pace: float = Field(
-        4.0, ge=1, le=16, description="most times that the sync interval grows because of a slow link (not with learners_wait)"
+        4.0, ge=1, le=16, description="largest stretch of the sync interval by a slow link (not with learners_wait)"
     )
-    merge: bool = Field(False, description="a region's offers are merged there, so that one crosses to a fragment's owner")
+    merge: bool = Field(
+        False, description="a region merges its learners' offers first, so that a single offer crosses to a fragment's owner"
+    )
 
     @model_validator(mode="after")
     def _distinct(self) -> RegionSettings:
@@ -221,11 +235,11 @@ class RegionSettings(_Section):
         if twice:
             raise ValueError(f"regions.names: two regions are named {twice[0]!r}; give each a name of its own")
         if "control" in self.names:
-            raise ValueError("regions.names: 'control' is what links name the control store; give the region another name")
+            raise ValueError("regions.names: 'control' is reserved for the control store; give the region another name")
         if len(self.names) == 1:
-            raise ValueError(f"regions.names: one ({self.names[0]!r}) is none: name all regions, or leave the list empty")
+            raise ValueError(f"regions.names lists one region ({self.names[0]!r}): list at least two, or none")
         if self.merge and not self.names:
-            raise ValueError("regions.merge: there are no regions (regions.names); name them, or leave it out")
+            raise ValueError("regions.merge: the run has no regions: list them in regions.names, or do not set regions.merge")
         return self
 
 
@@ -236,16 +250,18 @@ class QuarantineSettings(_Section):
         0.0,
         ge=0,
         le=1e9,
-        description="an offer is an outlier above so many times the median norm of the other learners' recent ones; 0: never",
+        description="an offer is an outlier if its norm is above so many times the median norm of the other learners' "
+        "recent offers; 0: never",
     )
     offers: int = Field(
-        1, ge=1, le=1000, description="so many outliers of one fragment in a row, and its learner is quarantined"
+        1, ge=1, le=1000, description="number of consecutive outliers in one fragment after which the learner is quarantined"
     )
     merge_factor: float = Field(
         100.0,
         ge=0,
         le=1e9,
-        description="a merge that would move a fragment by so many times the usual is made without its largest offers; 0: any",
+        description="a merge that would move a fragment by more than so many times the usual is made without its largest "
+        "offers; 0: no limit",
     )
 
 
@@ -258,9 +274,9 @@ _Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 class MixedSource(_Section):
     """A source of a mix of data."""
 
-    digest: _Digest = Field(description="of its content, wherever that lies")
-    tokens: int = Field(ge=1, le=10**18, description="to train on: one epoch")
-    weight: int = Field(ge=1, le=10**9, description="it gives so many windows of the sum of all weights")
+    digest: _Digest = Field(description="hash of the content, independent of its location")
+    tokens: int = Field(ge=1, le=10**18, description="number of tokens to train on in one epoch")
+    weight: int = Field(ge=1, le=10**9, description="windows from this source in every sum(weights) windows")
 
 
 class MixSettings(_Section):
@@ -287,14 +303,16 @@ class TaskSettings(_Section):
     layers: int = Field(3, ge=1, le=128)
     width: int = Field(96, ge=8, le=16384)
     heads: int = Field(4, ge=1, le=256)
-    context: int = Field(128, ge=8, le=131072, description="tokens a sequence: bytes, or those of a mix")
-    batch: int = Field(16, ge=1, le=65536, description="sequences a step")
+    context: int = Field(128, ge=8, le=131072, description="tokens per sequence: bytes, or tokens of a mix")
+    batch: int = Field(16, ge=1, le=65536, description="sequences per step")
     dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="of the built-in model's matrices in the step; log, offers and optimizers are float32 always"
+        "float32", description="dtype of the built-in model's matrices in a step; log, offers and optimizers always use float32"
     )
-    options: dict[str, Any] = Field({}, max_length=MAX_OPTIONS, description="of your own task, by `--task NAME=VALUE`")
+    options: dict[str, Any] = Field(
+        {}, max_length=MAX_OPTIONS, description="options of your own task, given as `--task NAME=VALUE`"
+    )
 
-    mix: MixSettings | None = Field(None, description="what `--data mix.toml` names; set by diloco up")
+    mix: MixSettings | None = Field(None, description="the mix that `--data mix.toml` describes; set by diloco up")
 
     _LATER: ClassVar[frozenset[str]] = frozenset({"dtype", "options", "mix"})
 
@@ -327,10 +345,10 @@ class ContinuedRun(_Section):
     """The run that this one continues, which is over: version 0 is the parameters and outer momentum that it ended with."""
 
     run: Name
-    identity: str = Field(pattern=r"^[0-9a-f]{16}$", description="of that run, in hex")
-    tokens: int = Field(ge=0, le=10**18, description="merged by it, and by those that it continues itself")
+    identity: str = Field(pattern=r"^[0-9a-f]{16}$", description="identity of that run, in hexadecimal")
+    tokens: int = Field(ge=0, le=10**18, description="tokens merged by that run and by the runs that it continues")
     batches: list[Annotated[int, Field(ge=0, le=2**61)]] = Field(
-        max_length=1 << 14, description="by share of the data: the batch that it begins with here; further shares begin with 0"
+        max_length=1 << 14, description="first batch of each data share in this run; further shares begin with batch 0"
     )
 
 
@@ -343,9 +361,11 @@ class RunSettings(_Section):
 
     preset: str = "decoupled"
     seed: int = Field(0, ge=0, lt=2**32)
-    tokens: Count = Field(7_500_000, ge=1, le=10**18, description="token budget: the run ends when so many were processed")
-    learners: int = Field(4, ge=1, le=4096, description="learners M that the data is shared between")
-    shards: int = Field(2, ge=1, le=1024, description="at most so many syncers share the fragments; further ones stand by")
+    tokens: Count = Field(
+        7_500_000, ge=1, le=10**18, description="token budget: the run ends when so many tokens have been merged"
+    )
+    learners: int = Field(4, ge=1, le=4096, description="M: number of learners that the data is divided between")
+    shards: int = Field(2, ge=1, le=1024, description="most syncers that share the fragments; further syncers stand by")
     fragments: FragmentSettings = FragmentSettings()
     round: RoundSettings = RoundSettings()
     merge: MergeSettings = MergeSettings()
@@ -372,12 +392,13 @@ class RunSettings(_Section):
             raise ValueError(f"shards = {self.shards} is more than fragments.count = {self.fragments.count}")
         if self.regions.merge and self.merge.against == "current":
             raise ValueError(
-                "regions.merge with merge.against = current: the owner takes each offer against its own newest version, and of "
-                "offers that are merged already it could not; set merge.against = base"
+                "regions.merge = true with merge.against = current: an owner can take only single offers against its "
+                "current value, and a region sends merged ones; set merge.against = base"
             )
         if self.regions.merge and self.quarantine.factor:
             raise ValueError(
-                "quarantine.factor with regions.merge: an owner sees no norms of offers that are merged before; set one of them"
+                "quarantine.factor with regions.merge: a region sends merged offers, so an owner cannot see the norms of "
+                "single ones; set only one of these settings"
             )
         if self.offers_gradients:
             self._gradients_alone()
@@ -394,13 +415,14 @@ class RunSettings(_Section):
         """Refuse an overlap of a fixed length in which no step could be taken, or which the next round would end."""
         if self.round.learners_wait:
             raise ValueError(
-                "apply.at = overlap with round.learners_wait: a learner that waits takes no steps while a version is made; set "
-                "one of them"
+                "apply.at = overlap with round.learners_wait: a learner that waits takes no steps while a version is "
+                "made; set only one of these settings"
             )
         if self.round.overlap_steps >= self.round.steps:
             raise ValueError(
                 f"apply.at = overlap with round.overlap_steps = {self.round.overlap_steps:g} and round.steps = "
-                f"{self.round.steps}: the next round would begin before the version is applied; set fewer overlap_steps"
+                f"{self.round.steps}: the next round would begin before the version is applied; set round.overlap_steps "
+                "below round.steps"
             )
 
     def _gradients_alone(self) -> None:

@@ -54,7 +54,7 @@ class TelemetrySettings(BaseModel):
     endpoint: str = Field(
         "", description="collector that takes OTLP over HTTP, for example http://127.0.0.1:4318; empty: nowhere"
     )
-    sample: float = Field(0.01, ge=0, le=1, description="share of the versions whose way is told; all services have the same")
+    sample: float = Field(0.01, ge=0, le=1, description="share of the versions that are traced; must be equal in all services")
 
     @field_validator("endpoint")
     @classmethod
@@ -88,16 +88,19 @@ class ServiceSettings(BaseSettings):
     run: Name = "run"
     nats_url: str = Field("nats://127.0.0.1:4222", description="control traffic; bulk too unless nats_bulk_url is set")
     nats_bulk_url: str | None = None
-    region: RegionName | None = Field(None, description="where this service is, in a run with regions")
+    region: RegionName | None = Field(None, description="region of this service, in a run with regions")
     identity: str | None = Field(
         None,
-        description="file of `diloco keys` for this process, {name} in it being its name; none: no TLS, no credentials",
+        description="identity file of this process, made by `diloco keys`; {name} in it stands for the process's name; "
+        "none: no TLS, no credentials",
     )
     state_dir: Path = Field(Path("."), description="where this process may keep files of its own")
-    alive_file: Path | None = Field(None, description="touched at each sign of life that goes out, for health checks")
-    clock_file: Path | None = Field(None, description="seconds that this process's wall clock is to be wrong by, for chaos")
+    alive_file: Path | None = Field(None, description="file touched whenever a heartbeat is sent, for health checks")
+    clock_file: Path | None = Field(
+        None, description="file with the seconds by which this process's wall clock is set wrong, for chaos tests"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    log_format: Literal["json", "console"] = Field("json", description="console: for people, on standard error")
+    log_format: Literal["json", "console"] = Field("json", description="console: readable text on standard error")
     log_to: Literal["file", "stderr"] = Field(
         "file", description="where JSON goes: state_dir/logs/NAME.jsonl, or standard error (for containers and journald)"
     )
@@ -134,7 +137,7 @@ class MeshSettings(BaseModel):
 
     data: int = Field(1, ge=1, description="replicas of the model: each takes its rows of a batch")
     fsdp: int | None = Field(
-        None, ge=1, description="devices that share the tensors and take rows of a batch too; by default all that are left"
+        None, ge=1, description="devices that share the tensors and also take rows of a batch; by default all remaining devices"
     )
     tensor: int = Field(1, ge=1, description="devices that share the tensors whose partition names this axis")
 
@@ -150,25 +153,31 @@ class ProcessesSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     count: int = Field(1, ge=1, le=1024, description="processes of this learner")
-    index: int = Field(0, ge=0, description="which of them this one is")
+    index: int = Field(0, ge=0, description="number of this process, from 0")
     address: str = Field(
         "",
-        description="HOST:PORT at which process 0 meets the others; behind commas those of 1, 2, ..., which lead where the "
-        "ones before are lost (at most 16, with a `least` of more than half); all name the same",
+        description="HOST:PORT where process 0 meets the others; after commas the addresses of processes 1, 2, ..., "
+        "which lead if the processes before them are lost (at most 16; needs a `least` of more than half); "
+        "the same in all processes",
     )
     cluster: Literal["", "slurm", "kubernetes"] = Field(
-        "", description="take what is not set here from this cluster's environment: a Slurm step, or an indexed Job's index"
+        "",
+        description="settings missing here are taken from this cluster's environment: a Slurm step, or the index of "
+        "an indexed Job",
     )
-    start_s: float = Field(60.0, gt=0, le=3600, description="within so long all processes have to meet")
+    start_s: float = Field(60.0, gt=0, le=3600, description="time within which all processes have to meet")
     silent_s: float = Field(10.0, ge=1, le=600, description="a process not heard for so long is gone, and all others end")
     least: int | None = Field(
-        None, ge=1, description="so many go on where others are lost, and take back those that return; by default none does"
+        None,
+        ge=1,
+        description="least number of processes that continue when others are lost, and take back processes "
+        "that return; by default the loss of any process ends all of them",
     )
     regroup_s: float = Field(
         10.0,
         ge=0,
-        description="with `least`: they go on without the others if none has come for so long; those that a loss leaves do not "
-        "wait so long",
+        description="with `least`: processes start without the missing ones after so long without a new one; survivors "
+        "of a loss wait less",
     )
 
     @model_validator(mode="after")
@@ -176,7 +185,7 @@ class ProcessesSettings(BaseModel):
         if self.index >= self.count and not self.cluster:
             raise ValueError(f"index = {self.index}: expected 0 to {self.count - 1}, as count = {self.count}")
         if self.count > 1 and not self.address and self.cluster != "slurm":
-            raise ValueError("address: several processes need HOST:PORT, where process 0 is to be reached by the others")
+            raise ValueError("address: several processes need a HOST:PORT at which the others reach process 0")
         self._check_addresses()
         if self.least is not None and self.least > self.count and not self.cluster:
             raise ValueError(f"least = {self.least}: expected 1 to {self.count}, as count = {self.count}")
@@ -189,17 +198,22 @@ class ProcessesSettings(BaseModel):
     def _check_addresses(self) -> None:
         places = [host_and_port(address, "processes.address") for address in self.addresses]
         if twice := [address for address, place in zip(self.addresses, places, strict=True) if places.count(place) > 1]:
-            raise ValueError(f"address = {self.address}: {twice[0]} is there twice: each process has an address of its own")
+            raise ValueError(f"address = {self.address}: {twice[0]} is listed twice: give each process its own address")
         if len(places) > MAX_LEADING:
-            raise ValueError(f"address: {len(places)} addresses, expected at most {MAX_LEADING}: so many processes may lead")
+            raise ValueError(
+                f"address: {len(places)} addresses, expected at most {MAX_LEADING}, the most processes that may lead"
+            )
         if len(places) > 1 and not self.cluster:
             if len(places) > self.count:
-                raise ValueError(f"address = {self.address}: {len(places)} addresses of {self.count} processes (count)")
+                raise ValueError(
+                    f"address = {self.address}: {len(places)} addresses for {self.count} processes; give at "
+                    "most one address per process"
+                )
             if may_lead(self.count, self.least) == 1:
                 raise ValueError(
-                    f"address: {len(places)} addresses, so any of these processes may lead, need a least of more than half of "
-                    f"count = {self.count} and less than all, got {self.least}: two halves of a cut network would both go on; "
-                    "set least, or name the address of process 0 alone"
+                    f"address: with {len(places)} addresses several processes may lead, and least must be more than half "
+                    f"of count = {self.count} and less than count, got {self.least}: otherwise both halves of a split "
+                    "network would continue; set least, or give only the address of process 0"
                 )
 
     @property
@@ -232,33 +246,35 @@ class LearnerSettings(ServiceSettings):
         None, description="file or folder of text, or a mix.toml; default: Python's standard library sources"
     )
     init: Path | None = Field(
-        None, description="safetensors file or folder of the weights that the run begins with, if it has not begun"
+        None, description="safetensors file or folder of the weights that the run begins with; ignored once the run has begun"
     )
-    init_names: Path | None = Field(None, description="JSON file of the names that tensors have in `init`")
+    init_names: Path | None = Field(None, description="JSON file that maps the model's tensor names to those in `init`")
     sample_every_s: float = Field(
         60.0,
         ge=0,
-        description="an evaluator draws text from the model so often, if the task can, in at most a fiftieth of its time, and "
-        "at 10 and 50 % of the run; 0: only at the end",
+        description="interval at which an evaluator samples text from the model, if the task can, in at most a fiftieth "
+        "of its time; it also samples at 10 and 50 % of the run; 0: only at the end",
     )
     cache_dir: Path = Field(
         CACHE_DIR,
-        description="compiled programs, and tokens of a mix, so that a restart need not make them again",
+        description="folder of compiled programs and tokens of a mix, which a restart reuses",
     )
     checkpoint_s: float = Field(
-        10.0, ge=0, description="least time between own checkpoints, longer where they hold steps up; 0: only when it leaves"
+        10.0,
+        ge=0,
+        description="least time between the learner's own checkpoints, longer if they delay steps; 0: only when it leaves",
     )
-    leave_s: float = Field(10.0, ge=0, description="asked to end, it waits at most so long for its last work to be merged")
+    leave_s: float = Field(10.0, ge=0, description="time that a stopping learner waits for its last work to be merged")
     mesh: MeshSettings = Field(MeshSettings(), description="axes of the mesh of its devices")
-    processes: ProcessesSettings = Field(ProcessesSettings(), description="processes that are this learner together")
-    slow: float = Field(1.0, ge=1, description="every step takes this many times as long, asleep (for experiments)")
+    processes: ProcessesSettings = Field(ProcessesSettings(), description="processes that form this learner")
+    slow: float = Field(1.0, ge=1, description="every step takes this many times as long, by sleeping (for experiments)")
 
 
 class TorchLearnerSettings(LearnerSettings):
     """A learner's own settings, which computes with PyTorch."""
 
     task: str | None = Field(
-        None, description="of diloco-torch-learner alone: MODULE:MAKE of a torch task, where the run's is a task of JAX"
+        None, description="only for diloco-torch-learner: MODULE:MAKE of a torch task, if the run's task is written for JAX"
     )
 
 
@@ -274,24 +290,24 @@ class CoordinatorSettings(ServiceSettings):
     settings: RunSettings = RunSettings()
     started_by: str = Field("", description="command line that started the run, for its page")
     report_follows: bool = Field(
-        False, description="diloco up writes the final report over the page of the run's end, which is preliminary and says so"
+        False, description="the page at the run's end is marked preliminary, because diloco up replaces it by the final report"
     )
     page_address: str = Field("", description="HOST:PORT that the run's page is served at; empty: nowhere (watching.md)")
     page_token_file: Path | None = Field(
         None,
-        description="file of the token that the page asks for, made if it is not there; where others than this machine reach "
-        "its address, this or page_tls is needed",
+        description="file of the token that the page asks for, made if it is missing; this or page_tls is required if "
+        "other machines can reach page_address",
     )
     page_url: str = Field(
         "",
         pattern=r"^(https?://\S+/)?$",
-        description="URL by which browsers reach the page, such as http://127.0.0.1:8420/; the log then has it with the token, "
-        "as one link",
+        description="URL by which browsers reach the page, such as http://127.0.0.1:8420/; the log then has one link of "
+        "this URL and the token",
     )
     page_tls: Path | None = Field(
         None,
-        description="folder that `diloco keys add DIR page` made: the page is served over TLS, without a token to the run's "
-        "identities alone",
+        description="folder made by `diloco keys add DIR page`: the page is served over TLS, and without a token only to "
+        "the run's identities",
     )
 
     @field_validator("page_address")
@@ -313,13 +329,18 @@ class CoordinatorSettings(ServiceSettings):
 class ServerWatchSettings(ServiceSettings):
     """The settings of the process that watches a NATS server; ``name`` is the server's."""
 
-    monitor_address: str = Field("127.0.0.1:8222", description="HOST:PORT of the server's monitoring, `http` in its file")
+    monitor_address: str = Field(
+        "127.0.0.1:8222", description="HOST:PORT of the server's monitoring, `http` in the server's configuration"
+    )
     store_dir: Path = Field(Path("/data"), description="folder of the server's streams, whose file system is watched")
-    memory_bytes: int | None = Field(None, gt=0, description="memory that the server may have; none: all of the machine")
+    memory_bytes: int | None = Field(
+        None, gt=0, description="memory that the server may use; none: all of the machine's memory"
+    )
     pid_file: Path | None = Field(
         None,
-        description="where the server writes its PID (`-P`), for a container in the server's network: where the server is "
-        "silent and was started again, the watching process ends, to be started again in the new network",
+        description="file to which the server writes its PID (`-P`), for a container in the server's network: if the "
+        "server is silent and was restarted, the watching process ends, so that it is restarted in the new "
+        "network",
     )
 
     @field_validator("monitor_address")

@@ -24,12 +24,12 @@ class TimeLimitRow(NamedTuple):
 
 
 TIME_LIMITS = (
-    TimeLimitRow("liveness.heartbeat_s", 2, "liveness.dead_s", "a learner would be dead after one late heartbeat"),
+    TimeLimitRow("liveness.heartbeat_s", 2, "liveness.dead_s", "a learner would count as dead after one late heartbeat"),
     TimeLimitRow("liveness.heartbeat_s", 2, "liveness.lease_s", "a learner would lose its data after one late heartbeat"),
     TimeLimitRow("liveness.dead_s", 1, "liveness.lease_s", "a learner that is alive would lose its data to others"),
 )
 REGION_TIME_LIMITS = (
-    TimeLimitRow("liveness.takeover_s", 1, "regions.away_s", "a region would be away before one of its syncers is gone"),
+    TimeLimitRow("liveness.takeover_s", 1, "regions.away_s", "a region would count as lost before one of its syncers does"),
 )
 
 

@@ -61,7 +61,7 @@ def explain(cls: type[BaseModel], detail: Any) -> str:
     parts = [str(part) for part in detail["loc"] if not str(part).startswith(("literal[", "int", "constrained"))]
     name = ".".join(parts)
     if detail["type"] == "extra_forbidden":
-        own = f"; an option of your own task is given as --task {parts[-1]}=VALUE" if parts[:-1] == ["task"] else ""
+        own = f"; give an option of your own task as --task {parts[-1]}=VALUE" if parts[:-1] == ["task"] else ""
         return f"no setting {name!r}{nearest(name, all_names(cls))}{own}"
     message = str(detail["msg"]).removeprefix("Value error, ")
     return message if not name or detail["type"] == "value_error" else f"{name} = {shown(detail['input'])}: {message}"

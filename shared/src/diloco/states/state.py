@@ -268,7 +268,7 @@ def load_set(state_dir: Path, run: bytes, learner: str, set_name: str, part: int
     for path in (*own, *(other for other in others if other not in own)):
         if set_of(path, run, learner) == set_name:
             return load(path, run, learner)
-    raise RunError(f"{state_dir / FOLDER}: no part of checkpoint {set_name!r} of {learner} is here")
+    raise RunError(f"{state_dir / FOLDER}: no part of checkpoint {set_name!r} of {learner} found")
 
 
 def set_of(path: Path, run: bytes, learner: str) -> str | None:

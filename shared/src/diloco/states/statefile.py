@@ -147,7 +147,7 @@ def _check_metadata(metadata: Mapping[str, str], run: bytes, learner: str) -> No
         raise ValueError("its accounts do not have the hash that it states")
     part = metadata.get("part", "0/1").split("/")
     if len(part) != 2 or not all(text.isascii() and text.isdigit() and len(text) < 6 for text in part):
-        raise ValueError(f"its part is {metadata['part']!r}, expected one of so many, as 0/2")
+        raise ValueError(f"its part is {metadata['part']!r}, expected INDEX/COUNT such as 0/2")
 
 
 def hash_metadata(metadata: Mapping[str, str]) -> bytes:

@@ -246,7 +246,7 @@ class VirtualTransport:
             if broken is None:
                 return server.append(request, world.now_s)
             server.append(request, world.now_s, int(broken * len(parts)))
-            raise AppendUncertainError(f"{subject}: the batch was broken off")
+            raise AppendUncertainError(f"{subject}: the server ended the batch early")
 
         size = len(data) + sum(len(part) for part in parts)
         self.bytes_out += size
@@ -300,7 +300,7 @@ class VirtualTransport:
             if held.rewinds != rewinds and self.reaches:
                 rewinds, position = held.rewinds, newest.sequence if newest else max(1, start_sequence) - 1
                 if newest is not None and not held.keeps(newest):
-                    raise RewoundError(f"stream {stream}: it lost message {newest.sequence}, which had been stored")
+                    raise RewoundError(f"stream {stream}: the server lost message {newest.sequence}, which it had acknowledged")
             new = held.after(position, subjects) if self.reaches else []
             if not new:
                 position = max(position, len(held.messages)) if self.reaches else position

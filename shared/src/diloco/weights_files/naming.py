@@ -138,7 +138,7 @@ def read_names(path: Path, source: str) -> Names:
     lines = dict[str, int]()
     for key, line in _keys(text):
         if key in lines:
-            raise SettingsError(f"{source}, line {line}: {key!r} is in line {lines[key]} already")
+            raise SettingsError(f"{source}, line {line}: {key!r} is already in line {lines[key]}")
         lines[key] = line
     return Names(found, source, lines)
 
@@ -195,7 +195,7 @@ def _places(tensor: TensorSpec, names: Names) -> list[Place]:
             return [Place(name, tensor.shape[::-1], 0, rows, transposed=True)]
         case {"rows": dict(parts)} if _are_rows(parts) and tensor.shape and len(entry) == 1:
             if sum(parts.values()) != rows:
-                raise SettingsError(f"{about}: its parts have {sum(parts.values())} rows together, expected {rows}")
+                raise SettingsError(f"{about}: its parts have {sum(parts.values())} rows in all, expected {rows}")
             stops = list(itertools.accumulate(parts.values()))
             given = zip(parts.items(), stops, strict=True)
             return [Place(name, (count, *tensor.shape[1:]), stop - count, stop) for (name, count), stop in given]

@@ -54,8 +54,8 @@ def unsaid(named: Naming, config: Mapping[str, Any], source: str) -> str | None:
     if embedding is None or tied is not None or not has_head:
         return None
     return (
-        f"{source}: does not say {KEY}, and the model has no head beside its embedding {embedding!r}: Hugging Face's libraries "
-        f"go by their own default, and may make a head at random; set {KEY} to true if the embedding is the head"
+        f"{source}: does not say {KEY}, and the model has no head beside its embedding {embedding!r}: Hugging Face's "
+        f"libraries use their own default, and may make a head at random; set {KEY} to true if the embedding is the head"
     )
 
 

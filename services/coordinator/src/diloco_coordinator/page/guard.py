@@ -34,8 +34,8 @@ ACT = "/act/"  # begins the path of each action
 OTHERS_MODES = stat.S_IRWXG | stat.S_IRWXO
 
 OPEN = ("/token", "/page.css", "/enter.js")  # what the form of the token needs
-_SETTING = "It is the text of the file that the setting page_token_file names on the coordinator's machine."
-_PRINTED = "The command that serves this page has printed it."
+_SETTING = "The token is in the file that the setting page_token_file names, on the coordinator's machine."
+_PRINTED = "The command that serves this page has printed the token."
 
 _FORM = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
@@ -77,12 +77,12 @@ class PageGuard:
                 return None if self._may_see(request) else self._ask("")  # a link from elsewhere shows the page, and no more
             return PlainTextResponse("other sites may not read this page\n", 403)
         if path.startswith(ACT):
-            return None if self._bears(request) else PlainTextResponse("needs the page's token in a header\n", 401)
+            return None if self._bears(request) else PlainTextResponse("this request needs the page's token in a header\n", 401)
         if self._may_see(request) or path in OPEN:
             return None
         if path == "/":
             return self._ask("")
-        return PlainTextResponse("needs the run's token: load the page again and give it\n", 401)
+        return PlainTextResponse("this request needs the run's token: reload the page and enter the token\n", 401)
 
     def _methods(self, path: str) -> tuple[str, ...]:
         posted = (path == "/token" and self._proof is not None) or (self._acts and path.startswith(ACT))
@@ -144,7 +144,7 @@ def make_token(file: Path) -> bool:
     except FileExistsError:
         return False
     except OSError as error:
-        raise SettingsError(f"page_token_file {file}: is not there, and cannot be made: {error}") from None
+        raise SettingsError(f"page_token_file {file}: is missing, and cannot be created: {error}") from None
     return True
 
 
@@ -161,9 +161,9 @@ def check(address: str, token_file: Path | None, tls_folder: Path | None = None)
     if token is not None or is_loopback(host):
         return token, None
     raise SettingsError(
-        f"page_address = {address!r}: others reach this address, so set page_token_file to a file for a token, which is made "
-        "if it is not there, or page_tls to a folder of diloco keys, which lets the run's identities in; or serve the page at "
-        "127.0.0.1 and reach it through ssh -L"
+        f"page_address = {address!r}: other machines can reach this address, so set page_token_file to a file for a "
+        "token, which is created if it is missing, or page_tls to a folder of diloco keys, which admits the run's "
+        "identities; or serve the page at 127.0.0.1 and reach it through ssh -L"
     )
 
 

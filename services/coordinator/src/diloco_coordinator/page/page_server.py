@@ -106,7 +106,7 @@ class PageServer:
         except OSError as error:
             raise SettingsError(
                 f"page_address (DILOCO_PAGE_ADDRESS) = {self.address!r}: cannot listen there: "
-                f"{(error.strerror or str(error)).lower()}; give another one, or none"
+                f"{(error.strerror or str(error)).lower()}; set another address, or leave it empty"
             ) from None
         self.port = listener.getsockname()[1]
         config = uvicorn.Config(

@@ -51,7 +51,7 @@ def read_answer(answer: bytes) -> tuple[int, bytes]:
     head, end, body = answer.partition(b"\r\n\r\n")
     first = re.match(rb"HTTP/1\.[01] ([0-9]{3})(?: |\r|$)", head)
     if first is None or not end:
-        raise FormatError(f"no answer of HTTP: {answer[:40]!r}")
+        raise FormatError(f"not an HTTP answer: {answer[:40]!r}")
     length = re.search(rb"\r\ncontent-length: *([0-9]{1,9})(?:\r|$)", head, re.IGNORECASE)
     if length is not None and int(length[1]) != len(body):
         raise FormatError(f"an answer of {len(body)} bytes that states {int(length[1])}")
@@ -90,7 +90,7 @@ def figures(varz: bytes, jsz: bytes) -> ServerFigures:
 def _object(data: bytes, path: str) -> dict[str, Any]:
     found = json_object(data)
     if found is None:
-        raise FormatError(f"{path}: no JSON object")
+        raise FormatError(f"{path}: not a JSON object")
     return found
 
 
@@ -98,7 +98,7 @@ def _number(values: Any, *names: str) -> int:
     for name in names:
         values = values.get(name) if isinstance(values, Mapping) else None
     if type(values) is not int or not 0 <= values < MAX_NUMBER:
-        raise FormatError(f"{'.'.join(names)} is no number that a server may state")
+        raise FormatError(f"{'.'.join(names)} is not a number within the allowed range")
     return values
 
 
@@ -106,4 +106,4 @@ def _time_s(values: Mapping[str, Any], name: str) -> float:
     try:
         return datetime.fromisoformat(values[name]).timestamp()
     except (LookupError, TypeError, ValueError, OverflowError):
-        raise FormatError(f"{name} is no time") from None
+        raise FormatError(f"{name} is not a time") from None

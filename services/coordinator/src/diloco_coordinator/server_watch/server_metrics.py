@@ -43,7 +43,7 @@ def _certificate_s(figures: ServerFigures) -> float | None:
 
 METRICS: tuple[Metric[ServerLook], ...] = (
     Metric("diloco_server_up", "gauge", "1 if the server answers", lambda look: float(look.figures is not None)),
-    Metric("diloco_server_healthy", "gauge", "1 if it says that it is healthy", lambda look: float(look.healthy)),
+    Metric("diloco_server_healthy", "gauge", "1 if the server reports that it is healthy", lambda look: float(look.healthy)),
     Metric(
         "diloco_server_info",
         "gauge",
@@ -54,43 +54,53 @@ METRICS: tuple[Metric[ServerLook], ...] = (
     Metric(
         "diloco_server_start_timestamp_seconds",
         "gauge",
-        "Unix time at which the server began",
+        "Unix time at which the server started",
         _said(lambda figures: figures.began_s),
     ),
     Metric(
         "diloco_server_disk_free_bytes",
         "gauge",
-        "Free space of the file system that has its streams",
+        "Free space of the file system that holds the server's streams",
         _on_disk(lambda disk: disk.free_bytes),
     ),
-    Metric("diloco_server_disk_size_bytes", "gauge", "Size of that file system", _on_disk(lambda disk: disk.size_bytes)),
+    Metric(
+        "diloco_server_disk_size_bytes",
+        "gauge",
+        "Size of the file system that holds the server's streams",
+        _on_disk(lambda disk: disk.size_bytes),
+    ),
     Metric("diloco_server_stored_bytes", "gauge", "Size of all streams on disk", _said(lambda figures: figures.stored_bytes)),
     Metric(
         "diloco_server_stored_limit_bytes",
         "gauge",
-        "Size that JetStream allows them",
+        "Largest size that JetStream allows for all streams",
         _said(lambda figures: figures.max_stored_bytes),
     ),
     Metric("diloco_server_streams", "gauge", "Streams", _said(lambda figures: figures.streams)),
     Metric("diloco_server_messages", "gauge", "Messages in all streams", _said(lambda figures: figures.messages)),
-    Metric("diloco_server_memory_bytes", "gauge", "Memory of the process", _said(lambda figures: figures.memory_bytes)),
+    Metric(
+        "diloco_server_memory_bytes",
+        "gauge",
+        "Memory used by the server's process",
+        _said(lambda figures: figures.memory_bytes),
+    ),
     Metric(
         "diloco_server_memory_limit_bytes",
         "gauge",
-        "Memory that it may have: `memory_bytes`, or all of the machine",
+        "Memory available to the server: `memory_bytes`, or all of the machine",
         lambda look: look.memory_limit_bytes,
     ),
     Metric("diloco_server_connections", "gauge", "Connections of clients", _said(lambda figures: figures.connections)),
     Metric(
         "diloco_server_connections_limit",
         "gauge",
-        "Connections that it takes",
+        "Largest number of connections that the server accepts",
         _said(lambda figures: figures.max_connections),
     ),
     Metric(
         "diloco_server_slow_consumers_total",
         "counter",
-        "Connections that it closed since they took too little of what was for them",
+        "Connections that the server closed because the client read too slowly",
         _said(lambda figures: figures.slow_consumers),
     ),
     Metric("diloco_server_received_bytes_total", "counter", "Payload received", _said(lambda figures: figures.received_bytes)),
@@ -98,13 +108,13 @@ METRICS: tuple[Metric[ServerLook], ...] = (
     Metric(
         "diloco_server_api_errors_total",
         "counter",
-        "Requests to JetStream that it refused",
+        "Requests to JetStream that the server refused",
         _said(lambda figures: figures.api_errors),
     ),
     Metric(
         "diloco_server_certificate_remaining_seconds",
         "gauge",
-        "Time until its certificate ends; no value without TLS",
+        "Time until the server's certificate expires; no value without TLS",
         _said(_certificate_s),
     ),
 )

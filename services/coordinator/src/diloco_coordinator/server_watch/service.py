@@ -56,7 +56,8 @@ class ServerWatch:
             await self.look()
             if self.newest.figures is None and self._server_began_s() > self._began_s:
                 raise ServerRestartedError(
-                    "the server was started again, out of reach of this process, which ends to follow it"
+                    "the server was restarted in a network that this process cannot reach, so this process ends, to be "
+                    "restarted there"
                 )
             await asyncio.sleep(LOOK_EVERY_S)
 

@@ -62,8 +62,8 @@ def validation_sets(task: object, settings: TaskSettings) -> dict[str, Sequence[
             )
         if not len(batches):
             raise SettingsError(
-                f"{source} no batch{f' in set {name!r}' if name else ''}; give at least one, on which the model is evaluated, "
-                f"or leave validation() out: no validation loss{where}"
+                f"{source} no batch{f' in set {name!r}' if name else ''}; give at least one, on which the model is "
+                f"evaluated, or leave validation() out: no validation loss{where}"
             )
     return sets
 

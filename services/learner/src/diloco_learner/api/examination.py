@@ -99,9 +99,13 @@ def unsteady_data(
     kept = [as_bytes(batch) for batch in first]
     again = [as_bytes(batch) for batch in itertools.islice(first_batches(task, settings), 2)]
     if again != kept:
-        yield f"batches() gives other batches when it is called again: a learner that comes back trains others{where}"
+        yield (
+            f"batches() returns other batches when it is called again, so a restarted learner would train on other data{where}"
+        )
     elif as_bytes(next(share_of(task, settings, 0, 1))) != kept[1]:
-        yield f"batches(start=1) does not begin with the second batch: a learner that comes back trains others{where}"
+        yield (
+            f"batches(start=1) does not begin with the second batch, so a restarted learner would train on other data{where}"
+        )
     if kept[0] == kept[1]:
         yield f"batches() gives the same batch twice, the first and the second of share 0{where}"
     seen = {kept[0]: 0}
@@ -132,7 +136,7 @@ def two_results(losses: tuple[float, float], differing: list[str]) -> list[str]:
     if losses[0] == losses[1] and not differing:
         return []
     named = f"; {differing[0]} differs" if differing else ""
-    return [f"the same step gives two results (losses {losses[0]!r}, {losses[1]!r}{named}): no replay can agree"]
+    return [f"the same step gives two results (losses {losses[0]!r}, {losses[1]!r}{named}), so a replay cannot reproduce it"]
 
 
 def fragment_facts(fragments: FragmentMap, settings: RunSettings) -> list[dict[str, Any]]:

@@ -44,8 +44,8 @@ def keywords(task: object, member: str, arguments: int, known: Collection[str]) 
             named.add(parameter.name)
         elif parameter.kind in (*NAMED, *PLACED) and parameter.default is parameter.empty:
             raise SettingsError(
-                f"task: {member}() needs {parameter.name!r}, which is not given to it: it may name "
-                f"{', '.join(known) or 'no keyword'} beyond {_first(arguments)}{place(function)}"
+                f"task: {member}() requires {parameter.name!r}, which diloco does not pass: beyond {_first(arguments)} it "
+                f"may have {', '.join(known) or 'no keyword'}{place(function)}"
             )
     return frozenset(named)
 

@@ -232,7 +232,7 @@ def compare_states(own: Mapping[str, Chunk], state: Mapping[str, Chunk]) -> None
     """
     for name in sorted(own.keys() | state.keys()):
         if name not in state or name not in own:
-            raise RunError(f"checkpoint: array {name!r} is {'missing' if name in own else 'not of this model'}")
+            raise RunError(f"checkpoint: array {name!r} is {'missing' if name in own else 'not in this model'}")
         if state[name] != own[name]:
             raise RunError(
                 f"checkpoint: array {name!r} has shape {state[name].shape} of {state[name].dtype}, this model's has "

@@ -20,7 +20,7 @@ from diloco_learner.api.members import parameters, place
 
 PLAIN = (bool, int, float, str)
 PARAMETER = "options"
-BUILT_IN = "the built-in task has none; its settings are task.layers and so on, by --set"
+BUILT_IN = "the built-in task has no options; set task.layers and the like with --set"
 
 
 def of(make: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def of(make: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
         SettingsError: an option is not known, missing or of another type; or the parameter has no frozen dataclass for a type.
     """
     if not any(parameter.name == PARAMETER for parameter in parameters(make)):
-        refuse(values, f"the task has none, since its factory has no parameter 'options'{place(make)}")
+        refuse(values, f"the task has no options, because its factory has no parameter 'options'{place(make)}")
         return {}
     return {PARAMETER: filled(_dataclass_of(make), values)}
 
@@ -54,7 +54,7 @@ def filled(cls: type[Any], values: Mapping[str, Any]) -> Any:
     hints, fields = typing.get_type_hints(cls), {field.name: field for field in dataclasses.fields(cls) if field.init}
     for name in values:
         if name not in fields:
-            known = f"; there are {', '.join(fields)}" if fields else ""
+            known = f"; its options are {', '.join(fields)}" if fields else ""
             raise SettingsError(f"--task {name}: {cls.__name__} has no option {name!r}{nearest(name, list(fields))}{known}")
     for name, field in fields.items():
         if not _is_option(hints[name]):
@@ -100,7 +100,7 @@ def _value(cls: type[Any], name: str, hint: Any, value: Any) -> Any:
     try:
         return TypeAdapter(hint).validate_json(json.dumps(value), strict=True)  # of JSON, since lists are tuples there
     except ValidationError:
-        quoted = f"; quote text that looks like another value: --task '{name}=\"{value}\"'" if hint is str else ""
+        quoted = f"; quote text that looks like a number or bool: --task '{name}=\"{value}\"'" if hint is str else ""
         raise SettingsError(
             f"--task {name} = {shown(value)}: option {name!r} of {cls.__name__} is {_shown_type(hint)}{quoted}"
         ) from None

@@ -67,8 +67,8 @@ def check_apart(spans: Mapping[str, MemorySpan], beside: Mapping[str, MemorySpan
     for path, span in filled.items():
         if span.folds and path in spans:
             raise SettingsError(
-                f"parameter {path!r} has several values in one place of its memory, as expand() makes them: hand over a copy "
-                "that has a place for each (clone)"
+                f"parameter {path!r} has several values in one place of its memory, as expand() makes them: hand over a "
+                "copy that has a place for each (clone)"
             )
     behind: list[tuple[str, MemorySpan]] = []  # those that reach beyond the beginning of the next one
     for path, span in sorted(filled.items(), key=lambda item: (item[1].device, item[1].reach)):
@@ -78,8 +78,8 @@ def check_apart(spans: Mapping[str, MemorySpan], beside: Mapping[str, MemorySpan
             if (path in spans or other in spans) and _share(its, span):
                 first, second = sorted((other, path))
                 raise SettingsError(
-                    f"parameters {first!r} and {second!r} share memory, so that a version of one would overwrite the other: "
-                    "hand over each value once, under one name"
+                    f"parameters {first!r} and {second!r} share memory, so that a version of one would overwrite the "
+                    "other: hand over each value once, under one name"
                 )
         behind.append((path, span))
 

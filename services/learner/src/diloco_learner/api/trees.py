@@ -44,7 +44,7 @@ class Tree:
         self._shapes = [leaf.shape for leaf in self._leaves]
         self._arrangements: list[Arrangement | None] = [None] * len(self._leaves)
         if not self._leaves:
-            raise SettingsError("join: params have no arrays: hand over the model's parameters, a pytree of float32 arrays")
+            raise SettingsError("join: params have no arrays: pass the model's parameters, a pytree of float32 arrays")
         self._check_apart(self._leaves, [_buffer(leaf) for leaf in self._leaves])
 
     @property
@@ -60,7 +60,7 @@ class Tree:
         """
         specs = []
         for at, (path, shape) in enumerate(zip(self._paths, self._shapes, strict=True)):
-            tensor = trained(said, path, shape, "a loop says by not handing it over")
+            tensor = trained(said, path, shape, "a loop expresses by not passing it")
             specs.append(tensor.spec(path, shape))
             self._arrangements[at] = specs[-1].arrangement
         return specs
@@ -85,7 +85,7 @@ class Tree:
             checked = _checked(self._paths[at], leaf)
             if checked.shape != self._shapes[at]:
                 raise SettingsError(
-                    f"step: parameter {self._paths[at]!r} has shape {checked.shape}, expected {self._shapes[at]}, as it joined"
+                    f"step: parameter {self._paths[at]!r} has shape {checked.shape}, expected {self._shapes[at]} as at join"
                 )
             leaves.append(checked)
         if not all(map(operator.is_, leaves, self._leaves)):
@@ -129,8 +129,8 @@ class Tree:
             first = places.setdefault(buffer, path)
             if first != path:
                 raise SettingsError(
-                    f"parameters {first!r} and {path!r} are one array, which is given away at each step: hand it over once, or "
-                    "a copy of it"
+                    f"parameters {first!r} and {path!r} are one array, which is given away at each step: hand it over "
+                    "once, or a copy of it"
                 )
         of_host = zip(self._paths, leaves, strict=True)
         check_apart({path: _span(leaf) for path, leaf in of_host if isinstance(leaf, np.ndarray)})
@@ -160,8 +160,8 @@ def _checked(path: str, leaf: Any) -> Leaf:
     """
     if not isinstance(leaf, jax.Array | np.ndarray):
         raise SettingsError(
-            f"parameter {path!r} is a {type(leaf).__name__}, expected an array of JAX or NumPy: of PyTorch hand over "
-            "the module, or its tensors by name in one dictionary"
+            f"parameter {path!r} is a {type(leaf).__name__}, expected an array of JAX or NumPy: for PyTorch pass the "
+            "module, or its tensors by name in one dictionary"
         )
     if leaf.dtype != np.float32:
         raise SettingsError(

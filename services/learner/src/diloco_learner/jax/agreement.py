@@ -39,8 +39,9 @@ def check(settings: LearnerSettings) -> None:
     own, mesh = settings.processes, settings.mesh
     if own.elastic and mesh.of(own.least or 1, own.count) is None:
         raise SettingsError(
-            f"processes.least = {own.least} of {own.count}: mesh.data = {mesh.data} cannot shrink so far: set mesh.data so "
-            f"that mesh.data * {own.least} / {own.count} is a whole number, such as {own.count}, or leave processes.least out"
+            f"processes.least = {own.least} of {own.count}: mesh.data = {mesh.data} cannot shrink so far: set mesh.data "
+            f"so that mesh.data * {own.least} / {own.count} is a whole number, such as {own.count}, or leave "
+            "processes.least out"
         )
 
 
@@ -86,8 +87,8 @@ def rows_to_make(task: Task, settings: RunSettings, first: Any, own: range) -> r
     made = next_batch(task, task.batches(0, settings.learners, settings.seed, 0, rows=own), 0, 0)
     if batch_digest(made) != batch_digest(rows_alone(first, own, rows_of(task, first))):
         raise SettingsError(
-            f"task.name = {settings.task.name!r}: batches(..., rows={own}) gives other rows than the whole batch has: row i is "
-            "the same whichever rows are asked for, and arrays without rows are whole"
+            f"task.name = {settings.task.name!r}: batches(..., rows={own}) gives other rows than the whole batch has: row "
+            "i is the same whichever rows are asked for, and arrays without rows are whole"
         )
     return own
 
@@ -116,7 +117,8 @@ def check_meshes(settings: LearnerSettings, task: Task, run: RunSettings, first:
             if size == count:
                 raise
             raise SettingsError(
-                f"processes.least = {own.least}: {size} of {count} processes may be left (mesh.data = {mesh.data}): {error}"
+                f"processes.least = {own.least}: the learner may continue with {size} of {count} processes (mesh.data = "
+                f"{mesh.data}): {error}"
             ) from None
 
 

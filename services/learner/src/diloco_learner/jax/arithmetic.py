@@ -76,7 +76,7 @@ class Arithmetic:
             new_leaves, new_optimizer = self.optimizer.step(gradients, optimizer, leaves, learning_rate)
             new_held = None
         else:
-            assert isinstance(self.optimizer, BuiltIn), "an outer AdamW has no other optimizer beside it"
+            assert isinstance(self.optimizer, BuiltIn), "an outer AdamW allows no inner optimizer"
             updates, new_optimizer = self.optimizer.update(gradients, optimizer, leaves)
             new_leaves, new_held = leaves, [gradient + update for gradient, update in zip(held, updates, strict=True)]
 

@@ -57,13 +57,13 @@ def room_for_steps(present: int, count: int) -> Iterator[None]:
             raise
         if present == count:
             raise SettingsError(
-                f"the devices have no room for a step ({said}): take fewer rows a batch (task.batch of the built-in task), a "
-                "smaller model, or more devices (mesh.fsdp)"
+                f"the devices have no room for a step ({said}): take fewer rows a batch (task.batch of the built-in "
+                "task), a smaller model, or more devices (mesh.fsdp)"
             ) from None
         raise IslandError(
-            f"of {count} processes {present} have come, and their devices have no room for a step ({said}): each takes more "
-            "rows of the batch than with all. They begin again, and train on once more have come; "
-            f"processes.least = {present + 1} has them wait, and with fewer rows a batch they go on"
+            f"only {present} of {count} processes are present, so each takes more rows of the batch, and their devices "
+            f"have no room for a step ({said}). They begin again, and continue once more processes are present; set "
+            f"processes.least = {present + 1} to make them wait, or use fewer rows per batch"
         ) from None
 
 

@@ -65,7 +65,7 @@ class Loss:
             return self._scalar(returned), Aux()
         if len(returned) != 2 or not isinstance(returned[1], Aux):
             came = ", ".join(_shown(part) for part in returned)
-            raise self._wrong(f"a tuple of {came}", "return the mean loss of the batch alone, or (loss, Aux(metrics))")
+            raise self._wrong(f"a tuple of {came}", "return only the mean loss of the batch, or (loss, Aux(metrics))")
         return self._scalar(returned[0]), returned[1]
 
     def _moved(self, before: Any, after: Any) -> Any:
@@ -86,10 +86,11 @@ class Loss:
 
     def _scalar(self, loss: Any) -> jax.Array:
         if getattr(loss, "shape", None) != () or not jnp.issubdtype(loss.dtype, jnp.floating):
-            raise self._wrong(_shown(loss), "return the mean loss of the batch alone, or (loss, Aux(metrics))")
+            raise self._wrong(_shown(loss), "return only the mean loss of the batch, or (loss, Aux(metrics))")
         if loss.dtype.itemsize < 4:
             raise self._wrong(
-                _shown(loss), "cast logits to float32 before the loss, or it and its mean have two or three digits"
+                _shown(loss),
+                "cast logits to float32 before the loss; otherwise the loss and its mean have only two or three digits",
             )
         scalar: jax.Array = loss
         return scalar

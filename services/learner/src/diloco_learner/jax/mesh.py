@@ -63,8 +63,8 @@ def axis_sizes(settings: MeshSettings, devices: int, platform: str) -> dict[str,
         left = "" if settings.fsdp else " (by default as many as are left)"
         raise SettingsError(
             f"mesh: mesh.data = {settings.data}, mesh.fsdp = {fsdp}{left} and mesh.tensor = {settings.tensor} are "
-            f"{others * fsdp} devices, and JAX gives this learner {devices} ({platform}): change them, or the "
-            "devices that it sees (CUDA_VISIBLE_DEVICES; JAX_NUM_CPU_DEVICES for a CPU)"
+            f"{others * fsdp} devices, and JAX gives this learner {devices} ({platform}): change them, or the devices "
+            "that it sees (CUDA_VISIBLE_DEVICES; JAX_NUM_CPU_DEVICES for a CPU)"
         )
     return dict(zip(AXES, (settings.data, fsdp, settings.tensor), strict=True))
 
@@ -86,7 +86,7 @@ def partition_of(path: str, shape: Shape, said: PartitionSpec | None, sizes: Map
     names = _names(spec)
     for name in names:
         if name not in AXES or names.count(name) > 1:
-            wrong = "more than once" if name in AXES else f"which no mesh has: name {', '.join(AXES)} or None"
+            wrong = "more than once" if name in AXES else (f"which is not an axis of the mesh: name {', '.join(AXES)} or None")
             raise SettingsError(f"task: the partition of {path!r} is {spec}: it names {name!r}, {wrong}")
     for axis, part in enumerate(spec):
         over = _names((part,))
@@ -94,8 +94,8 @@ def partition_of(path: str, shape: Shape, said: PartitionSpec | None, sizes: Map
         if shape[axis] % count:
             devices = " and ".join(f"mesh.{name} = {sizes[name]}" for name in over)
             raise SettingsError(
-                f"task: the partition of {path!r} is {spec}: its axis {axis} has {shape[axis]} entries, which {devices} does "
-                "not divide: name None for this axis, split another one, or set the mesh so that it divides"
+                f"task: the partition of {path!r} is {spec}: its axis {axis} has {shape[axis]} entries, which {devices} "
+                "does not divide: name None for this axis, split another one, or set the mesh so that it divides"
             )
     return spec
 
@@ -138,7 +138,7 @@ def partitions(task: object, tree: ModelTree, sizes: Mapping[str, int]) -> list[
     if sizes["tensor"] > 1 and not any("tensor" in _names(spec) for spec in specs):
         raise SettingsError(
             f"mesh.tensor = {sizes['tensor']}: no partition of task {type(task).__name__} names 'tensor', so these "
-            "devices would all do the same: name it in the partition of a Tensor, or leave mesh.tensor out"
+            "devices would all do the same work: name 'tensor' in the partition of a Tensor, or leave mesh.tensor out"
         )
     return specs
 

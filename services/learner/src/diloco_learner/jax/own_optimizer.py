@@ -38,8 +38,8 @@ class OwnOptimizer:
         self.paths = [each.keys for each in tree.trained]
         if settings.offers_gradients:
             raise SettingsError(
-                "task: optimizer() with outer.optimizer = adamw, whose learners take no step of their own: leave it out, or "
-                f"take another preset{self._where}"
+                "task: optimizer() with outer.optimizer = adamw, whose learners take no steps themselves: remove "
+                f"optimizer(), or use another preset{self._where}"
             )
         self._rate: Any = np.float32(0)
         self._transformation = make(self._scheduled)
@@ -84,8 +84,8 @@ class OwnOptimizer:
         found = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
         if not (jnp.issubdtype(found.dtype, jnp.number) or found.dtype == jnp.bool_):
             raise SettingsError(
-                f"task: optimizer(): its state has {_named(path)} as {found.dtype}, which cannot be saved: keep numbers there, "
-                f"of a random key jax.random.key_data{self._where}"
+                f"task: optimizer(): its state has {_named(path)} as {found.dtype}, which cannot be saved: store numbers "
+                f"there; for a random key store its jax.random.key_data{self._where}"
             )
         return jax.lax.convert_element_type(jnp.array(found), jnp.array(found).dtype)
 

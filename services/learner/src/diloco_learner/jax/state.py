@@ -106,8 +106,8 @@ def _array_of(place: str) -> Any:
         made = jnp.array(leaf, copy=True)
         if not (jnp.issubdtype(made.dtype, jnp.number) or made.dtype == jnp.bool_):
             raise SettingsError(
-                f"task: init_state() returned {path_of(keys)!r} as {made.dtype}, which cannot be saved: keep numbers there, "
-                f"of a random key jax.random.key_data{place}"
+                f"task: init_state() returned {path_of(keys)!r} as {made.dtype}, which cannot be saved: store numbers "
+                f"there; for a random key store its jax.random.key_data{place}"
             )
         return jax.lax.convert_element_type(made, made.dtype)  # of no weak type, which steps would return otherwise
 

@@ -104,7 +104,9 @@ def own_errors_first(group: Group) -> Iterator[None]:
         yield
     except (jax.errors.JaxRuntimeError, ValueError) as error:  # the latter where a program's call fails, and not its result
         if str(error).startswith(LOST):
-            group.end(IslandError(f"a collective failed, as where a process is gone: {str(error).splitlines()[0]}"))
+            group.end(
+                IslandError(f"a collective operation failed, perhaps because a process is gone: {str(error).splitlines()[0]}")
+            )
         group.ending()
         raise
     except IslandError as error:

@@ -105,7 +105,10 @@ def _trained_dtype(path: str, dtype: Any, place: str) -> jnp.dtype:
     if dtype in (jnp.float32, jnp.bfloat16):
         known: jnp.dtype = jnp.dtype(dtype)
         return known
-    advice = "keep parameters in one of these, and cast them in the loss; or say Tensor(kind='frozen') if it is not trained"
+    advice = (
+        "keep parameters in one of these types, and cast them in the loss; or return Tensor(kind='frozen') if the "
+        "parameter is not trained"
+    )
     if dtype == jnp.float16:
         advice = "gradients below 6e-8 would vanish and values above 65504 overflow in float16; use bfloat16"
     raise SettingsError(f"task: parameter {path!r} is {dtype}, expected float32 or bfloat16: {advice}{place}")

@@ -69,10 +69,10 @@ class Documents:
             table = datasets.load_from_disk(str(self.root))
         except (OSError, ValueError, KeyError) as error:
             raise DataError(
-                f"source {self.name!r}: {self.root}: no dataset that save_to_disk wrote: {str(error).splitlines()[0]}"
+                f"source {self.name!r}: {self.root}: not a dataset written by save_to_disk: {str(error).splitlines()[0]}"
             ) from None
         if not isinstance(table, datasets.Dataset):
-            raise DataError(f"source {self.name!r}: {self.root}: has splits; name one: {self.root}/{min(table)}")
+            raise DataError(f"source {self.name!r}: {self.root}: has splits; give one of them: {self.root}/{min(table)}")
         self._check_column(self.root, {name: str(getattr(kind, "dtype", kind)) for name, kind in table.features.items()})
         for batch in table.select_columns([self.table.column]).iter(ROWS):
             yield from self._texts(self.root, batch[self.table.column])
@@ -110,10 +110,10 @@ def documents(name: str, table: SourceTable, root: Path | None) -> Documents:
     found = [root] if root.is_file() and table.kind == "parquet" else sorted(root.glob(pattern))
     if table.kind == "huggingface" and not found and (root / "dataset_dict.json").exists():
         splits = json.loads((root / "dataset_dict.json").read_text()).get("splits", [])
-        raise DataError(f"source {name!r}: {root}: has splits; name one: {root}/{min(splits, default='train')}")
+        raise DataError(f"source {name!r}: {root}: has splits; give one of them: {root}/{min(splits, default='train')}")
     if not found:
-        wanted = "a Parquet file, or a folder of *.parquet" if table.kind == "parquet" else "a folder that save_to_disk wrote"
-        raise DataError(f"source {name!r}: {root}: {'has no files' if root.is_dir() else 'is not there'}; expected {wanted}")
+        wanted = "a Parquet file, or a folder of *.parquet" if table.kind == "parquet" else ("a folder written by save_to_disk")
+        raise DataError(f"source {name!r}: {root}: {'has no files' if root.is_dir() else 'does not exist'}; expected {wanted}")
     return Documents(name, table, root, tuple(found))
 
 

@@ -45,27 +45,31 @@ class SourceTable(_Table):
     """One source."""
 
     kind: Literal["text", "bin", "parquet", "huggingface"]
-    path: str | None = Field(None, description="of text: missing is Python's standard library")
+    path: str | None = Field(None, description="optional for text; default: Python's standard library sources")
     weight: float = Field(1.0, gt=0, le=1e6)
-    column: str = Field("text", min_length=1, description="of parquet and huggingface: the texts")
+    column: str = Field("text", min_length=1, description="for parquet and huggingface: column of the texts")
     dtype: Literal["uint16", "uint32"] = Field("uint16", description="of bin")
-    most_epochs: float | None = Field(None, gt=0, description="a run that would go over it more often is refused")
+    most_epochs: float | None = Field(None, gt=0, description="a run that would use more epochs of this source is refused")
 
     @model_validator(mode="after")
     def _fits_kind(self) -> SourceTable:
         of = {"column": ("parquet", "huggingface"), "dtype": (BINARY,)}
         for key, kinds in of.items():
             if key in self.model_fields_set and self.kind not in kinds:
-                raise ValueError(f"{key}: a source of kind {self.kind!r} has none, only {' and '.join(kinds)}; leave it out")
+                raise ValueError(
+                    f"{key}: a source of kind {self.kind!r} has no {key}, only {' and '.join(kinds)}; leave it out"
+                )
         if self.path is None and self.kind != "text":
-            raise ValueError(f"path: a source of kind {self.kind!r} needs one")
+            raise ValueError(f"path: required for a source of kind {self.kind!r}")
         return self
 
 
 class MixFile(_Table):
     """All of ``mix.toml``."""
 
-    vocabulary: int | None = Field(None, ge=2, le=MAX_VOCABULARY, description="of sources that are all of kind bin")
+    vocabulary: int | None = Field(
+        None, ge=2, le=MAX_VOCABULARY, description="number of tokens, if all sources are of kind bin"
+    )
     tokenizer: TokenizerTable | None = None
     sources: dict[SourceName, SourceTable] = Field(min_length=1, max_length=MAX_SOURCES)
 
@@ -74,14 +78,16 @@ class MixFile(_Table):
         texts = [name for name, source in self.sources.items() if source.kind != BINARY]
         if self.vocabulary is not None and (texts or self.tokenizer):
             raise ValueError(
-                "vocabulary: is for sources of kind bin alone; leave it out, the tokenizer says it (without one, 256 bytes)"
+                "vocabulary: only for mixes in which all sources are of kind bin; leave it out, since the tokenizer "
+                "states it (without a tokenizer, 256 bytes)"
             )
         if not texts and self.tokenizer is None and self.vocabulary is None:
             raise ValueError(
-                "vocabulary: say how many tokens there are, since all sources are of kind bin, or name their [tokenizer] file"
+                "vocabulary: required, because all sources are of kind bin; set the number of tokens, or name their "
+                "[tokenizer] file"
             )
         if not texts and self.tokenizer is not None and self.tokenizer.train is not None:
-            raise ValueError("tokenizer.train: no source has text; name the tokenizer's file, or say vocabulary = N")
+            raise ValueError("tokenizer.train: no source has text; name the tokenizer's file, or set vocabulary = N")
         return self
 
 

@@ -19,13 +19,13 @@ MARGIN_BITS = 1.0  # of entropy, by which the upper byte of an id differs from i
 
 # the first bytes of files that are no bare tokens, and what to do with each
 KINDS = {
-    b"\x93NUMPY": "a NumPy file (.npy): write its values alone, with array.tofile(path)",
-    b"PK\x03\x04": "a zip archive (.npz): write the array's values alone, with array.tofile(path)",
+    b"\x93NUMPY": "a NumPy file (.npy): write only its values, with array.tofile(path)",
+    b"PK\x03\x04": "a zip archive (.npz): write only the array's values, with array.tofile(path)",
     b"\x1f\x8b\x08\x00": "compressed with gzip: unpack it",
     b"\x1f\x8b\x08\x08": "compressed with gzip: unpack it",
     b"\x28\xb5\x2f\xfd": "compressed with zstd: unpack it",
     b"PAR1": "a Parquet file: use kind = 'parquet'",
-    b"\x89HDF": "an HDF5 file: write the array's values alone",
+    b"\x89HDF": "an HDF5 file: write only the array's values",
     b"MMIDIDX": "the index of a Megatron data set: name its .bin",
 }
 LLM_C = {20240520: "uint16", 20240801: "uint32"}  # first int32 of a header of 256 of them, and the type of what follows

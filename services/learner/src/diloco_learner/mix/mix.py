@@ -108,8 +108,9 @@ class Mix:
         for name, source in windows.items():
             if len(source) < shares:
                 raise DataError(
-                    f"source {name!r}: its {source.tokens.size} tokens to train on are {len(source)} windows of {self.context} "
-                    f"tokens, and each of {shares} shares needs one: give more data, a smaller task.context or fewer learners"
+                    f"source {name!r}: its {source.tokens.size} training tokens make {len(source)} windows of "
+                    f"{self.context} tokens, and each of {shares} shares needs at least one: give more data, a smaller "
+                    "task.context or fewer learners"
                 )
         weights = [source.weight for source in self.sources.values()]
         own = range(self.batch) if rows is None else rows
@@ -132,8 +133,8 @@ class Mix:
             most = self.sources[name].table.most_epochs
             if most is not None and epochs > most:
                 raise DataError(
-                    f"source {name!r}: ends before the run does: {settings.tokens} tokens go over it {epochs:.2f} times, and "
-                    f"sources.{name}.most_epochs = {most:g}: set fewer tokens, a smaller weight or more epochs"
+                    f"source {name!r}: ends before the run does: {settings.tokens} tokens go over it {epochs:.2f} times, "
+                    f"and sources.{name}.most_epochs = {most:g}: set fewer tokens, a smaller weight or more epochs"
                 )
 
     def _place(self, name: str, path: str | None) -> Path | None:
@@ -150,12 +151,12 @@ class Mix:
 
     def _check_windows(self, name: str, source: MixSource) -> None:
         needed = self.context * self.batch + 1
-        parts = {"to train on": source.stored.training, "held out for validation": source.stored.held_out}
+        parts = {"for training": source.stored.training, "held out for validation": source.stored.held_out}
         for what, tokens in parts.items():
             if tokens.size < needed:
                 raise DataError(
-                    f"source {name!r}: {tokens.size} tokens are {what}, one batch of {self.batch} windows of {self.context} "
-                    f"tokens takes {needed}: give more data, or a smaller task.batch or task.context"
+                    f"source {name!r}: {tokens.size} tokens {what}, but one batch of {self.batch} windows of "
+                    f"{self.context} tokens takes {needed}: give more data, or a smaller task.batch or task.context"
                 )
         if source.stored.training.size // self.context >= MOST_WINDOWS:
             raise DataError(f"source {name!r}: more than 2^32 windows of {self.context} tokens: divide it into several sources")
@@ -188,12 +189,22 @@ def check_same(ours: MixSettings, runs: MixSettings, path: Path) -> None:
             refuse(f"the content of source {name!r}", here, there, "copy its files from where the run was begun")
     # after the content: a tokenizer that is trained follows from it
     if ours.vocabulary != runs.vocabulary:
-        refuse("the vocabulary", ours.vocabulary, runs.vocabulary, "take the tokenizer's file from where the run was begun")
+        refuse(
+            "the vocabulary",
+            ours.vocabulary,
+            runs.vocabulary,
+            "take the tokenizer's file from where the run was begun",
+        )
     if ours.tokenizer != runs.tokenizer:
         refuse("the tokenizer", ours.tokenizer, runs.tokenizer, "take its file from where the run was begun")
     if ours != runs:
         here, there = (", ".join(str(source.tokens) for source in each.sources.values()) for each in (ours, runs))
-        refuse("the number of tokens by source", here, there, "use the version of tokenizers that the run was begun with")
+        refuse(
+            "the number of tokens by source",
+            here,
+            there,
+            "use the version of the library tokenizers that the run was started with",
+        )
 
 
 def _mixed(source: MixSource) -> MixedSource:

@@ -66,7 +66,7 @@ def of_binary(name: str, table: SourceTable, path: Path, vocabulary: int, cache:
     except OSError as error:
         raise DataError(f"source {name!r}: {unreadable(error, path)}") from None
     if not size or size % dtype.itemsize:
-        what = "is empty" if not size else f"has {size} bytes, no multiple of the {dtype.itemsize} of a {table.dtype}"
+        what = "is empty" if not size else (f"has {size} bytes, not a multiple of the {dtype.itemsize} bytes of {table.dtype}")
         raise DataError(f"source {name!r}: {path}: {what}; set sources.{name}.dtype, or write the file again")
 
     def look(paths: Sequence[Path], root: Path | None) -> dict[str, Any]:
@@ -78,8 +78,9 @@ def of_binary(name: str, table: SourceTable, path: Path, vocabulary: int, cache:
     found = seen([path], path, cache, look, table.dtype)
     if found["largest"] >= vocabulary:
         raise DataError(
-            f"source {name!r}: {path}: has the token {found['largest']}, and the vocabulary ends with {vocabulary - 1}: it "
-            f"was made by another tokenizer, or not as {table.dtype}: name the right tokenizer, or set sources.{name}.dtype"
+            f"source {name!r}: {path}: has the token {found['largest']}, and the vocabulary ends with {vocabulary - 1}: "
+            f"it was made by another tokenizer, or not as {table.dtype}: name the right tokenizer, or set "
+            f"sources.{name}.dtype"
         )
     return _split(np.memmap(path, dtype, "r"), f"{found['digest']} {table.dtype}")
 

@@ -73,7 +73,9 @@ class NoTokenizer:
         Raises:
             SettingsError: always.
         """
-        raise SettingsError("the data's mix has no tokenizer, so text cannot be made tokens: name its file in [tokenizer]")
+        raise SettingsError(
+            "the data's mix has no tokenizer, so text cannot be tokenized: name the tokenizer's file in [tokenizer]"
+        )
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the numbers of tokens."""
@@ -106,7 +108,7 @@ class FileTokenizer:
         number = self._made.token_to_id(end)
         if number is None:
             raise DataError(
-                f"tokenizer: {file}: has no token {end!r}, which is to end each document; name one that it has: tokenizer.end"
+                f"tokenizer: {file}: has no token {end!r} to end documents with; set tokenizer.end to one of its tokens"
             )
         self.vocabulary = 1 + max(self._made.get_vocab(with_added_tokens=True).values())
         self.end, self.file, self.digest = number, file, blake3(stored + b"\0" + end.encode()).hexdigest(16)

@@ -34,7 +34,8 @@ def check_dense(what: str, tensor: torch.Tensor) -> None:
         return
     raise SettingsError(
         f"{what} is a {type(tensor).__name__} {kind}, expected a plain dense tensor: hand over a dense one (to_dense(), "
-        "dequantize(), or a tensor for each part), or make it a plain attribute of the module, and it is no part of the run"
+        "dequantize(), or a tensor for each part), or make it a plain attribute of the module, and it is no part of the "
+        "run"
     )
 
 

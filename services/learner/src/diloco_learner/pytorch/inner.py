@@ -171,7 +171,7 @@ class Inner:
     def __init__(self, settings: RunSettings, task: object, masters: Mapping[str, torch.nn.Parameter]) -> None:
         if settings.offers_gradients:
             raise SettingsError(
-                "task: a torch task in a run with outer.optimizer = adamw, whose learners offer gradients: take another preset"
+                "task: torch tasks do not support outer.optimizer = adamw, whose learners offer gradients: use another preset"
             )
         self._settings, self._task, self.masters = settings, task, masters
         self._peak = settings.inner.learning_rate
@@ -192,8 +192,8 @@ class Inner:
         for each in (one for group, _ in self._groups for one in group["params"]):
             if each not in paths:
                 raise SettingsError(
-                    f"task: optimizer() has a parameter of shape {list(each.shape)}, which is none of those that it was "
-                    f"given{self._where}"
+                    f"task: optimizer() has a parameter of shape {list(each.shape)}, which is not one of the parameters "
+                    f"that it was given{self._where}"
                 )
         # by path: the optimizer that has it; one of the task's own may leave some out
         self._owners = {paths[one]: each for each in optimizers for group in each.param_groups for one in group["params"]}
@@ -218,8 +218,8 @@ class Inner:
                     self._check_shape(f"{path}/{key}", value, known)
                 elif value is not None:
                     raise SettingsError(
-                        f"task: optimizer(): its state has {path}/{key} as a {type(value).__name__}, which cannot be saved: "
-                        f"keep tensors there{self._where}"
+                        f"task: optimizer(): its state has {path}/{key} as a {type(value).__name__}, which cannot be "
+                        f"saved: store tensors there{self._where}"
                     )
 
     def arrays(self) -> dict[str, torch.Tensor]:

@@ -105,7 +105,7 @@ class TorchIsland:
     def specs(self) -> list[TensorSpec]:
         """Return the tensors that are in the log, state among them."""
         state = [TensorSpec(path, tuple(buffer.shape), state=True) for path, buffer in self._state.views.items()]
-        trained = self._rows.specs(self.task, "a task of torch says by requires_grad_(False)", self._convolutions)
+        trained = self._rows.specs(self.task, "a torch task expresses by requires_grad_(False)", self._convolutions)
         return [*trained, *state]
 
     def fragments(self) -> FragmentMap:
@@ -261,8 +261,8 @@ class TorchIsland:
             for path, master in self._inner.masters.items():
                 if id(master) not in own:
                     raise SettingsError(
-                        f"task: parameter {path!r} is another one than module() made: change its values instead, under "
-                        f"torch.no_grad() with copy_(), or nothing trains it{members.place(self.task.module)}"
+                        f"task: parameter {path!r} was replaced after module() created it, so it is not trained: change "
+                        f"its values instead, under torch.no_grad() with copy_(){members.place(self.task.module)}"
                     )
         return gradients
 

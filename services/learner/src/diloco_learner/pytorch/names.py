@@ -119,7 +119,9 @@ def by_path(named: Iterable[tuple[str, str, T]]) -> dict[str, T]:
     for name, path, tensor in named:
         if path in found:
             first = found[path][0]
-            raise SettingsError(f"parameters {first!r} and {name!r} are both {path!r} in the run's log: rename one of them")
+            raise SettingsError(
+                f"parameters {first!r} and {name!r} have the same path {path!r} in the run's log: rename one of them"
+            )
         found[path] = name, tensor
     return {path: tensor for path, (_, tensor) in found.items()}
 

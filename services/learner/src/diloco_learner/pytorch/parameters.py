@@ -74,7 +74,7 @@ class TorchParameters:
         Raises:
             SettingsError: ``said``, by its ``tensor``, says of one what cannot be.
         """
-        trained = self._rows.specs(said, "a loop says by not handing it over", self._joined.convolutions, optimized=False)
+        trained = self._rows.specs(said, "a loop expresses by not passing it", self._joined.convolutions, optimized=False)
         return [*trained, *(TensorSpec(path, tuple(view.shape), state=True) for path, view in self._state.views.items())]
 
     def fixed(self) -> list[FixedSpec]:
@@ -121,8 +121,8 @@ class TorchParameters:
         joined = self._joined
         for path in found.trained.keys() & joined.frozen.keys():
             raise SettingsError(
-                f"step: parameter {path!r} requires a gradient now, and was frozen when this loop joined: join with it "
-                "unfrozen, and let its learning rate be 0 until it is to be trained"
+                f"step: parameter {path!r} requires a gradient, but was frozen when this loop joined: join with it "
+                "unfrozen, and set its learning rate to 0 until training of it begins"
             )
         differ = found.trained.keys() ^ joined.trained.keys()
         if found.whole and joined.whole:
@@ -135,14 +135,14 @@ class TorchParameters:
             expected = (joined.trained | joined.state)[path].shape
             if tensor.shape != expected:
                 raise SettingsError(
-                    f"step: parameter {path!r} has shape {tuple(tensor.shape)}, expected {tuple(expected)}, as it joined"
+                    f"step: parameter {path!r} has shape {tuple(tensor.shape)}, expected {tuple(expected)} as at join"
                 )
         moved = [each for path, each in found.frozen.items() if not self._watch.holds(path, each.tensor)]
         for spec in fixed_specs(moved) if self._fixed else ():
             if spec not in self._fixed:
                 raise SettingsError(
-                    f"step: frozen parameter {spec.path!r} has other values, or another type, than when this loop joined, and "
-                    "learners of a run have the same ones: leave it as it was, or join a new run"
+                    f"step: frozen parameter {spec.path!r} changed its values or type since this loop joined, but must be "
+                    "equal in all learners of a run: leave it unchanged, or join a new run"
                 )
 
 
@@ -228,9 +228,9 @@ def _check_alone() -> None:
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized() and (world := distributed.get_world_size()) > 1:
         raise SettingsError(
-            f"join: this is rank {distributed.get_rank()} of a process group of {world}, and a loop that joins is one process, "
-            "or the ranks would not have the same model: let each process be a learner of its own, with its own name and "
-            "without a process group (torch.distributed.destroy_process_group() ends it)"
+            f"join: this is rank {distributed.get_rank()} of a process group of {world}, but a loop that joins must be a "
+            "single process, otherwise the ranks would have different models: make each process a separate learner, with "
+            "its own name and without a process group (torch.distributed.destroy_process_group() ends it)"
         )
 
 
@@ -291,8 +291,8 @@ def _is_averaged(buffer: ModuleTensor) -> bool:
         return False
     if buffer.tensor.dtype != torch.float32:
         raise SettingsError(
-            f"buffer {buffer.path!r} is {shown(buffer.tensor.dtype)}, expected float32, since learners average their buffers: "
-            "make it float32, or register it with persistent=False, and each learner keeps its own"
+            f"buffer {buffer.path!r} is {shown(buffer.tensor.dtype)}, expected float32, since learners average their "
+            "buffers: make it float32, or register it with persistent=False, and each learner keeps its own"
         )
     return True
 
@@ -309,8 +309,8 @@ def _by_state_path(state: Iterable[ModuleTensor], parameters: Mapping[str, Modul
         kind, other = ("parameter", parameters[path]) if path in parameters else ("buffer", found.setdefault(path, each))
         if other is not each:
             raise SettingsError(
-                f"{kind} {other.name!r} and buffer {each.name!r} are both {path!r} in the run's log: rename one of them, or "
-                "register the buffer with persistent=False, and each learner keeps its own"
+                f"{kind} {other.name!r} and buffer {each.name!r} have the same path {path!r} in the run's log: rename one "
+                "of them, or register the buffer with persistent=False, so that each learner keeps its own"
             )
     return {path: each.tensor for path, each in found.items()}
 
@@ -322,7 +322,7 @@ def _check(what: str, tensor: Any) -> None:
         SettingsError: it has not.
     """
     if not isinstance(tensor, torch.Tensor):
-        raise SettingsError(f"{what} is a {type(tensor).__name__}, expected a tensor, as the others")
+        raise SettingsError(f"{what} is a {type(tensor).__name__}, expected a tensor like the others")
     distributed = sys.modules.get("torch.distributed.tensor")  # a DTensor exists only once it is imported
     if distributed is not None and isinstance(tensor, distributed.DTensor):
         raise SettingsError(
@@ -333,14 +333,14 @@ def _check(what: str, tensor: Any) -> None:
         raise SettingsError(f"{what} has no shape yet: call the module once on a batch, and join then")
     if tensor.is_meta:
         raise SettingsError(
-            f"{what} is on the meta device, so it has no values: give it some (module.to_empty, then its "
-            "initialisation), and join then"
+            f"{what} is on the meta device, so it has no values: give it some (module.to_empty, then its initialisation), "
+            "and join then"
         )
     check_dense(what, tensor)
     if tensor.is_inference():
         raise SettingsError(
-            f"{what} was made under torch.inference_mode(), so it can be neither trained nor written: make it without, or hand "
-            "over a copy that is made outside (copy.deepcopy)"
+            f"{what} was made under torch.inference_mode(), so it can be neither trained nor written: make it without, or "
+            "hand over a copy that is made outside (copy.deepcopy)"
         )
 
 
@@ -352,15 +352,15 @@ def _check_type(path: str, tensor: torch.Tensor) -> None:
     """
     if not _is_plain(tensor):
         raise SettingsError(
-            f"parameter {path!r} is a {type(tensor).__name__}, which is made of other tensors, expected a plain dense tensor: "
-            "freeze it, and train float32 tensors beside it, such as adapters"
+            f"parameter {path!r} is a {type(tensor).__name__}, which consists of other tensors, expected a plain dense "
+            "tensor: freeze it, and train float32 tensors beside it, such as adapters"
         )
     if tensor.dtype == torch.float32:
         return
     if tensor.is_floating_point():
         do = "keep float32 masters (module.float(), or copies of yours by name), and compute in other types by autocast"
     elif tensor.is_complex():
-        do = "hand over torch.view_as_real(parameter), by name"
+        do = "pass torch.view_as_real(parameter) by name"
     else:
         do = "leave out what is not trained"
     raise SettingsError(f"parameter {path!r} is {shown(tensor.dtype)}, expected float32: {do}")

@@ -40,7 +40,7 @@ def work(settings: TorchLearnerSettings, stopping: Callable[[], bool]) -> None:
     if settings.mesh != MeshSettings() or settings.processes.count != 1:
         raise SettingsError("mesh, processes: a torch learner is one process, and the device is its module's: leave them out")
     with begun(settings, stopping) as process:
-        process.exporter.starting = "its task to be made"
+        process.exporter.starting = "its task to be created"
         run = process.run.created
         own = run.model_copy(update={"task": own_task(settings, run.task)})
         with users_errors(own.task):

@@ -59,8 +59,8 @@ def load_task(settings: TaskSettings, data: str | None) -> TorchTask:
     """
     if settings.name == BUILT_IN:
         raise SettingsError(
-            "task: the run's is the built-in one, which is of JAX: name a torch task of the same model by the setting task, "
-            "such as torch_gpt:make of examples/torch_gpt.py"
+            "the run's task is the built-in one, which is written for JAX: name a torch task of the same model with the "
+            "setting task, such as torch_gpt:make of examples/torch_gpt.py"
         )
     return checked(made(settings, data), settings)
 

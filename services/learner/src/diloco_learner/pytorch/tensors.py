@@ -45,8 +45,8 @@ def merged_buffers(task: object, buffers: Views, named: Mapping[str, Any], sourc
     for path, view in named.items():
         if not isinstance(view, torch.Tensor) or view.data_ptr() not in paths or view.ndim > 1:
             raise SettingsError(
-                f"{source}: tensors() has {path!r}, which begins with {STATE!r} and is no buffer of the module of at most one "
-                f"axis: give one itself, such as module.norm.running_mean{members.place(task.tensors)}"  # type: ignore[attr-defined]
+                f"{source}: tensors() has {path!r}, which begins with {STATE!r}, but is not a buffer of the module with "
+                f"at most one axis: give the buffer itself, such as module.norm.running_mean{members.place(task.tensors)}"  # type: ignore[attr-defined]
             )
         paths[view.data_ptr()] = path.removeprefix(STATE)
     found = {}
@@ -76,8 +76,8 @@ def check_module(module: Any, source: str, place: str) -> None:
     for name, tensor in named:
         if tensor.dtype not in FLOATS:
             raise SettingsError(
-                f"{source}: parameter {name!r} is {shown(tensor.dtype)}, expected float32 or bfloat16: module.float() makes "
-                f"it float32, and autocast computes in other types{place}"
+                f"{source}: parameter {name!r} is {shown(tensor.dtype)}, expected float32 or bfloat16: use "
+                f"module.float(), and compute in other types with autocast{place}"
             )
         tensor.numel()
 
@@ -105,14 +105,14 @@ def check_views(views: Any, module: torch.nn.Module, source: str, place: str) ->
         name = places.get(view.untyped_storage().data_ptr(), "")
         if name not in missing:
             raise SettingsError(
-                f"{source}: tensors() has {path!r}, which shares no memory with a trained parameter: give a view of one, such "
-                f"as parameter.T, and no copy{place}"
+                f"{source}: tensors() has {path!r}, which shares no memory with a trained parameter: give a view of a "
+                f"parameter, such as parameter.T, not a copy{place}"
             )
         missing[name] -= view.numel()
     for name, left in missing.items():
         if left:
-            said = f"lacks {left} of the values of" if left > 0 else "has values twice of"
-            raise SettingsError(f"{source}: tensors() {said} parameter {name!r}: each is to be there once{place}")
+            said = f"lacks {left} of the values of" if left > 0 else "repeats values of"
+            raise SettingsError(f"{source}: tensors() {said} parameter {name!r}: each value must occur once{place}")
     return {path: view.detach() for path, view in views.items()}
 
 
@@ -144,8 +144,8 @@ class TensorRows:
             kept = tensor.arrangement(shape)
             if kept is not None and (len(kept.outputs) > 1 or (optimized and tensor.kind == "matrix")):
                 raise SettingsError(
-                    f"task: tensor({path!r}, {shape}) has its output axes elsewhere than first: give a view that has them "
-                    "first, such as parameter.T: by tensors(module) of a task, by the tensors that a loop hands over"
+                    f"task: tensor({path!r}, {shape}) must have its output axes first: give a view that has them first, "
+                    "such as parameter.T; a task does so in tensors(module), a loop in the tensors that it passes"
                 )
             if kept is not None:
                 self._arrangements[path] = kept

@@ -158,7 +158,7 @@ class LentState:
         """
         saved = self._saved
         if saved is None:
-            raise RunError(f"{self._path}: array {wanted.name!r} cannot be read: it is lent no more")
+            raise RunError(f"{self._path}: array {wanted.name!r} cannot be read: it is no longer lent")
         return saved.read(wanted)
 
     def drop(self) -> None:
@@ -249,8 +249,8 @@ def check(saved: State, island: SavedModel) -> None:
     absent = next((chunk for chunk in wanted if not saved.has(chunk)), None)
     if absent is not None and saved.missing:
         raise RunError(
-            f"checkpoint: array {absent.name!r} is not there from {absent.start} to {absent.stop}: another process of this "
-            "learner saved it; give its processes one state_dir that all of them see, or the mesh that they had"
+            f"checkpoint: array {absent.name!r} is missing from {absent.start} to {absent.stop}: another process of this "
+            "learner saved it; give all its processes the same shared state_dir, or the mesh that they had"
         )
     island.check_state({name: whole for name, whole in saved.layout().items() if not name.startswith(ACCOUNTS)})
     for chunk in wanted:

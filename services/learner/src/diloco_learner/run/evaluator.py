@@ -148,7 +148,8 @@ class Evaluator:
                 self.log.warning(
                     "held_out_text_repeats_training",
                     source=corpus.source,
-                    advice="the loss says how well text is remembered, not how well new text is predicted; give other text",
+                    advice="the validation text repeats the training text, so the loss measures memory rather than "
+                    "prediction; give other text",
                 )
 
     def _text(self) -> dict[str, Any]:

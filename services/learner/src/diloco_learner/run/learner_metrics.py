@@ -105,7 +105,7 @@ OF_PROCESSES: tuple[Metric[Part], ...] = (
         lambda part: part.group.generation,
     ),
     Metric("diloco_island_processes", "gauge", "Processes of the learner that are there", lambda part: part.group.size),
-    Metric("diloco_island_process", "gauge", "Which of them this one is", lambda part: part.group.index),
+    Metric("diloco_island_process", "gauge", "Index of this process among them", lambda part: part.group.index),
     Metric("diloco_island_steps_total", "counter", "Steps of this generation", lambda part: part.course.step),
     Metric(
         "diloco_island_carried_parameters",
@@ -133,26 +133,26 @@ METRICS: tuple[Metric[MemberMoment], ...] = (
     Metric(
         "diloco_learner_state",
         "gauge",
-        "1 for the state it is in",
+        "1 for the current state",
         lambda seen: one_of(seen.heartbeat.state, get_args(Activity)),
         ("state",),
     ),
     Metric(
         "diloco_learner_steps_total",
         "counter",
-        "Inner steps since the process began",
+        "Inner steps since the process started",
         lambda seen: seen.training(seen.member.learner.accounts.done.steps),
     ),
     Metric(
         "diloco_learner_tokens_total",
         "counter",
-        "Tokens processed since the process began",
+        "Tokens processed since the process started",
         lambda seen: seen.training(seen.member.learner.accounts.done.tokens),
     ),
     Metric(
         "diloco_learner_busy_seconds_total",
         "counter",
-        "Time with a step in flight since the process began",
+        "Time with a step in flight since the process started",
         lambda seen: seen.training(seen.member.learner.accounts.done.busy_s),
     ),
     Metric(
@@ -164,7 +164,7 @@ METRICS: tuple[Metric[MemberMoment], ...] = (
     Metric(
         "diloco_learner_data_seconds_total",
         "counter",
-        "Time in which no step was in flight because its batch was not made yet",
+        "Time without a step in flight, because the next batch was not ready",
         lambda seen: seen.training(seen.member.learner.accounts.done.data_s),
     ),
     Metric(
@@ -176,13 +176,13 @@ METRICS: tuple[Metric[MemberMoment], ...] = (
     Metric(
         "diloco_learner_loss_nats",
         "gauge",
-        "Training loss of the last step whose loss was finite, nats a token",
+        "Training loss of the last step with a finite loss, in nats per token",
         lambda seen: seen.training(seen.heartbeat.loss),
     ),
     Metric(
         "diloco_learner_not_finite_steps_total",
         "counter",
-        "Inner steps whose loss was not finite, which change nothing",
+        "Inner steps whose loss was not finite; they change nothing",
         lambda seen: seen.training(seen.member.learner.accounts.done.not_finite),
     ),
     Metric(
@@ -195,13 +195,13 @@ METRICS: tuple[Metric[MemberMoment], ...] = (
     Metric(
         "diloco_learner_validation_loss_nats",
         "gauge",
-        "Of the global model, from an evaluator",
+        "Validation loss of the global model, from an evaluator",
         lambda seen: seen.heartbeat.loss if seen.heartbeat.role == "evaluator" else None,
     ),
     Metric(
         "diloco_learner_run_tokens",
         "gauge",
-        "All that it processed in this run, by `fate`: merged, lost, or held (not merged yet); the mean over fragments",
+        "Tokens processed in this run, by `fate`: merged, lost, or held (not merged yet); the mean over fragments",
         MemberMoment.tokens,
         ("fate",),
     ),
@@ -221,7 +221,7 @@ METRICS: tuple[Metric[MemberMoment], ...] = (
     Metric(
         "diloco_learner_versions_applied_total",
         "counter",
-        "Versions written into the model, by whether own work is in them",
+        "Versions written into the model, by whether they contain the learner's own work",
         MemberMoment.versions,
         ("own_work",),
     ),
@@ -232,7 +232,7 @@ METRICS: tuple[Metric[MemberMoment], ...] = (
     Metric(
         "diloco_learner_refused_messages_total",
         "counter",
-        "Messages that do not fit, by kind of error",
+        "Messages refused as invalid, by kind of error",
         lambda seen: by_kind(seen.member.refused),
         ("kind",),
     ),

@@ -90,7 +90,7 @@ def _shards(index: Path) -> set[str]:
     said = json.loads(index.read_text(encoding="utf-8"))
     shards = said.get("weight_map") if isinstance(said, dict) else None
     if not isinstance(shards, dict) or not all(isinstance(name, str) and Path(name).name == name for name in shards.values()):
-        raise ValueError(f"{index.name} has no weight_map of tensors and files beside it")
+        raise ValueError(f"{index.name} has no weight_map from tensors to files in its folder")
     return set(shards.values())
 
 
@@ -137,9 +137,9 @@ def _check_tied(path: Path, files: Files, named: Naming, setting: str) -> None:
     if ignored is not None and not _are_equal(files, *ignored):
         embedding, head = ignored
         raise SettingsError(
-            f"{source}: {tying.KEY} is true, but the head {head!r} has other values than the embedding {embedding!r}, which "
-            f"Hugging Face's libraries put in its place: set {tying.KEY} to false to begin with both, or take a task whose "
-            "head is its embedding"
+            f"{source}: {tying.KEY} is true, but the head {head!r} has other values than the embedding {embedding!r}, "
+            f"which Hugging Face's libraries put in its place: set {tying.KEY} to false to begin with both, or take a "
+            "task whose head is its embedding"
         )
 
 

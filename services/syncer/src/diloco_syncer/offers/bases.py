@@ -80,7 +80,7 @@ class BaseValues:
         ]
         if left_out:
             said = {faults.get(m.base_version, f"base {m.base_version} has another state hash in the log") for m in left_out}
-            what = f"fragment {self.fragment.index}, version {merge.version}: the base of an offer is not known"
+            what = f"fragment {self.fragment.index}, version {merge.version}: the base of an offer is unknown"
             names = tuple(sorted(member.learner for member in left_out))
             raise UnmergeableError("merge_base_unknown", names, f"{what}: {'; '.join(sorted(said))}")
 

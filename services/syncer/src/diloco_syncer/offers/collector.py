@@ -172,7 +172,7 @@ class Collector:
         what = f"fragment {index}, {'regional ' if self.regional else ''}offer {offer.number} of {sender}"
         role, author = ("syncer", offer.syncer) if isinstance(offer, RegionalOffer) else ("learner", offer.learner)
         if (offer.fragment, author) != (index, sender):
-            raise FormatError(f"{what}: it says fragment {offer.fragment}, {role} {author}")
+            raise FormatError(f"{what}: its content names fragment {offer.fragment}, {role} {author}")
         round_, elapsed_s = self._takers[index].round, message.stored_at_s - await self._genesis_s()
         body = await self._open(offer, inline, parts, sender, partial(round_.refuse, offer, elapsed_s), what)
         if body is not None:

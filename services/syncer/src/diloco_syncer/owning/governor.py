@@ -105,8 +105,8 @@ class Governor:
             self.news.clear()
             if self.ownership.replaced:
                 raise RunError(
-                    f"run {self.context.run.name!r}: a younger process goes by the name {self.context.settings.name!r}; this "
-                    "one ends: give every syncer a name of its own"
+                    f"run {self.context.run.name!r}: a newer process has joined as {self.context.settings.name!r}, so this "
+                    "one ends: give every syncer its own name"
                 )
             self._look_for_wrong_entries()
             await self._registry.settle()

@@ -13,8 +13,8 @@ from diloco.wire.entries import Cursor
 
 STUCK_STEPS = 10  # without a finite loss, one after the other: a bad batch or two are none of a person's business
 STUCK = (
-    f"no loss or gradients of its newest {STUCK_STEPS} steps or more are finite, and such a step changes nothing: "
-    "look at its data, or begin again with a lower inner.learning_rate"
+    f"the loss or gradients of its last {STUCK_STEPS} or more steps were not finite, and such a step changes nothing: "
+    "check its data, or begin again with a lower inner.learning_rate"
 )
 
 

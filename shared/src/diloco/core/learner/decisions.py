@@ -230,7 +230,7 @@ class Decisions:
             behind = min(range(self.processes), key=lambda process: self._passed[process])
             raise IslandError(
                 f"process {behind}, step {decided.step}: it is {len(self._chains)} boundaries behind, at most "
-                f"{BOUNDARIES_APART_MAX} are possible: it does not take part in the steps"
+                f"{BOUNDARIES_APART_MAX} are allowed: it no longer takes part in the steps"
             )
         put_off, self._put_off = self._put_off, []
         for take_in, index, version in put_off:

@@ -254,7 +254,7 @@ class FragmentState:
         version = self._next(reset)
         found = version and ("reset" if reset else version.how, version.chain.version)
         if version is None or found != (application.how, application.version):
-            raise ValueError(f"fragment {self.index}: {application} is to be applied, the next one is {found}")
+            raise ValueError(f"fragment {self.index}: asked to apply {application}, but the next one is {found}")
         self.happen(OfferEvent.RESET if reset else OfferEvent.APPLIED)
         if reset or version.record is None:
             carried = self.delta.reload(version.chain, invalid=reset)

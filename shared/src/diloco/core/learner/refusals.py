@@ -17,10 +17,10 @@ FOLLOWS: frozenset[RefusalReason] = frozenset({"ejected", "too_far"})  # a learn
 IN_A_ROW = 3  # refused offers of one fragment, with nothing merged in between, that end a learner
 
 REMEDIES: Mapping[RefusalReason, str] = {
-    "claim": "state the tokens of a step as they are; if this learner's grant is too small: diloco keys grant DIR NAME "
-    "--batch-tokens N --min-step-s S",
+    "claim": "report the true number of tokens per step; if this learner's grant is too small: diloco keys grant DIR "
+    "NAME --batch-tokens N --min-step-s S",
     "form": "run the same version of diloco here as the run's syncers",
-    "identity": "the process is not admitted: give each learner a name and an identity of its own",
+    "identity": "the process is not admitted: give each learner its own name and identity",
     "grant": "have the operator make a grant: diloco keys grant DIR NAME --batch-tokens N",
     "not_finite": "its parameters contain NaN or infinity: check its data and lower its learning rate",
     "too_far": "if the merge moved too far: lower this learner's learning rate, or ask the operator to raise "
@@ -145,7 +145,7 @@ class RefusalAccount:
         """Return the error of a learner that ends, where nothing of it was merged and offers were refused; None: none were."""
         refused = sum(self.offers.values())
         return (
-            self._error(run, learner, f"nothing of it was merged, and {refused} of its offers were refused")
+            self._error(run, learner, f"none of its work was merged, and {refused} of its offers were refused")
             if refused
             else None
         )

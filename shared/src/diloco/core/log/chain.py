@@ -122,7 +122,7 @@ class Chain:
             ("lost tokens", self._lost_after(record), record.tokens_lost),
             ("a body where it makes a version", makes_version, record.body is not None),
             ("members where it merges", merges, bool(names)),
-            ("nothing but takeovers after closing", False, self.closed and record.entry != "takeover"),
+            ("only takeovers after closing", False, self.closed and record.entry != "takeover"),
             ("closing", record.entry == "close" or (merges and record.closing), record.closing),
             ("the state before where it makes no version", makes_version or self.state_hash == record.state_hash, True),
         ]
@@ -151,8 +151,8 @@ class Chain:
                 )
             if member.base_version < self.floor:
                 raise ChainError(
-                    f"fragment {self.fragment}, version {record.version}: offer {member.number} of {member.learner} is made on "
-                    f"version {member.base_version}, from before the rollback that made version {self.floor}"
+                    f"fragment {self.fragment}, version {record.version}: offer {member.number} of {member.learner} has "
+                    f"base version {member.base_version}, which precedes the rollback that made version {self.floor}"
                 )
 
     def contradicted_by(self, record: Record) -> bool:
@@ -254,15 +254,18 @@ class WrongEntries:
         if wrong is None:
             return None
         text = (
-            f"version {wrong.version} folds to another state here than its entry states, so nothing is read beyond version "
-            f"{chain.version}; the log's newest version is {self.last_version}"
+            f"version {wrong.version} gives another state on this machine than its log entry states, so reading stops at "
+            f"version {chain.version}; the log's newest version is {self.last_version}"
         )
         if self.vouchers:
             return (
-                f"{text}, and {', '.join(sorted(self.vouchers))} went on with it: test this machine's memory, and compare its "
-                "libraries"
+                f"{text}; {', '.join(sorted(self.vouchers))} accepted the entry: test this machine's memory, and compare "
+                "its libraries with theirs"
             )
-        return f"{text}, until another syncer takes the fragment over from {wrong.syncer} at version {chain.version}"
+        return (
+            f"{text}; reading continues once another syncer takes the fragment over from {wrong.syncer} at version "
+            f"{chain.version}"
+        )
 
     def _remember(self, entry_hash: bytes) -> None:
         self._hashes[entry_hash] = None

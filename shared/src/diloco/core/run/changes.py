@@ -64,9 +64,9 @@ SETTABLE = (
     "quarantine.offers",
     "quarantine.merge_factor",
 )
-_NEW_RUN = "it decides what every member trains or folds, bit by bit, and with that the run's identity; begin a new run with it"
+_NEW_RUN = "it is part of the run's identity, because every member's results depend on it; begin a new run with it"
 _WITH_START = (
-    "it is settled when services start; stop the run, and go on with diloco up --run-dir NEW --resume DIR --set {key}=..."
+    "services read it when they start; stop the run, and continue with diloco up --run-dir NEW --resume DIR --set {key}=..."
 )
 _WITH_START_KEYS = ("log.", "regions.")
 
@@ -199,8 +199,8 @@ class Changes:
         longer = replace(self, records=(*self.records, change), packed=(*self.packed, msgspec.msgpack.encode(change)))
         if number > MAX_CHANGES or len(longer.pack()) > MAX_BYTES:
             raise RunError(
-                f"the run has {number - 1} changes, and at most {MAX_CHANGES} of {MAX_BYTES} bytes in all are possible; take "
-                "the settings that are in force into a new run"
+                f"the run has {number - 1} changes, at most {MAX_CHANGES} changes of {MAX_BYTES} bytes in all are "
+                "allowed; begin a new run with the settings that are in force"
             )
         return longer
 
@@ -354,12 +354,13 @@ def with_setting(settings: RunSettings, key: str, value: Any, source: str) -> Ru
     changed = changed_settings(settings, {key: value}, source)
     if changed.round.lockstep != settings.round.lockstep:
         raise SettingsError(
-            f"{source}: {key} = {value}: with round.learners_wait, one step a round is another kind of training"
+            f"{source}: {key} = {value}: with round.learners_wait, a change between one step per round and several "
+            "changes the kind of training; begin a new run with it"
         )
     if key == "round.max_staleness_versions" and settings.merge.against == "current":
         raise SettingsError(
-            f"{source}: {key} cannot be changed with merge.against = current: owners keep the values of as many versions, and "
-            "with others the same offers would merge otherwise"
+            f"{source}: {key} cannot be changed with merge.against = current: owners keep the values of that many "
+            "versions, and the same offers would merge differently with another number"
         )
     return changed
 

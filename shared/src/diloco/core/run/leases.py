@@ -90,7 +90,7 @@ def unpack(data: bytes, learner: str, revision: int, settings: RunSettings, boun
         raise FormatError(f"{what} names {claim.learner!r}")
     shares = [entry.share for entry in claim.entries]
     if shares != sorted(set(shares)):
-        raise FormatError(f"{what}: its shares are not in order, each once")
+        raise FormatError(f"{what}: its shares must be in ascending order, without duplicates")
     entries = [replace(entry, since=entry.since or revision) for entry in claim.entries]
     for entry in entries:
         if not entry.over + entry.held <= entry.since <= revision:
@@ -105,7 +105,7 @@ def unpack(data: bytes, learner: str, revision: int, settings: RunSettings, boun
         limits.append((f"the next batch of share {entry.share}", entry.next, furthest))
     for stated, value, most in limits:
         if value > most:
-            raise ClaimError(f"{what} states what cannot be: {stated}: {value}, at most {most}")
+            raise ClaimError(f"{what} is impossible: {stated}: {value}, at most {most}")
     return replace(claim, entries=entries)
 
 

@@ -99,8 +99,8 @@ class Ledger:
             twice = ranges.common(known, member.data)
             if twice and len(self.errors) < MAX_ERRORS:
                 self.errors.append(
-                    f"fragment {record.fragment}, version {record.version}: merges batches of {member.learner} (incarnation "
-                    f"{member.incarnation}) that an earlier version holds: {_spell(twice)}"
+                    f"fragment {record.fragment}, version {record.version}: merges batches of {member.learner} "
+                    f"(incarnation {member.incarnation}) that an earlier version already contains: {_spell(twice)}"
                 )
             merged[process] = ranges.normal([*known, *member.data])
 

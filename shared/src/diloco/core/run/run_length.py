@@ -27,6 +27,6 @@ def too_short(settings: RunSettings, step_tokens: int) -> str | None:
     plural = "" if rounds == 1 else "s"
     return (
         f"the run has {rounds} full round{plural} of each fragment: tokens = {settings.tokens} are {steps} steps of each "
-        f"learner, and a round comes every round.steps = {settings.round.steps}; set more tokens or fewer round.steps, for "
-        f"{FEW_ROUNDS} rounds or more"
+        f"learner, and a round comes every round.steps = {settings.round.steps}; set more tokens or fewer round.steps, "
+        f"for {FEW_ROUNDS} rounds or more"
     )

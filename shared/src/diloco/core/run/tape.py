@@ -440,7 +440,7 @@ def _whole(data: memoryview, place: int, header_hash: bytes) -> int | None:
 def _header(data: memoryview) -> tuple[Header, int]:
     head = bytes(data[: len(MAGIC) + 1 + RUN_BYTES + 2 + MAX_TEXT_BYTES + CHECK_BYTES])
     if not head.startswith(MAGIC):
-        raise FormatError("no tape: it does not begin as one")
+        raise FormatError("not a tape: its first bytes are not those of a tape")
     version, at = _read_varint(head, len(MAGIC), "tape: format version")
     if version != VERSION:
         raise FormatError(

@@ -101,7 +101,7 @@ def judge(
     begins = settings.first_batch(last)
     share = max((share for share, _, _ in claim.data), default=0)
     limits: list[tuple[str, int, float]] = [
-        ("steps, each of a token at least", claim.steps, claim.tokens),
+        ("steps, at one token or more per step", claim.steps, claim.tokens),
         ("tokens in its steps", claim.tokens, claim.steps * step_tokens(bounds, grant)),
         ("steps since genesis, merged ones included", steps + claim.steps, most_steps(elapsed_s, grant)),
         ("tokens merged, lost and held", merged + claim.tokens + claim.lost_tokens, processed_tokens(settings, bounds, grant)),
@@ -120,6 +120,6 @@ def judge(
     for what, stated, most in limits:
         if stated > most:
             raise ClaimError(
-                f"offer {claim.number} of {claim.learner} states what cannot be: {what}: {stated}, at most {most:.0f} "
+                f"offer {claim.number} of {claim.learner} is impossible: {what}: {stated}, at most {most:.0f} "
                 f"({claim.steps} steps, {claim.tokens} tokens, {claim.lost_tokens} lost)"
             )

@@ -148,7 +148,7 @@ def within(
     norm = max(excess.norm_of(item.body, size, item.offer.bits) for item in out)
     theirs = f"{what}: with offers of {_list(names)}, of norms up to {norm:.4g}, the merge"
     if outer.norm(together(held)) <= excess.LARGEST:
-        raise UnmergeableError("merge_too_far", names, f"{theirs} is longer than {most:.4g}, which it may be at most")
+        raise UnmergeableError("merge_too_far", names, f"{theirs} has a norm above {most:.4g}, the most allowed")
     raise UnmergeableError("merge_not_finite", names, f"{theirs} is not finite")
 
 

@@ -93,7 +93,7 @@ def unfit(offer: Offer | Answer, chain: Chain, hashes: Mapping[int, bytes], max_
     if offer.base_version > chain.version or offer.round > chain.version + 1:
         return f"from the future: base {offer.base_version}, round {offer.round}, log at {chain.version}"
     if offer.base_version < chain.floor:
-        return f"its base {offer.base_version} is of before the rollback that made version {chain.floor}"
+        return f"its base {offer.base_version} precedes the rollback that made version {chain.floor}"
     if chain.version - offer.base_version > max_staleness_versions:
         return f"its base {offer.base_version} is too old, log at {chain.version}"
     if hashes.get(offer.base_version, offer.base_hash) != offer.base_hash:

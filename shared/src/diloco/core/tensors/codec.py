@@ -44,7 +44,7 @@ def unpack(pieces: Sequence[bytes], expected_bytes: int) -> Raw:
         parameters = _check_size(header, expected_bytes)
         end = _blocks_end(pieces, zstandard.frame_header_size(header))
         if end is None or end + (4 if parameters.has_checksum else 0) != size_bytes:
-            raise FormatError(f"zstd frame of {size_bytes} bytes: it is torn, or something follows it")
+            raise FormatError(f"zstd frame of {size_bytes} bytes: it is cut short, or other data follows it")
         content = np.empty(expected_bytes, np.uint8)
         with _decompressor().stream_reader(cast(IO[bytes], _Source(pieces))) as reader:
             if reader.readinto(content) != expected_bytes or reader.read(1):

@@ -61,7 +61,7 @@ def _own(some: Sequence[TensorSpec], ordered: Sequence[TensorSpec], count: int) 
 def _check_apart(state: Sequence[TensorSpec], count: int) -> None:
     if count == 1:
         raise SettingsError(
-            f"fragments.count = 1: state {state[0].path!r}, which is merged, is in a fragment of its own: take 2 at least"
+            f"fragments.count = 1: merged state such as {state[0].path!r} needs a separate fragment: set at least 2"
         )
 
 
@@ -78,8 +78,8 @@ def _deal_by_layers(ordered: Sequence[TensorSpec], count: int, strategy: Strateg
     if not numbered:
         whole = " and fragments.layers = 1" if layers > 1 else ""
         raise SettingsError(
-            f"fragments.strategy = {strategy}: the model has no layers, which are numbers in the paths of tensors (blocks/0/w, "
-            f"block_0/w) or tensors that a task says are stacked; the first one is {ordered[0].path!r}: take "
+            f"fragments.strategy = {strategy}: no layers found in the model, whose first tensor is {ordered[0].path!r}: "
+            "layers are numbers in tensor paths (blocks/0/w, block_0/w) or tensors that a task declares as stacked; set "
             f"fragments.strategy = balanced{whole}, or strided or layer with fewer fragments"
         )
     units = numbered if strategy == "layers" else [[rows] for layer in numbered for rows in layer]
@@ -141,8 +141,8 @@ def _deal_group(tensors: Sequence[TensorSpec], count: int, strategy: str) -> lis
     if not all(bins):
         kind = "embedding-like tensors" if tensors[0].embedding else "tensors of state" if tensors[0].state else "tensors"
         raise SettingsError(
-            f"fragments.count: {count} fragments are more than the {len(pieces)} pieces that {len(tensors)} {kind} can be cut "
-            f"into by {strategy!r}; take fewer fragments"
+            f"fragments.count: the strategy {strategy!r} can cut {len(tensors)} {kind} into {len(pieces)} pieces, fewer "
+            f"than {count} fragments; set fewer fragments"
             + ("" if strategy == "balanced" else " or fragments.strategy=balanced")
         )
     return bins

@@ -88,8 +88,8 @@ def _library() -> tuple[Any, ctypes.c_void_p]:
 
 def _unset() -> str:
     return (
-        "this thread does not compute as IEEE 754 demands, and the mode cannot be set: some code in this process has switched "
-        "subnormal numbers off (flush-to-zero, denormals-are-zero) or changed how results are rounded; versions would have "
-        "other bits here than everywhere else: find the library that was built with -ffast-math, or the call of "
-        "torch.set_flush_denormal or fesetround, and do without it"
+        "this thread's floating-point mode differs from IEEE 754 and cannot be reset: some code in this process has "
+        "switched subnormal numbers off (flush-to-zero, denormals-are-zero) or changed the rounding; versions computed "
+        "here would differ from those of other members: find the library that was built with -ffast-math, or the call of "
+        "torch.set_flush_denormal or fesetround, and remove it"
     )

@@ -247,7 +247,7 @@ def unpack_map(data: bytes) -> FragmentMap:
         if sum(s.size for s in specs) > MAX_PARAMETERS:
             raise FormatError(f"fragment map: more than {MAX_PARAMETERS} parameters")
         if found.strategy not in BY_LAYERS and any(s.layers for s in specs):
-            raise FormatError(f"fragment map: stacked layers, which the strategy {found.strategy!r} does not go by")
+            raise FormatError(f"fragment map: stacked layers are given, but the strategy {found.strategy!r} does not use them")
         return build_map(specs, found.count, found.strategy, fixed)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, SettingsError) as error:
         raise FormatError(f"fragment map: {error}") from None
@@ -267,11 +267,15 @@ def _spec(entry: _Entry) -> TensorSpec:
     if entry.arrangement is not None:
         kept = Arrangement(tuple(entry.arrangement[0]), tuple(entry.arrangement[1]))
         if not kept.is_sound or kept.stored_shape != shape:
-            raise FormatError(f"fragment map: tensor {entry.path!r} of shape {shape} is not arranged as it says")
+            raise FormatError(
+                f"fragment map: tensor {entry.path!r} of shape {shape} does not have the arrangement that the map states"
+            )
     if entry.state and (entry.embedding or kept is not None):
-        raise FormatError(f"fragment map: tensor {entry.path!r} is state, and embedding-like or arranged as a parameter")
+        raise FormatError(
+            f"fragment map: tensor {entry.path!r} is marked both as state and as a parameter (embedding-like, or arranged)"
+        )
     if entry.layers and (entry.state or not shape or shape[0] % entry.layers):
-        raise FormatError(f"fragment map: tensor {entry.path!r} of shape {shape} is no stack of {entry.layers} layers")
+        raise FormatError(f"fragment map: tensor {entry.path!r} of shape {shape} is not a stack of {entry.layers} layers")
     return TensorSpec(
         path=entry.path, shape=shape, embedding=entry.embedding, arrangement=kept, state=entry.state, layers=entry.layers
     )
@@ -340,14 +344,15 @@ def check_same_map(ours: FragmentMap, theirs: FragmentMap, run: str) -> None:
         if {type(a), type(b)} == {FixedSpec, type(None)}:
             lacks = "the run" if b is None else "this learner"
             raise AdmissionError(
-                f"run {run!r}: {lacks} lacks tensor {path!r}, which is not trained: either all learners of a run state what is "
-                "frozen (tasks, and loops that hand over a module), or none does (loops that hand over trained tensors by name)"
+                f"run {run!r}: {lacks} lacks tensor {path!r}, which is not trained: either all learners of a run list "
+                "frozen tensors (tasks, and loops that pass a module), or none does (loops that pass trained tensors by "
+                "name)"
             )
         if isinstance(a, FixedSpec) and isinstance(b, FixedSpec) and a != b:
             raise AdmissionError(
                 f"run {run!r}: tensor {path!r}, which is not trained, differs from the founder's: the run has "
-                f"{_describe(b)}, this learner {_describe(a)}; give all learners the same file, and make no values "
-                "that depend on the machine"
+                f"{_describe(b)}, this learner {_describe(a)}; give all learners the same file, and create no values that "
+                "depend on the machine"
             )
         if a != b:
             raise AdmissionError(

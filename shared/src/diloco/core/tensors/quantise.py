@@ -45,7 +45,7 @@ from diloco.errors import FormatError, NonFiniteError
 
 Vector = NDArray[np.float32]
 Raw = NDArray[np.uint8]
-NOT_FINITE = "a value to be sent is NaN or infinite"
+NOT_FINITE = "a value to send is NaN or infinite"
 
 
 def body_bytes(n: int, bits: int) -> int:
@@ -121,7 +121,7 @@ def validate(body: Raw, n: int, bits: int) -> None:
         NonFiniteError: a value or scale is NaN or infinite.
     """
     if body.size != body_bytes(n, bits):
-        raise FormatError(f"body of {body.size} bytes, {n} values of {bits} bits take {body_bytes(n, bits)}")
+        raise FormatError(f"body of {body.size} bytes, expected {body_bytes(n, bits)} for {n} values of {bits} bits")
     if bits == 2:
         scales, codes = _split(body, n, np.uint16)
         if not kernels.valid4(scales, codes[:0]):  # any codes are some
