@@ -196,7 +196,7 @@ def elastic(*, processes: Sequence[int] = (2, 3)) -> None:
 
 # ---- kills
 
-ENDED = ("is gone", "begins again", "a collective failed", "did not hear this process")  # how others end with a killed process
+ENDED = ("is gone", "begins again", "a collective operation failed", "did not hear it")  # how others end with a killed process
 SETS = {
     "task.name": "harness.asleep:make_paired", "task.layers": 4, "task.width": 64, "task.batch": 6, "fragments.count": 4,
     "round.steps": 8, "inner.optimizer": "adamw", "liveness.heartbeat_s": 0.2, "log.keyframe_factor": 1000,

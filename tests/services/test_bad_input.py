@@ -124,7 +124,7 @@ def test_data_that_is_not_there_is_named_before_anything_is_started(diloco: Dilo
 def test_a_task_that_cannot_be_trained_is_named_before_anything_is_started(diloco: Diloco, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("too few")
     for code, arguments, says in (
-        (2, ["--task", "width=3"], "--task width: the built-in task has none"),
+        (2, ["--task", "width=3"], "--task width: the built-in task has no options"),
         (2, ["--task", "width"], "--task width: expected KEY=VALUE, for example width=64"),
         (2, ["--set", "task.name=json:wrong", "--data", "hf://corpus"], "task.name = 'json:wrong': 'wrong' does not exist"),
         (3, ["--data", "text.txt"], "text.txt, share 0 of 4: 1 bytes of text, one batch of 16 windows"),

@@ -70,7 +70,7 @@ async def act_on(page: PageProcess, cluster: Cluster, own: Path, third: Service)
     assert code == EjectedError.exit_code
     assert "no learner 'missing' was ever admitted" in await acted(page, "eject", learner="missing")
     assert await acted(page, "readmit", learner="toy-2") == ["change 3: readmit toy-2"]
-    assert "toy-0' takes part" in await acted(page, "readmit", learner="toy-0")
+    assert "toy-0' already takes part" in await acted(page, "readmit", learner="toy-0")
     told = await acted(page, "preview", version="1")
     assert re.match(r"fragment 0: versions 2 to \d+, \d+", told[0]), told
     assert re.match(r"lost in all: \d+ versions of 4 fragments", told[-2]), told

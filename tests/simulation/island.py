@@ -45,8 +45,8 @@ REGROUP_S = 1.0
 ADDRESS_PORT = 7600
 # whatever else a generation ends by is a defect
 EXPECTED = re.compile(
-    r"is gone|it stood still|has ended: its rows|did not come|cannot be reached|waits for other processes|"
-    r"no connection to process|went away while all met|a collective failed"
+    r"is gone|was suspended|has ended: its rows|did not connect|cannot be reached|has waited for other processes|"
+    r"no connection to process|was lost while all were connecting|a collective operation failed"
 )
 
 

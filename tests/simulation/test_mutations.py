@@ -333,7 +333,7 @@ MUTATIONS: list[tuple[Callable[[Patch], None], str]] = [
     (islands_of_one_batch, "an honest learner is refused: .* is impossible"),
     (slow_learners_alone, "an honest learner is refused: .* steps since genesis"),
     (less_than_was_granted, "an honest learner is refused: .* tokens in its steps"),
-    (merges_of_the_usual_norm, "an honest learner is refused: .* is longer than"),
+    (merges_of_the_usual_norm, "an honest learner is refused: .* has a norm above"),
 ]
 
 
