@@ -280,7 +280,7 @@ def test_checkpoints_of_other_models_are_refused(island: Island) -> None:
     missing = {name: array for name, array in state.items() if name != "params/list/0"}
     with pytest.raises(RunError, match="'params/list/0' is missing"):
         island.load_state(missing)
-    with pytest.raises(RunError, match="'params/more' is not of this model"):
+    with pytest.raises(RunError, match="'params/more' is not in this model"):
         island.load_state(state | {"params/more": np.zeros(1)})
     with pytest.raises(RunError, match=r"'params/list/0' has shape \(4,\) of float32, this model's has \(5,\) of float32"):
         island.load_state(state | {"params/list/0": np.zeros(4, np.float32)})

@@ -238,7 +238,7 @@ def test_all_begin_from_the_newest_checkpoint_of_which_all_parts_are_there(tmp_p
     again.began_from(1)
     assert again.accounts.whole == first
     [reason] = again.refused
-    assert "is not there" in reason
+    assert "is missing from" in reason
 
 
 def keep(folder: Path, step: int) -> str:
@@ -283,7 +283,7 @@ def test_parts_that_another_host_has_are_asked_for_by_name(tmp_path: Path, loop:
     assert again.done == [False, False]
     [reason] = again.refused
     assert "process 1 differs from process 0 in checkpoint: " in reason
-    assert "no part of checkpoint '7, boundary 1' of ann is here" in reason
+    assert "no part of checkpoint '7, boundary 1' of ann found" in reason
 
 
 def test_on_hosts_of_their_own_each_begins_from_its_part(tmp_path: Path, loop: LoopThread) -> None:
