@@ -101,7 +101,7 @@ async def test_what_would_break_the_run_is_refused_and_nothing_is_stored(launch:
         await change(path, "round.steps=3", reason="two\nlines")
     with pytest.raises(RunError, match="no learner 'bob' was ever admitted"):
         await asyncio.to_thread(operate.eject, path, "bob")
-    with pytest.raises(RunError, match="'toy-0' takes part; ejected or quarantined: none"):
+    with pytest.raises(RunError, match="'toy-0' already takes part; ejected or quarantined: none"):
         await asyncio.to_thread(operate.readmit, path, "toy-0")
     async with run_reader.reached(path) as reached:
         assert await reached.run.registry.get("changes") is None

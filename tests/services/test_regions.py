@@ -553,7 +553,7 @@ async def test_a_service_in_no_region_of_the_run_says_so_and_ends(
     ("names", "said"),
     [
         (["us", "us"], "two regions are named 'us'"),
-        (["us"], "one ('us') is none"),
+        (["us"], "lists one region ('us')"),
         (["us", "e-u"], "should match pattern"),
     ],
 )

@@ -242,7 +242,7 @@ def chain(fragment: int, version: int, **changes: Any) -> Chain:
             {0: (3, 4)},
             "change 3 takes fragments 0 back to version 4, and is not carried out yet",
         ),
-        ([chain(0, 5, rolled_back=RolledBack(9, 2, 4))], 4, {}, "has carried out change 9, and there are 3 changes"),
+        ([chain(0, 5, rolled_back=RolledBack(9, 2, 4))], 4, {}, "has carried out change 9, but the server has only 3 changes"),
         ([chain(0, 5), chain(1, 7)], 4, {0: (3, 2)}, ""),  # this one takes its place
         ([chain(0, 5, rolled_back=RolledBack(3, 2, 4)), chain(1, 7)], 6, {0: (3, 2)}, ""),
     ],
