@@ -333,8 +333,8 @@ def test_another_tokenizer_of_the_same_size_is_refused(make: MakeMix, tmp_path: 
         (ONE + "wieght = 2\n", SettingsError, r"source 'one': no setting 'wieght' \(did you mean 'weight'\?\)"),
         (ONE + "weight = -1\n", SettingsError, "source 'one': weight = -1: .*greater than 0"),
         (ONE + "weight = 0\n", SettingsError, "source 'one': weight = 0: .*greater than 0"),
-        (ONE + 'column = "text"\n', SettingsError, "column: a source of kind 'text' has none"),
-        ("[sources.a]\nkind = 'parquet'\n", SettingsError, "a source of kind 'parquet' needs one"),
+        (ONE + 'column = "text"\n', SettingsError, "column: a source of kind 'text' has no column"),
+        ("[sources.a]\nkind = 'parquet'\n", SettingsError, "required for a source of kind 'parquet'"),
         ("[sources.a]\nkind = 'txt'\n", SettingsError, r"source 'a': kind = 'txt'.*'text', 'bin', 'parquet' or 'huggingface'"),
         ("vocabulary = 9\n" + ONE, SettingsError, "vocabulary: only for mixes in which all sources are of kind bin"),
         (
@@ -353,7 +353,7 @@ def test_another_tokenizer_of_the_same_size_is_refused(make: MakeMix, tmp_path: 
             DataError,
             "source 'a': .*one: has no files; expected a Parquet file",
         ),
-        ("[sources.a]\nkind = 'huggingface'\npath = 'no'\n", DataError, "source 'a': .*no: is not there; expected a folder"),
+        ("[sources.a]\nkind = 'huggingface'\npath = 'no'\n", DataError, "source 'a': .*no: does not exist; expected a folder"),
         ("vocabulary = 9\n[sources.a]\nkind = 'bin'\npath = 'no.bin'\n", DataError, r"source 'a': .*no\.bin: cannot be read"),
     ],
 )
@@ -371,9 +371,9 @@ def test_what_is_refused(make: MakeMix, toml: str, error: type[DilocoError], sai
         (np.full(900, 1000, np.uint16).tobytes(), r"has the token 1000, and the vocabulary ends with 999.*sources\.b\.dtype"),
         (
             np.zeros(200, np.uint16).tobytes(),
-            r"10 tokens are held out for validation, one batch of 2 windows of 8 tokens takes 17",
+            r"10 tokens held out for validation, but one batch of 2 windows of 8 tokens takes 17",
         ),
-        (np.zeros(9, np.uint16).tobytes(), r"source 'b': 9 tokens are to train on, one batch"),
+        (np.zeros(9, np.uint16).tobytes(), r"source 'b': 9 tokens for training, but one batch"),
     ],
 )
 def test_bins_that_are_refused(make: MakeMix, tmp_path: Path, tokens: bytes, said: str) -> None:
@@ -394,7 +394,7 @@ def test_a_changed_bin_is_looked_at_again(make: MakeMix, tmp_path: Path) -> None
 
 def test_more_shares_than_windows(make: MakeMix, tmp_path: Path) -> None:
     np.zeros(400, np.uint16).tofile(tmp_path / "b.bin")
-    with pytest.raises(DataError, match=r"source 'b'.*are 47 windows of 8 tokens, and each of 48 shares needs one"):
+    with pytest.raises(DataError, match=r"source 'b'.*make 47 windows of 8 tokens, and each of 48 shares needs at least one"):
         make(BIN).batches(0, 48, 0, 0)
 
 

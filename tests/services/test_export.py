@@ -144,7 +144,7 @@ def test_an_orbax_checkpoint_that_was_not_finished_is_refused_by_orbax(tmp_path:
 @pytest.mark.parametrize(
     ("names", "said"),
     [
-        ({"b": "qkv/b"}, "tensor 'qkv/b' would lie within another one"),
+        ({"b": "qkv/b"}, "tensor 'qkv/b' would lie within another tensor"),
         ({"b": "a/b", "qkv": "a.b"}, "tensor 'a/b' would have the place of 'a.b'"),
     ],
 )
