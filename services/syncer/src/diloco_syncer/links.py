@@ -64,7 +64,7 @@ class LinkWatch:
             reason = (
                 "no majority of regions can be reached"
                 if regions.stores
-                else ("the server of this syncer's region stores nothing")
+                else "the server of this syncer's region stores nothing"
             )
             self.context.log.warning("commits_nothing", reason=reason)
         elif before and not self.unable:

@@ -19,7 +19,7 @@ from diloco.nats import append, streams
 from diloco.nats.connection import NatsLink, ask, subscribe, wait_connected
 from diloco.nats.pull import Puller
 from diloco.nats.registry import Registry
-from diloco.process.tasks import heeding
+from diloco.process.tasks import give_up
 from diloco.transport import Fence, Heard, Room, Stored
 from diloco.wire.grants import SignedGrant
 
@@ -144,19 +144,17 @@ class NatsTransport(NatsLink):
 
     async def _answered(self, asking: Coroutine[Any, Any, T], what: str) -> T:
         """Await a request over the bulk connection, until that connection is lost."""
-        asked, task = asyncio.ensure_future(asking), asyncio.current_task()
-        assert task is not None  # else nothing could be awaited
-        before = task.cancelling()
+        asked = asyncio.ensure_future(asking)
         self.bulk.asked.add(asked)
         try:
-            return await heeding(asked)
-        except asyncio.CancelledError:
-            if task.cancelling() > before:
-                raise
-            # its answer died with the connection: a caller that tries again need not wait for the timeout
-            raise AppendUncertainError(f"{what}: the connection was lost before the answer came") from None
+            await asyncio.wait({asked})
+            if asked.cancelled():
+                # its answer died with the connection: a caller that tries again need not wait for the timeout
+                raise AppendUncertainError(f"{what}: the connection was lost before the answer came")
+            return asked.result()
         finally:
             self.bulk.asked.discard(asked)
+            await give_up(asked)
 
     async def _asked(self, asking: Callable[[], Coroutine[Any, Any, T]], what: str) -> T:
         """Await a request as :meth:`_answered`, once there is a connection.

@@ -284,10 +284,7 @@ def _keep_readable(learner: Learner, state: FragmentState, step: int, soon_s: fl
     if state.open_version > state.delta.base_version:  # once it is answered, the next round comes after the next version
         return state.wants_answer and learner.work.unmerged(state)
     expected_step = _expected_step(learner, state)
-    is_near = expected_step is not None and step >= expected_step - 1
-    if not is_near and state.opened_at_s is not None and state.period.value is not None:
-        is_near = soon_s >= state.opened_at_s + state.period.value
-    if not is_near:
+    if not (expected_step is not None and step >= expected_step - 1) and not state.is_expected_by(soon_s):
         return False
     return not state.sending and not state.pending and learner.work.unmerged(state)
 

@@ -200,9 +200,13 @@ class FragmentState:
         """
         if self.pending or self.open_version != self.delta.base_version or self.phase is not Phase.READY:
             return False
-        if self.opened_step is None or self.opened_at_s is None or step >= self.opened_step + self.steps_between - 1:
+        if self.opened_step is None or step >= self.opened_step + self.steps_between - 1:
             return False
-        return self.period.value is None or soon_s < self.opened_at_s + self.period.value
+        return not self.is_expected_by(soon_s)
+
+    def is_expected_by(self, at_s: float) -> bool:
+        """Return whether the next round should be open at a time, by the usual distance of the rounds before."""
+        return self.opened_at_s is not None and self.period.value is not None and at_s >= self.opened_at_s + self.period.value
 
     @property
     def wants_answer(self) -> bool:

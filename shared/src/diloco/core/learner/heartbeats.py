@@ -8,7 +8,7 @@ from diloco.core.learner.learner import Learner
 from diloco.wire.control import Heartbeat
 
 A_CYCLE = 4  # heartbeats within the steps between two rounds of a fragment: owners see in time that it may open
-SPARE_STEPS = 2.0  # a heartbeat is sent so many steps early: one that a timer sends comes in the middle of a step
+SPARE_STEPS = 2.0  # a heartbeat is sent this many steps early, before the timer sends one in the middle of a step
 
 
 class HeartbeatSchedule:
