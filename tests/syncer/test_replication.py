@@ -57,8 +57,7 @@ async def test_an_owner_whose_own_region_is_far_behind_brings_it_up_so_that_all_
 
         assert (new.chain.version, refused) == (behind, [])
         assert not [line for line in logs if line["event"] == "log_reloaded"]
-        # the new owner's first entry is told when it is committed, which may be one entry later
-        assert max(await entries_between_notices(eu.context.store, 0)) <= NOTICE_EVERY + 1
+        assert max(await entries_between_notices(eu.context.store, 0)) <= NOTICE_EVERY
         loaded = await LogFollower(eu.context.store, apart.genesis, refused.append, get_logger(), in_place=True).load(0)
         assert loaded.replica.chain.head == new.chain.head
         await new.stop()
