@@ -107,6 +107,8 @@ ARG REVISION=unknown
 LABEL org.opencontainers.image.title=diloco-learner org.opencontainers.image.version=$VERSION org.opencontainers.image.revision=$REVISION
 
 FROM server AS nats
+# as diloco_ops.broker.server.GO_ENVIRONMENT
+ENV GOGC=25
 RUN mkdir /data && chown 10001:10001 /data
 USER 10001:10001
 ARG VERSION=0.2.0

@@ -8,7 +8,7 @@ unexport PYTHONDONTWRITEBYTECODE
 DISTRIBUTIONS = shared services/learner services/syncer services/coordinator report ops lab
 LINTED = $(DISTRIBUTIONS) tests bench examples
 
-.PHONY: setup help torch extras up test test-services test-all test-extras test-compose test-day stress fuzz bench lint ruff types format requirements wheels pin-images images sbom clean chaos chaos-long
+.PHONY: setup help torch extras torchtitan up test test-services test-all test-extras test-oldest-torch test-compose test-day stress fuzz bench lint ruff types format requirements wheels pin-images images sbom clean chaos chaos-long
 
 setup: .venv/ready  ## install everything into .venv, whose command is .venv/bin/diloco
 
@@ -42,6 +42,24 @@ extras: .venv/extras  ## install Flax, Equinox, Haiku, Orbax and what mixes of d
 	$(STEP) 'installing the packages of optional parts and examples' '$(INSTALL) --compile-bytecode --require-hashes $(EXTRAS:%=-r %)'
 	@touch $@
 
+# environments beside .venv, for what wants other versions than it has
+torchtitan: .venv-torchtitan/ready  ## install torchtitan into .venv-torchtitan, an environment of its own
+
+.venv-torchtitan/ready: .venv/ready requirements/torchtitan.txt
+	$(call APART,torchtitan,-r requirements/torchtitan.txt,shared services/learner)
+
+.venv-oldest-torch/ready: .venv/ready requirements/oldest-torch.txt
+	$(call APART,oldest-torch,-r requirements.txt -r requirements/oldest-torch.txt,$(DISTRIBUTIONS))
+
+# $(call APART,NAME,REQUIREMENTS,DISTRIBUTIONS)
+define APART
+$(STEP) 'making .venv-$(1)' 'uv venv -q --allow-existing --python $(PYTHON) .venv-$(1)'
+$(STEP) 'installing the packages of requirements/$(1).txt' '$(INTO_APART) --no-deps --require-hashes $(2)'
+$(STEP) "installing this project's own packages there" '$(INTO_APART) --no-build-isolation --no-deps $(3:%=-e %)'
+@touch $@
+endef
+INTO_APART = uv pip install -q --python $(@D)/bin/python
+
 up: setup  ## train a byte-level GPT with four learners on this machine; ARGS='--learners 2' adds options
 	@$(BIN)/diloco up $(ARGS)
 
@@ -60,6 +78,11 @@ test-all: setup  ## run both, and tests that take long
 
 test-extras: torch extras  ## run the tests that need optional libraries
 	$(GATE) test-extras
+
+# the tests of loops and tasks of PyTorch, with the oldest PyTorch that services/learner/pyproject.toml allows
+OF_TORCH = tests/learner/test_torch*.py tests/learner/test_loop_steps.py tests/services/test_torch.py tests/services/test_torch_ranks.py
+test-oldest-torch: .venv-oldest-torch/ready  ## run the tests of PyTorch with the oldest one that is allowed
+	.venv-oldest-torch/bin/python -m pytest $(OF_TORCH)
 
 # it goes on where it stopped
 TESTS ?= test
@@ -121,6 +144,8 @@ requirements:  ## choose the newest versions of all packages, and write the requ
 	$(COMPILE_IMAGE) --group build -o requirements/build.txt
 	$(COMPILE_IMAGE) --excludes requirements/torch-without.txt --group torch -o requirements/torch.txt
 	$(COMPILE_IMAGE) --group examples -o requirements/examples.txt
+	$(COMPILE) shared/pyproject.toml --group torchtitan -o requirements/torchtitan.txt
+	$(COMPILE_IMAGE) --excludes requirements/torch-without.txt --group oldest-torch -o requirements/oldest-torch.txt
 	$(COMPILE) -c requirements.txt services/learner/pyproject.toml --extra data -o requirements/data.txt
 	$(COMPILE_IMAGE) ops/pyproject.toml --extra orbax -o requirements/orbax.txt
 

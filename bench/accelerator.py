@@ -56,6 +56,7 @@ PARTS = (
     Part("torch-pace", 45, 150, ("torch",)),
     Part("jax-device", 25, 120, ("jax",)),
     Part("torch-device", 25, 120, ("torch",)),
+    Part("torch-loop", 20, 90, ("torch",)),
     Part("jax-two", 45, 150, ("jax",)),
     Part("torch-two", 45, 150, ("torch",)),
     Part("replay", 45, 180, ("jax",)),
@@ -72,6 +73,7 @@ PARTS = (
 FUNCTIONS: dict[str, tuple[str, str, tuple[object, ...]]] = {
     "jax-fit": ("loops", "fit", ()),
     "host": ("loops", "host", ()),
+    "torch-loop": ("torch_loop", "loop", ()),
     "replay": ("runs", "returned", ()),
     "replay-deterministic": ("runs", "deterministic", ()),
     "mixed": ("runs", "mixed", ()),

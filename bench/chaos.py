@@ -1,10 +1,11 @@
-"""Failures in a live run: what they cost it, and whether the simulator says the same of them.
+"""Failures in a live run: what they cost it, whether the simulator says the same of them, and what grows meanwhile.
 
 python bench/chaos.py drill                       # a fault every 3 s for a minute, on a small model: `make chaos`
 python bench/chaos.py drill --long                # a fault every 10 s for half an hour, the default model: `make chaos-long`
 python bench/chaos.py drill --long --for 180      # the same in a tenth of the time
 python bench/chaos.py simulated                   # a real run and the simulator through the same failures: 80 seconds
 python bench/chaos.py simulated --tape tape.jsonl # other failures
+python bench/chaos.py soak                        # two hours with a kill every minute: does anything grow?
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Annotated
 from harness.console import Bench, Keep, Result, Script, folder, say
 from harness.host import machine
 from harness.live_run import ASLEEP_TOKENS, DILOCO, ENDLESS, Up, asleep, up
+from harness.soak import VICTIMS, exceeded, measure_soak, summarise
 
 from diloco.core.learner.slots import choose
 from diloco.errors import BrokerError, MessageError, RunError
@@ -420,7 +422,54 @@ def show_simulated(result: Result) -> None:
     print(f"at most {100 * TARGET:g} % apart: {'passed' if result['passed'] else 'FAILED'}")
 
 
-SCRIPT = Script(__doc__, Bench(drill, show_drill), Bench(simulated, show_simulated))
+# ---- soak
+
+
+def soak(
+    *,
+    for_: Annotated[float, "seconds from the first cycle of versions on"] = 7200.0,
+    kill_every_s: float = 60.0,
+    sample_every_s: float = 10.0,
+    keep: Keep = None,
+) -> Result:
+    """Kill a process every minute, and measure whether any process holds more and more.
+
+    Three learners take steps that sleep, beside an evaluator, three syncers, two coordinators and NATS. SIGKILL ends one of six
+    services in turn, and `diloco up` starts it again. One learner, one syncer, one coordinator, NATS and `diloco up`
+    itself are never killed. Resident and private memory (RSS, USS), threads, open files and asyncio tasks of every process are
+    sampled.
+
+    The table has the last process of each service that lived for two minutes or longer, and `--json` all of them. The first
+    tenth of a life, at most five minutes, is left out. `first` and `last` are the medians of the first and the last tenth of
+    the rest. `an hour` is the slope of the least-squares line, and `growth` its rise.
+
+    Exit code 1 if a process that is never killed grows by more than the bound that the table states.
+    """
+    with folder(keep) as place:
+        lives, killed = measure_soak(place / "run", for_, kill_every_s, sample_every_s)
+        rows = summarise(lives, VICTIMS)
+        above = exceeded(rows)
+        result = {"machine": machine(), "kills": Counter(killed), "rows": rows, "exceeded": above, "passed": not above}
+        (place / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+    return result
+
+
+def show_soak(result: Result) -> None:
+    kills = ", ".join(f"{service} {count}" for service, count in result["kills"].items())
+    print(f"{result['machine']['cpu']}, {result['machine']['cores']} cores; kills: {kills or 'none'}")
+    print(f"{'process':16} {'life':>7} {'count':11} {'first':>9} {'last':>9} {'an hour':>9} {'growth':>9} {'at most':>9}")
+    newest = {row["service"]: row["pid"] for row in result["rows"]}  # rows of a service are in the order of its lives
+    for row in result["rows"]:
+        if row["pid"] != newest[row["service"]]:
+            continue
+        unit = 1e6 if row["count"].endswith("_bytes") else 1
+        bound = "" if row["bound"] is None else f"{row['bound'] / unit:9.1f}"
+        shown = " ".join(f"{row[name] / unit:9.1f}" for name in ("first", "last", "slope_per_h", "growth"))
+        print(f"{row['service']:16} {row['life_s']:5.0f} s {row['count'].replace('_bytes', '_MB'):11} {shown} {bound}".rstrip())
+    print(f"FAILED: {', '.join(result['exceeded'])}" if result["exceeded"] else "passed")
+
+
+SCRIPT = Script(__doc__, Bench(drill, show_drill), Bench(simulated, show_simulated), Bench(soak, show_soak))
 
 if __name__ == "__main__":
     SCRIPT.run()

@@ -1,8 +1,9 @@
-"""Costs of a learner's framework, and what it keeps: examples, a look at tensors, mixed frameworks, bfloat16, and data.
+"""Costs of a learner's framework, and what it keeps: examples, looks at tensors, loops, mixed frameworks, bfloat16, and data.
 
 python bench/frameworks.py examples            # all of them, in about six minutes on two cores that do nothing else
 python bench/frameworks.py examples flax_nnx lora --pairs 32 --json
 python bench/frameworks.py watching            # 300 tensors; ten seconds; needs PyTorch
+python bench/frameworks.py stepping --pin      # a joined loop of PyTorch beside a bare one; two minutes
 python bench/frameworks.py mixed --tokens 200000 --seeds 2
 python bench/frameworks.py bfloat16
 python bench/frameworks.py data                # needs the extra `data`
@@ -25,7 +26,8 @@ import numpy as np
 import optax
 from harness.console import Bench, Result, Script, folder, say
 from harness.host import machine
-from harness.intervals import T95, ratio
+from harness.intervals import T95, ratio, spread
+from harness.live_run import ENDLESS
 from numpy.typing import NDArray
 
 from diloco.process import observe
@@ -240,6 +242,59 @@ def show_watching(result: Result) -> None:
     for what in ("module", "named", "swapped", "hashed"):
         print(f"{what:8} {1000 * result[what]:9.3f} ms")
     print(f"a look at a module takes {result['of_target']:.2f} of its target")
+
+
+# ---- stepping
+
+REACHED_S = 5.0  # before the first pair: the rounds have found their times
+PATIENT_S = 600.0  # who is stopped is not dead
+
+
+def stepping(
+    *,
+    step_s: float = 0.036,
+    parameters: int = 860_000,
+    fragments: int = 24,
+    steps: int = 20,
+    learners: int = 2,
+    pairs: Annotated[int, tuple(T95)] = 4,
+    turn_s: float = 6.0,
+    asleep: Annotated[bool, "no loop computes: steps take their time without a processor"] = False,
+    pin: Annotated[bool, "both loops' threads at core 0, and everything else at core 1"] = False,
+) -> Result:
+    """Measure the time in `run.step` of a joined PyTorch loop, and the pace of the loop relative to one that does not join.
+
+    The run has a server, a syncer and a coordinator, and its other learners are asleep in their steps. In a turn one of the two
+    loops goes on, and all processes of the other side are stopped. *call*: the time in `run.step` by the clock (mean, median,
+    99th percentile of a turn's steps), and the processor time of the loop's thread in it, which other work on the machine moves
+    less. *blocked*: the share of a step that is in `run.step`. *pace*: the bare loop's time of a step over the joined one's.
+    What a step takes by the clock beyond the processor time of its thread was spent waiting, most of it for Python's lock.
+    """
+    from harness.loops import sides
+
+    given = {
+        "learners": learners, "shards": 1, "tokens": ENDLESS, "fragments.count": fragments, "round.steps": steps,
+        "liveness.dead_s": PATIENT_S, "liveness.lease_s": PATIENT_S,
+    }  # fmt: skip
+    settings = run_settings("decoupled", given)
+    with sides(settings, learners=learners, parameters=parameters, step_s=step_s, asleep=asleep, pin=pin) as both:
+        time.sleep(REACHED_S + steps * step_s)
+        turns = [both.turn(turn_s, run_first=pair % 2 == 0) for pair in range(pairs)]
+    pace = ratio([turn["bare_step_s"] for turn in turns], [turn["step_s"] for turn in turns])
+    return machine() | {"pairs": pairs, "pin": pin, "asleep": asleep, "turns": turns, "pace": pace}
+
+
+def show_stepping(result: Result) -> None:
+    print(f"{result['cpu']}, {result['cores']} cores, {result['pairs']} pairs: median (least to most)")
+    names = (
+        "bare_step_s", "bare_step_cpu_s", "step_s", "step_cpu_s", "call_mean_s", "call_median_s", "call_p99_s", "call_cpu_s",
+    )  # fmt: skip
+    for name in names:
+        found = spread([1000 * turn[name] for turn in result["turns"]])
+        print(f"  {name:15} {found['median']:7.3f} ms ({found['least']:.3f} to {found['most']:.3f})")
+    blocked, pace = spread([100 * turn["blocked"] for turn in result["turns"]]), result["pace"]
+    print(f"  blocked        {blocked['median']:7.2f} %  ({blocked['least']:.2f} to {blocked['most']:.2f})")
+    print(f"  pace           {100 * pace['ratio']:7.1f} %  ({100 * pace['low']:.1f} to {100 * pace['high']:.1f}, 95 %)")
 
 
 # ---- mixed
@@ -474,7 +529,14 @@ def model_rate(settings: TaskSettings, root: Path) -> float:
     return STEPS_OF_MODEL * task.tokens_per_batch / (time.process_time() - used_s)
 
 
-BENCHES = Bench(examples, show_examples), Bench(watching, show_watching), Bench(mixed), Bench(bfloat16), Bench(data)
+BENCHES = (
+    Bench(examples, show_examples),
+    Bench(watching, show_watching),
+    Bench(stepping, show_stepping),
+    Bench(mixed),
+    Bench(bfloat16),
+    Bench(data),
+)
 SCRIPT = Script(__doc__, *BENCHES)
 
 if __name__ == "__main__":

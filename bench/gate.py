@@ -58,7 +58,7 @@ def heartbeat(learner: str, step: int, fragments: int) -> Heartbeat:
     counts = [1000 + index for index in range(fragments)]
     return Heartbeat(
         learner, "", 1_700_000_000_000, "learner", "stepping", False, step, 2048 * step, 0.1, 2.5, counts, counts, counts,
-        counts, [(0, 0, 1000), (1, 0, 1000)], 2048, 10.0, 0.1, 10**9, 10**9, 0, "0.1.0",
+        counts, [(0, 0, 500), (1, 0, 500)], 2048, 10.0, 0.1, 10**9, 10**9, 0, "0.1.0",
     )  # fmt: skip
 
 

@@ -37,6 +37,7 @@ from diloco.control import creation, genesis
 from diloco.core.syncer import excess, merging
 from diloco.core.syncer.outliers import Norms
 from diloco.core.syncer.round import Merge, RoundOffer
+from diloco.core.tensors import quantise
 from diloco.core.tensors.fragments import FragmentMap, TensorSpec, build_map
 from diloco.log.entries import fold
 from diloco.log.follower import LogFollower
@@ -419,15 +420,14 @@ async def ratios(path: Path) -> dict[str, float]:
             for entry in entries:
                 offers = []
                 for member in entry.record.members:
-                    archived = await outside.log.archive.offer(
-                        fragment.index, member.learner, member.incarnation, member.number
-                    )
+                    archived = await outside.log.archive.offer(entry.record, member)
                     if archived is not None:
                         offer, body = archived
-                        offers.append((offer, excess.norm_of(body, fragment.size, offer.bits)))
+                        offers.append((offer, quantise.norm_of(body, fragment.size, offer.bits)))
                         heard.add(member.learner)
                 for found in norms.judge(offers, heard, QuarantineSettings(factor=1.0)):
-                    largest[found.learner] = max(largest[found.learner], found.norm / found.threshold)
+                    if found.is_outlier:
+                        largest[found.learner] = max(largest[found.learner], found.norm / found.threshold)
     return dict(largest)
 
 
@@ -444,7 +444,7 @@ async def moves(path: Path) -> list[tuple[float, int, int]]:
             for entry in entries:
                 record, usual = entry.record, excess.usual(replica)
                 if entry.body is not None and record.entry == "version" and usual:
-                    moved = excess.norm_of(entry.body, fragment.size, record.bits)
+                    moved = quantise.norm_of(entry.body, fragment.size, record.bits)
                     steps = max(member.steps for member in record.members)
                     ratio = moved / usual / max(1.0, steps / settings.round.steps)
                     found.append((ratio, fragment.index, record.version))

@@ -37,6 +37,7 @@ from diloco.core.tensors import quantise
 from diloco.core.tensors.fragments import Fragment
 from diloco.log.log import Log
 from diloco.process import logs
+from diloco.process.observe import get_logger
 from diloco.settings.run import RunSettings
 from diloco.wire.entries import Record
 from diloco.wire.offers import Answer, Offer, RegionalOffer
@@ -158,8 +159,7 @@ async def training(
         running = stack.enter_context(up(directory, *options, sets=items, environment=asleep(step_s), patience_s=DEADLINE_S))
         heard = await watching(running)
         stack.push_async_callback(heard.link.close)
-        registry = await heard.link.bucket(heard.subjects.bucket, create=False)
-        run = KnownRun(heard.run.name, heard.run.settings, registry)
+        run = await creation.find(heard.link, heard.run.name, get_logger())  # its coordinator may be making it still
         log = Log(heard.link, run.name, run.identity, await creation.find_map(run), run.created)
         watch = RegionsWatch(running, heard, run, log, (await command(heard, control.Status([])))["links"])
         following = asyncio.create_task(watch.follow())
@@ -415,9 +415,7 @@ async def cosines(watch: RegionsWatch, each: int) -> dict[str, Any]:
 
 async def kept(log: Log, record: Record) -> list[RoundOffer]:
     """Return a version's offers in this region's archive."""
-    found = [
-        await log.archive.offer(record.fragment, member.learner, member.incarnation, member.number) for member in record.members
-    ]
+    found = [await log.archive.offer(record, member) for member in record.members]
     return [RoundOffer(*stored) for stored in found if stored is not None]
 
 

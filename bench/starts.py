@@ -271,7 +271,10 @@ async def restart(
     with folder() as place, up(place / "run", sets=set_, patience_s=RESTART_PATIENCE_S) as running:
         watch = await watching(running)
         await running.reach(watch.all_step, "all learners step")
-        results = [await kill(running, watch, checkpoint=known, nice=nice) for known in [True] * kills + [False] * kills]
+        results = []
+        for known in [True] * kills + [False] * kills:
+            results.append(await kill(running, watch, checkpoint=known, nice=nice))
+            say(f"kill {len(results)} of {2 * kills}: its programs were there after {results[-1]['started_s']:.1f} s")
         read = await catch_up(running, watch, versions)
         await watch.link.close()
     targets = {"first_step_s": FIRST_STEP_TARGET_S, "steps_lost": LOST_TARGET, "keyframes": KEYFRAMES_TARGET}

@@ -79,7 +79,7 @@ def pytest_configure(config: pytest.Config) -> None:
     processes = config.getoption("numprocesses", None) or 0
     measuring.state_pace(max(1, processes))  # before any module of tests is imported
     if processes:  # compiled once, and not by every worker; in a process of its own, which gives its memory back
-        subprocess.run([sys.executable, "-c", "import diloco.core.tensors.kernels"], check=True)
+        subprocess.run([sys.executable, "-c", "from diloco.core.tensors.compiled import kernels; kernels.load()"], check=True)
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks

@@ -14,6 +14,7 @@ from typing import Any, get_args, get_origin
 import pytest
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
+from tests.made.message_bounds import bound_rows
 
 import diloco_coordinator.run_metrics
 import diloco_learner.run.learner_metrics
@@ -39,6 +40,7 @@ PAGES = sorted(str(path.relative_to(ROOT)) for path in [*(ROOT / "docs").rglob("
 SERVICES_TESTS = ROOT / "tests" / "services"
 PAGES = sorted(str(page.relative_to(ROOT)) for folder in ("docs", ".") for page in (ROOT / folder).glob("*.md"))
 TABLE_BEGINS, TABLE_ENDS = "<!-- made from the code -->\n", "\n<!-- end -->"
+BOUNDS_BEGIN = "<!-- made from tests/made/message_bounds.py -->\n"
 HEAD = """# Settings of a run
 
 Made from the code by `python tests/test_docs.py`; a test compares. Set them with `--set NAME=VALUE`. One set holds for all
@@ -207,14 +209,18 @@ def _promises(node: ast.expr, shared: Mapping[str, str]) -> list[str]:
     return texts
 
 
-def with_table(page: Path, rows: list[str]) -> str:
+def with_table(page: Path, rows: list[str], begins: str = TABLE_BEGINS) -> str:
     """A page with its table as the code has it."""
-    before, _, rest = page.read_text().partition(TABLE_BEGINS)
-    return before + TABLE_BEGINS + "\n".join(rows) + rest[rest.index(TABLE_ENDS) :]
+    before, _, rest = page.read_text().partition(begins)
+    return before + begins + "\n".join(rows) + rest[rest.index(TABLE_ENDS) :]
 
 
 def test_the_table_of_permissions_is_made_from_the_code() -> None:
     assert SECURITY.read_text() == with_table(SECURITY, permission_rows()), "run: python tests/test_docs.py"
+
+
+def test_the_table_of_bounds_is_that_of_the_tests() -> None:
+    assert SECURITY.read_text() == with_table(SECURITY, bound_rows(), BOUNDS_BEGIN), "run: python tests/test_docs.py"
 
 
 def test_every_promise_is_kept_by_one_test_that_is_listed() -> None:
@@ -242,7 +248,7 @@ def test_modules_that_the_docs_name_exist(page: str) -> None:
     places = {
         "/" + str(path.relative_to(ROOT)).replace("/diloco_", "/")
         for path in ROOT.glob("*/**/*.py")
-        if ".venv" not in path.parts
+        if not any(part.startswith(".venv") for part in path.parts)
     }
     text = re.sub(r"`[^`]*` at commit [0-9a-f]{8}", "", (ROOT / page).read_text())
     for name in re.findall(r"`((?:\w+/)+\w+\.py)`", text):
@@ -290,4 +296,5 @@ def test_every_picture_is_made_by_a_command_that_is_named() -> None:
 if __name__ == "__main__":
     SETTINGS.write_text(settings_page())
     SECURITY.write_text(with_table(SECURITY, permission_rows()))
+    SECURITY.write_text(with_table(SECURITY, bound_rows(), BOUNDS_BEGIN))
     MAINTAINERS.write_text(with_table(MAINTAINERS, promise_rows()))

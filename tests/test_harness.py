@@ -182,6 +182,15 @@ def test_modules_that_keep_no_promise_are_not_imported(tmp_path: Path) -> None:
     assert gate.without_promise(tmp_path) == ["tests/services/test_other.py"]
 
 
+def test_what_needs_an_optional_library_is_run_once_that_is_installed(tmp_path: Path) -> None:
+    modules = tmp_path / "tests/learner"
+    modules.mkdir(parents=True)
+    (modules / "test_torch.py").write_text('torch = pytest.importorskip("torch")\n')
+    (modules / "test_task.py").write_text("import pytest\n")
+    assert gate.with_optional_libraries(tmp_path) == ("tests/learner/test_torch.py",)
+    assert "tests/learner/test_torch_loop.py" in gate.with_optional_libraries()
+
+
 @pytest.mark.tool
 def test_stress_goes_on_where_it_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -61,16 +61,17 @@ def imported(path: Path, known: dict[str, Path]) -> set[str]:
 def test_every_shared_module_is_reached_by_a_service() -> None:
     known = modules()
     reached: set[str] = set()
-    waiting = [*SERVICES, *ENTRY_POINTS]
+    programs = {name for name in known if name.endswith(PROGRAMS)}
+    waiting = [*SERVICES, *ENTRY_POINTS, *programs]
     while waiting:
         name = waiting.pop()
         if name not in reached:
             reached.add(name)
             waiting += imported(known[name], known)
     packages = {name for name, path in known.items() if path.name == "__init__.py"}
-    programs = {name for name in known if name.endswith(PROGRAMS)}
     kit = {name for name in known if name.startswith("diloco.testing.")} | {"diloco_syncer.virtual"}  # for users' tests
-    assert known.keys() - reached - packages - programs - kit == set()
+    kit |= {name for name in known if name.startswith("diloco.integrations.")}  # for users' trainers
+    assert known.keys() - reached - packages - kit == set()
 
 
 @pytest.mark.tool

@@ -19,7 +19,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tomli_w
 
@@ -38,6 +38,14 @@ from harness.parties import RUN, STEP_TOKENS, Island, Party, create, joined, mod
 IDLE_S = 0.5
 LOOK_S = 0.05
 PATIENCE_S = 300.0  # only ends what hangs
+
+
+class Traffic(NamedTuple):
+    """Between a process and the server."""
+
+    messages: int  # received by the process
+    received_bytes: int
+    sent_bytes: int
 
 
 @dataclass(frozen=True)
@@ -62,7 +70,23 @@ class Crowd:
     learners: list[Party]
     services: dict[str, subprocess.Popen[bytes]]
     page: str
+    ends: contextlib.ExitStack  # ends all of them
     joined_s: list[float] = field(default_factory=list)  # that each learner took, all at once
+
+    def spawn(self, target: Callable[..., None], name: str, *words: Any) -> Party:
+        """Begin a process with a function of its own, as :func:`harness.parties.spawn` does."""
+        party = spawn(target, name, *words)
+        self.ends.callback(party.process.join, 10)
+        self.ends.callback(party.process.kill)
+        return party
+
+    def join(self) -> None:
+        """Have all learners join at once, with their imports behind them."""
+        for party in self.learners:
+            party.hear()
+        for party in self.learners:
+            party.pipe.send("join")
+        self.joined_s = [float(party.hear()) for party in self.learners]
 
     def pids(self) -> dict[str, int]:
         """Return the number of each process by name."""
@@ -72,12 +96,12 @@ class Crowd:
     def figures(self) -> Figures:
         """Return what everything has taken so far."""
         steps, step_cpu_s, versions = self.learners[0].ask("figures")
-        sent = asyncio.run(self._sent())
+        traffic = self.traffic()
         return Figures(
             at_s=time.monotonic(),
             cpu_s={name: cpu_s(pid) for name, pid in self.pids().items()},
-            messages={name: messages for name, (messages, _) in sent.items()},
-            bytes={name: size for name, (_, size) in sent.items()},
+            messages={name: each.messages for name, each in traffic.items()},
+            bytes={name: each.received_bytes for name, each in traffic.items()},
             versions=sum(versions),
             steps=steps,
             step_cpu_s=step_cpu_s,
@@ -94,21 +118,35 @@ class Crowd:
             answer.read()
         return time.monotonic() - began_s
 
-    async def _sent(self) -> dict[str, tuple[int, int]]:
-        """Return messages and bytes that the server has sent over all connections of each name."""
+    def traffic(self) -> dict[str, Traffic]:
+        """Return by name of a process what has gone over its connections to the server."""
+        return asyncio.run(self._traffic())
+
+    async def _traffic(self) -> dict[str, Traffic]:
         async with administrator(self.server.admin_file.read_text().strip()) as admin:
             connections = await admin.of_connections(lambda answer: answer["data"]["connections"])
-        found: dict[str, tuple[int, int]] = {}
+        found: dict[str, Traffic] = {}
         for each in connections:
             name = str(each.get("name", "")).removesuffix("-control").removesuffix("-bulk")
-            messages, size = found.get(name, (0, 0))
-            found[name] = messages + each["out_msgs"], size + each["out_bytes"]
+            before = found.get(name, Traffic(0, 0, 0))
+            found[name] = Traffic(*map(sum, zip(before, (each["out_msgs"], each["out_bytes"], each["in_bytes"]), strict=True)))
         return found
 
 
 @contextlib.contextmanager
 def crowd(settings: RunSettings, *, learners: int, parameters: int, step_s: float) -> Iterator[Crowd]:
     """Begin a run with its services and learners, and wait until all have joined; ``step_s`` is 0 for learners at rest."""
+    with services(settings) as begun:
+        for index in range(learners):
+            words = begun.server.url, settings.model_dump(), parameters, step_s, index
+            begun.learners.append(begun.spawn(learner_main, f"learner-{index}", *words))
+        begun.join()
+        yield begun
+
+
+@contextlib.contextmanager
+def services(settings: RunSettings) -> Iterator[Crowd]:
+    """Begin a run with its services, and without learners."""
     os.environ.update(malloc_environment())
     with tempfile.TemporaryDirectory(prefix="diloco-bench-") as name, contextlib.ExitStack() as ends:
         server = Server(Path(name))
@@ -116,28 +154,15 @@ def crowd(settings: RunSettings, *, learners: int, parameters: int, step_s: floa
         ends.callback(server.kill)
         asyncio.run(create(server.url, settings))
         port = free_port()
-        begun = Crowd(server, Path(name), [], {}, f"http://127.0.0.1:{port}/")
+        begun = Crowd(server, Path(name), [], {}, f"http://127.0.0.1:{port}/", ends)
         for index in range(settings.shards):
-            begun.services[f"syncer-{index}"] = _service(begun, "syncer", f"syncer-{index}", {}, ends)
+            begun.services[f"syncer-{index}"] = _service(begun, "syncer", f"syncer-{index}", {})
         page = {"settings": settings.model_dump(mode="json", exclude_defaults=True), "page_address": f"127.0.0.1:{port}"}
-        begun.services["coordinator"] = _service(begun, "coordinator", "coordinator", page, ends)
-        for index in range(learners):
-            words = server.url, settings.model_dump(), parameters, step_s, index
-            party = spawn(learner_main, f"learner-{index}", *words)
-            ends.callback(party.process.join, 10)
-            ends.callback(party.process.kill)
-            begun.learners.append(party)
-        for party in begun.learners:
-            party.hear()
-        for party in begun.learners:  # all at once, with their imports behind them
-            party.pipe.send("join")
-        begun.joined_s = [float(party.hear()) for party in begun.learners]
+        begun.services["coordinator"] = _service(begun, "coordinator", "coordinator", page)
         yield begun
 
 
-def _service(
-    begun: Crowd, kind: str, name: str, settings: Mapping[str, Any], ends: contextlib.ExitStack
-) -> subprocess.Popen[bytes]:
+def _service(begun: Crowd, kind: str, name: str, settings: Mapping[str, Any]) -> subprocess.Popen[bytes]:
     folder = begun.folder / name
     folder.mkdir()
     file = folder / "service.toml"
@@ -146,8 +171,8 @@ def _service(
     with (folder / "output").open("wb") as output:
         command = [sys.executable, "-m", f"diloco_{kind}", "--config", str(file)]
         process = subprocess.Popen(command, stdout=output, stderr=output)
-    ends.callback(process.wait, 10)
-    ends.callback(process.kill)
+    begun.ends.callback(process.wait, 10)
+    begun.ends.callback(process.kill)
     return process
 
 

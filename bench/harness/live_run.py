@@ -156,17 +156,20 @@ def up(
     sets: Mapping[str, Any] | Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
     patience_s: float = PATIENCE_S,
+    command: str = "up",
 ) -> Iterator[Up]:
     """Run ``diloco up`` with options, settings of the run, and variables besides this process's; end it at the end.
+
+    ``command`` is ``serve`` for the services alone.
 
     What it prints is in a file beside the directory.
     """
     items = [f"{name}={value}" for name, value in sets.items()] if isinstance(sets, Mapping) else sets
-    command = [*DILOCO, "up", "--plain", "--run-dir", str(directory), *options]
-    command += [] if tokens is None else ["--tokens", str(tokens)]
-    command += [f"--set={item}" for item in items]
+    line = [*DILOCO, command, "--plain", "--run-dir", str(directory), *options]
+    line += [] if tokens is None else ["--tokens", str(tokens)]
+    line += [f"--set={item}" for item in items]
     with directory.with_suffix(".out").open("wb") as out:
-        process = subprocess.Popen(command, env=os.environ | dict(environment or {}), stdout=out, stderr=out)
+        process = subprocess.Popen(line, env=os.environ | dict(environment or {}), stdout=out, stderr=out)
     try:
         yield Up(directory, process, patience_s)
     finally:

@@ -39,7 +39,7 @@ def fit(plan: Plan) -> Iterator[Result]:
 
     from diloco_learner.jax.island import Island
 
-    settings, loaded = _load(plan, "jax")
+    settings, loaded = load_task_of(plan, "jax")
     island = Island(loaded.task, settings)
     needed = island.trace(first_batch(loaded.task, settings))[0].compile().memory_analysis()
     assert needed is not None
@@ -68,7 +68,7 @@ def batch_that_fits(plan: Plan, kept_bytes: float, temporary_bytes: float, room_
 def device(plan: Plan, framework: str) -> Iterator[Result]:
     """Yield what writing and reading a fragment at each step costs beside bare steps: time, memory, copies, idle time."""
     memory = {"jax": jax_memory, "torch": torch_memory}[framework]
-    settings, loaded = _load(plan, framework)
+    settings, loaded = load_task_of(plan, framework)
     model, batch = loaded.framework.make_model(loaded.task, settings, None), first_batch(loaded.task, settings)
     bare = _own_step(model, batch)
     began_s = time.perf_counter()
@@ -98,7 +98,7 @@ def device(plan: Plan, framework: str) -> Iterator[Result]:
         yield found
         kinds: tuple[tuple[str, Begin], ...] = (("bare_trace", bare), ("trace", steps))
         for name, begin in kinds:
-            found[name] = trace.summary(_traced(framework, begin), BLOCK_STEPS)
+            found[name] = trace.summary(traced(framework, begin), BLOCK_STEPS)
         yield found
 
 
@@ -121,7 +121,7 @@ def _boundary(model: Any, fragments: Any, thetas: Any) -> Result:
     return {"boundary_s": statistics.median(took_s)}
 
 
-def _traced(framework: str, begin: Begin) -> list[trace.Work]:
+def traced(framework: str, begin: Begin) -> list[trace.Work]:
     """Return the device's work in a block of steps."""
     with tempfile.TemporaryDirectory(prefix="diloco-bench-") as name:
         folder = Path(name)
@@ -152,7 +152,7 @@ def host(plan: Plan) -> Iterator[Result]:
 
 def plain(plan: Plan, framework: str) -> Iterator[Result]:
     """Yield a plain loop's steps beside those of a learner, in turns: optax and jit, or PyTorch's data-parallel module."""
-    settings, loaded = _load(plan, framework)
+    settings, loaded = load_task_of(plan, framework)
     model, batch = loaded.framework.make_model(loaded.task, settings, None), first_batch(loaded.task, settings)
     model.check(batch)
     other = _plain_jax(loaded, settings, batch) if framework == "jax" else _plain_torch(loaded, settings, batch)
@@ -227,7 +227,8 @@ def _own_step(model: Any, batch: Any) -> Begin:
     return begin
 
 
-def _load(plan: Plan, framework: str) -> tuple[Any, LoadedTask]:
+def load_task_of(plan: Plan, framework: str) -> tuple[Any, LoadedTask]:
+    """Return the settings of a plan, and the task that they name."""
     settings = run_settings("decoupled", dict(plan.sets(framework)))
     if framework == "jax":
         from diloco_learner.jax import programs

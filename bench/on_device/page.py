@@ -198,6 +198,12 @@ def _replay(its: Found) -> str | None:
     )
 
 
+def _none_torn(its: Found) -> str | None:
+    if "torn" not in its:
+        return None
+    return "none" if not its["torn"] else f"**{its['torn']:,}**"
+
+
 def _stages(its: Found) -> str | None:
     if "stages" not in its:
         return None
@@ -223,6 +229,17 @@ WHOLE: Sequence[tuple[str, str, Cell]] = (
         lambda its: f"{1e3 * its['encode_s']:.1f}, {1e3 * its['fold_s']:.1f} ms",
     ),
     ("a large model", "large", _stages),
+    (
+        "steps of a loop of PyTorch's own with a fragment written and one read, of bare ones",
+        "torch-loop",
+        lambda its: interval(its),
+    ),
+    ("in its thread, a boundary", "torch-loop", lambda its: f"{1e3 * its['boundary_s']:.2f} ms"),
+    ("its copies to the host, beside kernels", "torch-loop", lambda its: _copies(its["trace"], "to_host")),
+    ("its copies to the device, beside kernels", "torch-loop", lambda its: _copies(its["trace"], "to_device")),
+    ("device idle in a step of it, bare", "torch-loop", lambda its: _idle(its)),
+    ("peak of device memory above the bare loop's, in fragments", "torch-loop", lambda its: _above(its)),
+    ("values that a later step has changed in a copy", "torch-loop", lambda its: _none_torn(its)),
     ("a plain loop of JAX and optax by a learner's step", "jax-plain", lambda its: interval(its)),
     ("a data-parallel loop of PyTorch by a learner's step", "torch-plain", lambda its: interval(its)),
 )

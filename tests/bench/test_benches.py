@@ -222,3 +222,20 @@ def test_the_page_of_regions_and_its_picture_have_the_counts(tmp_path: Path) -> 
     assert f"| seconds without a version, of 192 | {late.count(0)} | {late_now.count(0)} |" in page
     cards = 3  # the picture's, and in each panel the time of the cut
     assert (ROOT / "docs" / "even-rounds.svg").read_text().count("<rect ") == cards + sum(map(bool, [*before, *now]))
+
+
+@pytest.mark.slow
+def test_a_joined_loop_beside_a_bare_one() -> None:
+    pytest.importorskip("torch", reason="PyTorch is not installed: make torch")
+    options = ["--asleep", "--step-s", "0.02", "--parameters", "20000", "--fragments", "3", "--pairs", "2", "--turn-s", "1"]
+    result = measured("frameworks", "stepping", *options)
+    assert (result["pairs"], result["asleep"], result["pin"]) == (2, True, False)
+    assert len(result["turns"]) == 2
+    for turn in result["turns"]:
+        assert turn["steps"] > 1
+        assert turn["step_s"] > 0.02  # it sleeps so long
+        assert turn["bare_step_s"] > 0.02
+        assert turn["pace"] == pytest.approx(turn["bare_step_s"] / turn["step_s"])
+        assert turn["blocked"] == pytest.approx(turn["call_mean_s"] / turn["step_s"])
+        assert 0 < turn["call_median_s"] <= turn["call_p99_s"] < turn["step_s"] * turn["steps"]
+    assert result["pace"]["low"] <= result["pace"]["ratio"] <= result["pace"]["high"]

@@ -16,7 +16,7 @@ from diloco.nats.connection import malloc_environment
 from diloco.settings.loading import read_toml
 from diloco.settings.run import RunSettings
 from diloco.settings.validation import parse
-from diloco_ops.broker.server import find_binary
+from diloco_ops.broker.server import GO_ENVIRONMENT, find_binary
 from diloco_ops.up.embedded import JITTER_S, ONE_WAY_S, RATE_BITS_PER_S
 from diloco_ops.wan.config import load
 
@@ -64,6 +64,8 @@ def test_the_servers_take_their_files(name: str) -> None:
 def test_the_images_have_the_allocator_settings_of_the_code() -> None:
     found = dict(re.findall(r"\b(MALLOC_\w+)=(\d+)", (ROOT / "Dockerfile").read_text()))
     assert found == malloc_environment()
+    stage = (ROOT / "Dockerfile").read_text().partition("\nFROM server AS nats\n")[2]
+    assert dict(re.findall(r"^ENV (GO\w+)=(\S+)$", stage, re.MULTILINE)) == GO_ENVIRONMENT
 
 
 @pytest.mark.parametrize("path", [ROOT / "docker-compose.yml", ROOT / "deploy" / "datacenter" / "compose.yml"], ids=str)

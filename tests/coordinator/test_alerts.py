@@ -6,7 +6,10 @@ from msgspec.structs import replace
 from tests.made.heartbeats import learner_heartbeat, shard_heartbeat
 from tests.made.monitors import entry_record, monitor
 
+from diloco.core.run.changes import Effective
+from diloco.core.run.quarantine import Outlying, OutlyingLearner
 from diloco.transport import Room
+from diloco.wire.quarantines import SeenOutlier
 from diloco_coordinator.alerts import MAX_EVENTS, Alerts, conditions
 from diloco_coordinator.monitor import MAX_FAILURES, Monitor
 
@@ -141,3 +144,21 @@ def test_rounds_that_last_longer_than_the_steps_between_them() -> None:
     assert found.startswith(f"rounds last {0.15 * steps:.3g} s, but {steps} steps last {0.1 * steps:.3g} s")
     assert play(0.2 * steps, 3) == [found], "in the same words while it lasts"
     assert play(0.1 * steps, 1) == []
+
+
+def test_a_learner_with_outliers_is_named_with_who_found_them() -> None:
+    made = monitor()
+    stepping(made, 3)
+    seen = SeenOutlier("ann", 1, 1, 8, 30.0, 5.0, 0, is_over=False)
+    found = {"ann": OutlyingLearner("ann", (("syncer-0", seen), ("syncer-1", replace(seen, fragment=2))))}
+    made.change(Effective(made.settings, outlying=Outlying(quarantined=found)))
+    assert list(conditions(made, 3.0)) == ["ann: quarantined, its outer gradients were outliers, as syncer-0, syncer-1 found"]
+    status = made.status(3.0)
+    assert status["learners"]["ann"]["state"] == "quarantined"
+    assert status["quarantined"] == {
+        "ann": "outliers in 2 fragments, as syncer-0, syncer-1 found: in fragment 1 a norm of 30, above 5"
+    }
+    made.change(Effective(made.settings, outlying=Outlying(suspected=found)))
+    [suspected] = conditions(made, 3.0)
+    assert suspected.startswith("ann: its outer gradients are outliers in most fragments; a syncer of an earlier version")
+    assert made.status(3.0)["learners"]["ann"]["state"] == "stepping"

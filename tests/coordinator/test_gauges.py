@@ -11,7 +11,7 @@ from tests.made.reports import fake_report
 
 from diloco.member.instruments import Instruments, resident_bytes
 from diloco.wire.control import Gauges
-from diloco_coordinator.gauges import MAX_POINTS, GaugeCurves
+from diloco_coordinator.shown.gauges import MAX_LOSSES, MAX_POINTS, GaugeCurves, note_validation
 from diloco_report.page import parts
 
 
@@ -62,6 +62,14 @@ def test_curves_are_bounded_go_on_and_are_drawn() -> None:
     for title in ("Gradient norm (no unit)", "Device memory (bytes)"):  # not known
         assert f">{title}</h3>" not in drawn["course"]
     assert "cpu on &lt;b&gt;node" in drawn["learners"]
+
+
+def test_losses_on_validation_data_are_bounded() -> None:
+    points: list[tuple[float, int, float]] = []
+    for second in range(3 * MAX_LOSSES):
+        note_validation(points, 1.5, 16 * second, float(second))
+    assert MAX_LOSSES / 2 <= len(points) <= MAX_LOSSES
+    assert points == sorted(points)
 
 
 @pytest.mark.parametrize("dumped", [{"a": [[1.0]]}, {"a": [["x", None, None, 1, 1, None]]}, {"a": 3}])

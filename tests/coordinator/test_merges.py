@@ -25,6 +25,28 @@ def test_of_many_merges_an_even_share_is_kept(monkeypatch: pytest.MonkeyPatch) -
     assert kept.newest == [1000, 1000]
 
 
+def test_merges_of_many_learners_are_kept_in_as_little_memory_as_those_of_few() -> None:
+    learners = [f"learner-{number}" for number in range(64)]
+    kept = Merges(1)
+    sizes = []
+    for version in range(1, 3001):
+        kept.note(entry_record(0, version, "s", *learners), float(version))
+        sizes.append(len(kept.kept))
+    assert max(sizes) == merges.MAX_MEMBERS // 64 == 512
+    assert sizes[-1] * kept.every == pytest.approx(3000, rel=0.01)
+    assert kept.kept[-1]["version"] > 3000 - kept.every
+    assert kept.every == 8  # 3000 versions of 64 members are 192,000, and 1/8 of these are fewer than 32,768
+
+
+def test_more_merges_of_an_older_version_are_thinned_out_when_they_are_read() -> None:
+    first = Merges(1)
+    first.note(entry_record(0, 1, "s", "ann"), 1.0)
+    older = [first.kept[0] | {"version": version} for version in range(1, 20_001)]
+    found = Merges.load(1, first.dump() | {"merges": older, "newest": [20_000]})
+    assert found.every == 4
+    assert [merge["version"] for merge in found.kept] == list(range(4, 20_001, 4))
+
+
 def test_a_successor_counts_no_version_twice_though_it_was_thinned_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(merges, "MAX_MERGES", 4)
     first = Merges(1)

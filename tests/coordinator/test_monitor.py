@@ -13,6 +13,7 @@ from tests.made.monitors import entry_record, monitor, story
 
 from diloco.core.run.changes import Change, Effective, Eject
 from diloco.wire.entries import RolledBack
+from diloco_coordinator.overview import MOST_STATUS_BYTES, packed_status
 
 
 def test_the_status_says_where_each_is_and_how_its_region_does() -> None:
@@ -99,6 +100,20 @@ def test_a_run_without_regions_has_none() -> None:
     status = made.status(100.0)
     assert (status["regions"], status["learners"]["ann"]["region"], status["shards"]["s"]["region"]) == ({}, None, None)
     assert (made.series(100.0)["places"], made.series(100.0)["absences"]) == ({}, [])
+
+
+def test_the_status_of_many_learners_has_as_many_points_as_a_message_holds() -> None:
+    made = monitor()
+    for number in range(200):
+        for step in range(1, 119):
+            made.hear(replace(learner_heartbeat(f"learner-{number}", step, tokens=10 * step), loss=1 / 3), 1.0 * step)
+    assert len(json.dumps(made.status(130.0))) > MOST_STATUS_BYTES
+    packed = packed_status(made, 130.0)
+    assert len(packed) <= MOST_STATUS_BYTES
+    fewer = json.loads(packed)
+    assert fewer["learners"].keys() == made.status(130.0)["learners"].keys()
+    assert 2 <= len(fewer["loss"]["learner-7"]) < 120
+    assert fewer["loss"]["learner-7"][-1] == json.loads(json.dumps(made.status(130.0)))["loss"]["learner-7"][-1]
 
 
 def test_every_key_of_the_status_is_described() -> None:

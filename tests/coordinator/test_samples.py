@@ -12,7 +12,7 @@ from diloco.errors import FormatError
 from diloco.wire.control import Sample
 from diloco.wire.fields import MAX_TEXT
 from diloco_coordinator import history, overview
-from diloco_coordinator.samples import MAX_SAMPLES, Samples
+from diloco_coordinator.shown.samples import MAX_SAMPLES, Samples
 from diloco_report.page import parts
 
 

@@ -29,6 +29,7 @@ from diloco.settings.service import (
     SyncerSettings,
 )
 from diloco.settings.validation import parse
+from diloco_ops.broker.server import GO_ENVIRONMENT, REQUEST_QUEUE_LIMIT
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -343,7 +344,10 @@ def test_the_states_of_a_pod_s_learner_are_copied_once_each(tmp_path: Path) -> N
 
 
 def test_the_servers_configuration_is_the_same_everywhere() -> None:
-    assert (DEPLOY / "kubernetes" / "base" / "nats.conf").read_text() == (DATACENTER / "nats.conf").read_text()
+    configuration = (DATACENTER / "nats.conf").read_text()
+    assert (DEPLOY / "kubernetes" / "base" / "nats.conf").read_text() == configuration
+    for text in (configuration, (DEPLOY.parent / "compose" / "nats.conf").read_text()):
+        assert f"sync_interval: always, request_queue_limit: {REQUEST_QUEUE_LIMIT} }}" in text
     assert (DEPLOY / "kubernetes" / "coordinator" / "run.toml").read_text() == (DATACENTER / "run.example.toml").read_text()
 
 
@@ -373,7 +377,11 @@ def test_a_unit_is_hardened_and_told_what_its_service_knows(unit: Path) -> None:
     values = dict(said)
     assert HARDENED.items() <= values.items()
     assert values["User"].startswith("diloco")
-    if "nats" in unit.name or unit.stem in NIGHTLY:
+    if "nats" in unit.name:
+        told = dict(item.split("=", 1) for item in values["Environment"].split())
+        assert told == {"NATS_CONFIG": "nats.conf"} | GO_ENVIRONMENT
+        return
+    if unit.stem in NIGHTLY:
         return
     if "server-watch" in unit.name:
         assert values["ExecStart"] == "/opt/diloco/bin/diloco-server-watch"

@@ -97,6 +97,7 @@ from diloco.wire.control import StateLoan, StatePart, StateRequest
 from diloco.wire.entries import Keyframe
 from diloco.wire.framing import Message
 from diloco.wire.grants import Grant, SignedGrant
+from diloco.wire.quarantines import OutlierStatement, SeenOutlier, unpack_outliers
 from diloco.wire.refusals import unpack_refusals
 from diloco.wire.subjects import Subjects
 from diloco_coordinator import history
@@ -390,6 +391,14 @@ REFUSED = report(None, [Refusal("ann", 7, 1, 3, "claim", "too many steps"), Refu
 @decoder("refusals.unpack_refusals", _packed(REFUSED))
 def _(data: bytes) -> None:
     unpack_refusals(data, "ann")
+
+
+STATED = OutlierStatement("ann", 7, 2, [0, 1], [SeenOutlier("bob", 3, 1, 9, 30.0, 5.0, 2, False)])
+
+
+@decoder("quarantines.unpack_outliers", _packed(STATED))
+def _(data: bytes) -> None:
+    unpack_outliers(data, "ann")
 
 
 CHANGES = (

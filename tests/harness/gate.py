@@ -24,11 +24,14 @@ from tests.pace import factor
 ROOT = Path(__file__).parents[2]
 CHECKS = ("ruff", "types")  # targets of the Makefile
 # optional libraries: `make test` and `make test-services` skip these tests where the libraries are missing
-EXTRAS = (
-    *(f"tests/learner/test_{name}.py" for name in ("torch", "mix", "examples")),
-    *(f"tests/services/test_{name}.py" for name in ("torch", "hugging_face", "mix_run", "export")),
-)
 PROMISE = "mark.promise("
+OPTIONAL = "pytest.importorskip("  # of a test that is skipped without an optional library
+
+
+def with_optional_libraries(root: Path = ROOT) -> tuple[str, ...]:
+    """Return the test modules of which some tests are skipped where an optional library is not installed."""
+    modules = sorted((root / "tests").rglob("test_*.py"))
+    return tuple(str(path.relative_to(root)) for path in modules if OPTIONAL in path.read_text())
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ TARGETS = {
     "test": Target("(not services or promise) and not slow and not compose", 2, CHECKS, promises=True),
     "test-services": Target("services and not slow and not compose", 2),
     "test-all": Target("not compose", 2, CHECKS, ("--hypothesis-profile=all",)),
-    "test-extras": Target("not slow and not compose", 2, tests=EXTRAS),
+    "test-extras": Target("not slow and not compose", 2, tests=with_optional_libraries()),
 }
 
 

@@ -36,7 +36,7 @@ from diloco.wire.control import MarkerAnswer, MarkerDeclined, SnapshotMarker
 from diloco_learner.jax import holding
 from diloco_learner.jax.island import Island
 from diloco_learner.run import checkpoint
-from diloco_learner.run.checkpoint import CheckpointKeeper, restore
+from diloco_learner.run.checkpoint import CheckpointKeeper, own_states, restore
 
 RUN = b"\x05" * 8
 
@@ -115,7 +115,8 @@ class Rig:
         self.again = Island(Slope(), SETTINGS)
         self.accounts_again = Bookkeeper()
         with capture_logs() as logs:
-            done = restore(self.settings, self.again, cast(Member, self.accounts_again), get_logger())
+            states = own_states(self.settings, self.again, RUN, get_logger())
+            done = restore(states, self.again, cast(Member, self.accounts_again), get_logger())
         return done, [f"{entry['event']} {Path(entry['file']).name}" for entry in logs]
 
     def check(self, expected: dict[str, NDArray[Any]], step: int) -> None:

@@ -11,7 +11,8 @@ import pytest
 from diloco.errors import IslandError, SettingsError
 from diloco.processes.group import Group
 from diloco_learner.jax.beginning import room_for_steps
-from diloco_learner.jax.together import own_errors_first
+from diloco_learner.jax.together import lost_processes
+from diloco_learner.run.several import own_errors_first
 
 GLOO = "Gloo all-reduce failed: [external/gloo/gloo/transport/tcp/pair.cc:538] Read error [127.0.0.1]:7050: Connection reset"
 
@@ -39,7 +40,7 @@ def failing(error: BaseException) -> tuple[Others, type[BaseException]]:
     """Return what becomes of the others when this process fails, and of it."""
     others = Others()
     try:
-        with own_errors_first(cast(Group, others)):
+        with own_errors_first(cast(Group, others)), lost_processes():
             raise error
     except BaseException as ended:
         return others, type(ended)

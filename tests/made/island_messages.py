@@ -66,6 +66,7 @@ def strategies(answer: Strategy, cursor: Strategy, record: Strategy, rolled_back
         ),
         island.Passed: st.builds(island.Passed, COUNT, COUNT, HASH),
         island.PartSaved: st.builds(island.PartSaved, COUNT, st.none() | HASH, COUNT),
+        island.CopyState: st.builds(island.CopyState, COUNT),
         island.AskSlice: st.builds(
             island.AskSlice, NUMBER, COUNT, TEXT, st.lists(COUNT, max_size=3), st.lists(COUNT, max_size=3)
         ),
@@ -114,6 +115,7 @@ def examples(record: Message) -> dict[type[Message], Message]:
         ),
         island.Passed(6, 5, b"c" * 32),
         island.PartSaved(6, b"c" * 32, 4096),
+        island.CopyState(6),
         island.AskSlice(2, 6, "optimizer/0/mu", [0, 4], [8, 8]),
         island.Slice(2, b"d" * 32),
         island.DropLoan(6),

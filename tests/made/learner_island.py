@@ -101,10 +101,9 @@ class DecidedIsland(LearnerWorld):
         """Dispatch a step, and make the decision after it."""
         if self.decisions.made is None:
             if self.flying:
-                self.decisions.book(StepDone(self.tokens, 3, self.taken, None, 0.0, 0.0))
-                self.taken += 1
+                self.decisions.flight = StepDone(self.tokens, 3, self.taken, None, 0.0, 0.0)
             self.now_s += 1
-            made = self.decisions.make(self.now_s, (3, self.taken), ended=False, wanted=self.wanted)
+            made = self.decisions.make(self.now_s, (3, self.taken + self.flying), ended=False, wanted=self.wanted)
             self.wanted = None if made.save else self.wanted
             self.send(made)
 
@@ -123,6 +122,9 @@ class DecidedIsland(LearnerWorld):
             while made.number - process.course.number >= BOUNDARIES_APART_MAX - 1:
                 self.deliver(process.index)
                 self.hear(process.index)
+        if self.flying:
+            self.learner.book(StepDone(self.tokens, 3, self.taken, None, 0.0, 0.0))
+            self.taken += 1
         decision = self.decisions.carry_out()
         self.applied += [(each.fragment, each.version) for each in decision.applies]
         if made.save is not None:

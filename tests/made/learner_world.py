@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 from hypothesis import strategies as st
@@ -13,9 +13,9 @@ from tests.made.log_entries import record_of
 from tests.made.run_settings import WORLD
 
 from diloco.core.learner.accounts import StepDone
-from diloco.core.learner.boundary import Applied, Decision, apply, decide
+from diloco.core.learner.boundary import Applied, Decision, apply, decide, pass_boundary
 from diloco.core.learner.delta import PendingDelta
-from diloco.core.learner.fragment_state import DueOffer, FragmentState, FragmentVersion
+from diloco.core.learner.fragment_state import DueOffer, FragmentVersion
 from diloco.core.learner.learner import Learner
 from diloco.core.log.chain import Chain
 from diloco.settings.run import RunSettings
@@ -99,10 +99,14 @@ class LearnerWorld:
 
     def boundary(self) -> Decision:
         self.now_s += 1
-        decision = decide(self.learner, self.now_s)
-        with mock.patch.object(FragmentState, "is_quiet", return_value=False):  # it only saves time
-            assert decide(self.learner, self.now_s) == decision
-        self.write(apply(self.learner, decision))
+        twin = copy.deepcopy(self.learner)
+        expected = decide(self.learner, self.now_s)
+        expected_writes = apply(twin, expected)
+        decision, applied = pass_boundary(self.learner, self.now_s)
+        assert decision == expected  # what is passed over only saves time
+        assert [each.application for each in applied] == [each.application for each in expected_writes]
+        assert learner_state(self.learner) == learner_state(twin)
+        self.write(applied)
         for index in decision.reads:
             self.learner.submit(index, self.values[index].copy if self.arrays else None)
             self.answer(index)
@@ -158,6 +162,17 @@ class LearnerWorld:
             assert bool(held.data) == bool(held.tokens)
             merged = merged_of(state.delta.after, stored)
             assert self.learner.accounts.tokens == merged + held.lost_tokens + held.tokens
+
+
+def learner_state(learner: Learner) -> list[Any]:
+    """Return all of a learner but its arrays, to be compared."""
+    fragments = [
+        {name: value for name, value in vars(state).items() if name not in ("values", "newest", "last", "pending", "quiet")}
+        | {"newest": state.newest.chain, "ends": state.ends, "pending": [version.chain for version in state.pending]}
+        for state in learner.fragments
+    ]
+    others = {name: value for name, value in vars(learner).items() if name not in ("fragments", "quiet")}
+    return [fragments, {name: getattr(value, "__dict__", value) for name, value in others.items()}]
 
 
 def merged_of(after: tuple[int, int], stored: list[PendingDelta]) -> int:

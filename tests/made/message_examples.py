@@ -19,11 +19,13 @@ from diloco.wire.control import (
     MarkerDeclined,
     PresenceSummary,
     Sample,
+    SenderReport,
     ShardHeartbeat,
     SnapshotMarker,
     StateLoan,
     StatePart,
     StateRequest,
+    ValidationLoss,
 )
 from diloco.wire.entries import Claim, CommitNotice, Cursor, Genesis, Keyframe, Record, Repaired, RolledBack
 from diloco.wire.framing import Message
@@ -100,6 +102,20 @@ MESSAGES: dict[type[Message], st.SearchStrategy[Any]] = {
         SOFTWARE,
         st.none() | st.text(max_size=500),
     ),
+    SenderReport: st.builds(
+        SenderReport,
+        NAME,
+        st.lists(
+            st.tuples(
+                st.text(max_size=64),
+                st.sampled_from(["message", "offer", "missed", "heartbeat", "in_vain"]),
+                st.text(max_size=32),
+                NUMBER,
+            ),
+            max_size=3,
+        ),
+    ),
+    ValidationLoss: st.builds(ValidationLoss, NAME, st.floats(allow_nan=False)),
     Gauges: st.builds(
         Gauges,
         NAME,
@@ -313,6 +329,8 @@ EXAMPLES: dict[type[Message], Message] = {
     Genesis: Genesis("ann", b"s" * 32, b"m" * 32, [b"0" * 32], 2.0),
     Claim: Claim(3, 2, "syncer-1", 1, 4, False, b"e" * 32, 9),
     CommitNotice: CommitNotice(3, 4, 1, b"e" * 32, 9),
+    SenderReport: SenderReport("syncer-1", [("ann", "offer", "claim", 3)]),
+    ValidationLoss: ValidationLoss("ann", 2.125),
     Gauges: Gauges("ann", 0.0125, 1.5, 0.75, 2**30, 2**34, "NVIDIA H100", "node-7"),
     PresenceSummary: PresenceSummary("syncer-1", 1, 2, True, [("ann", 0.25), ("bob", 29.5)]),
     Sample: Sample("judge", [1, 2], "x\u00e9\n"),

@@ -46,7 +46,9 @@ def round_of(*learners: str, **changes: Any) -> Round:
 
 
 def hold(round_: Round, sent: Offer) -> str | None:
-    return round_.hold(RoundOffer(sent, RAW))
+    """Offer to a round; return what it says where it passes the offer over."""
+    missed = round_.hold(RoundOffer(sent, RAW))
+    return None if missed is None else missed.text
 
 
 def names(merge: Merge | None) -> list[tuple[str, int]] | None:
@@ -105,7 +107,8 @@ def combine(*offers: Offer, number: int = 1) -> RegionalOffer:
 
 
 def hold_combined(round_: Round, *offers: Offer) -> str | None:
-    return round_.hold(RoundOffer(combine(*offers), RAW))
+    missed = round_.hold(RoundOffer(combine(*offers), RAW))
+    return None if missed is None else missed.text
 
 
 @dataclass

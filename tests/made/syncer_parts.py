@@ -83,13 +83,14 @@ class Begun:
 
 
 async def begin(link: NatsTransport, **overrides: Any) -> Begun:
-    """Make a run of its own on the server: two fragments of ``SIZE`` parameters, all zero."""
+    """Make a run of its own on the server: two fragments of ``SIZE`` parameters, or as the settings say, all zero."""
     settings = run_settings("decoupled", SETTINGS | overrides)
     name = f"run-{uuid.uuid4().hex[:8]}"
     run = await creation.create(link, name, settings)
-    fragments = build_map([TensorSpec(f"w{i}", (SIZE,)) for i in range(2)], 2)
+    count = settings.fragments.count
+    fragments = build_map([TensorSpec(f"w{i}", (SIZE,)) for i in range(count)], count)
     store = Log(link, name, run.identity, fragments, settings)
-    await store.writer.found("ann", settings.digest(), each([np.zeros(SIZE, np.float32)] * 2))
+    await store.writer.found("ann", settings.digest(), each([np.zeros(SIZE, np.float32)] * count))
     genesis = await store.reader.genesis()
     assert genesis is not None
     log = get_logger()

@@ -260,7 +260,7 @@ def test_what_is_tried_is_the_service_s_own() -> None:
         "_R_.doctor",
         f"{created}.a-KEY-0.diloco.demo.fragment.*.>",
     )
-    assert learner.excess == ("diloco.demo.answer.a.doctor", created)
+    assert learner.excess == ("diloco.demo.answer.a.doctor", created, "$JS.API.DIRECT.GET.DILOCO_demo_LOG")
     assert access.at_bulk("syncer", "demo", "b", "b-KEY").sends == access.other_region("demo", "b-KEY").sends
 
 

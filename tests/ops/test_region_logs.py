@@ -82,8 +82,8 @@ class Place:
         """Store a keyframe of an entry that was told, and drop all before it."""
         replica = deepcopy(entry.replica)
         replica.chain.sequence = self.held[entry.packed.entry_hash]
-        keyframe = await self.log.writer.append_keyframe(replica, None, None)
-        await self.log.writer.purge_below(0, [keyframe])
+        await self.log.writer.append_keyframe(replica, None, None)
+        await self.log.writer.purge_below(0, replica.chain.sequence)
 
 
 class History:

@@ -6,10 +6,23 @@ import re
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
+from tests.made.heartbeats import learner_heartbeat
 from tests.services.secured import make_keys
 
+from diloco.control import history
+from diloco.nats.append import HEADER_BYTES
 from diloco.nats.identity import ROLES
-from diloco_ops.keys.permissions import CONTROL, Who
+from diloco.wire import framing
+from diloco_coordinator.overview import MOST_STATUS_BYTES
+from diloco_ops.keys.permissions import (
+    CONTROL,
+    CONTROL_PAYLOAD_BYTES,
+    COORDINATOR_PAYLOAD_BYTES,
+    READER_PAYLOAD_BYTES,
+    Who,
+    most_payload_bytes,
+)
 
 SECURITY = Path(__file__).parents[2] / "docs" / "security.md"
 RUN, HOME, AWAY = "demo", "us", "eu"
@@ -57,6 +70,37 @@ def given(text: str, name: str) -> dict[str, set[str]]:
         what: {re.sub(rf"(?<=[._])({'|'.join(own)})(?=[._]|$)", lambda m: own[m[1]], one) for one in them}
         for what, them in found.items()
     }
+
+
+def test_a_role_s_largest_message_fits_its_limit() -> None:
+    fragments, run = [2**31] * 4096, bytes(8)
+    beginning = learner_heartbeat("judge", 1, role="evaluator", failure="\N{SNOWMAN}" * 500)
+    none, large = [0] * 4096, [2**62] * 4096
+    own = replace(beginning, versions=fragments, steps=none, fragment_tokens=none, lost_tokens=none)
+    assert len(framing.pack(own, run)) < READER_PAYLOAD_BYTES - HEADER_BYTES
+    trained = [(3 * share, 2**62, 2**62) for share in range(64)]
+    counts = {"versions": large, "steps": large, "fragment_tokens": large, "lost_tokens": large}
+    learners = replace(beginning, role="learner", trained=trained, **counts)
+    assert len(framing.pack(learners, run)) < CONTROL_PAYLOAD_BYTES - HEADER_BYTES
+    assert max(history.MAX_BYTES, MOST_STATUS_BYTES) < COORDINATOR_PAYLOAD_BYTES - HEADER_BYTES
+
+
+def test_who_never_sends_large_messages_may_not() -> None:
+    apart, together = ["us", "eu"], ["us", CONTROL]
+    limits = {
+        (Who("a", "observer"), "us"): READER_PAYLOAD_BYTES,
+        (Who("a", "evaluator", "us"), CONTROL): READER_PAYLOAD_BYTES,
+        (Who("a", "coordinator", "us", True), CONTROL): COORDINATOR_PAYLOAD_BYTES,
+        (Who("a", "learner", "us"), CONTROL): CONTROL_PAYLOAD_BYTES,
+        (Who("a", "learner", "us"), "us"): None,
+        (Who("a", "learner", "us", True), CONTROL): None,  # the fragment map may be as large as a value
+        (Who("a", "syncer", "us"), CONTROL): None,
+        (Who("a", "operator"), CONTROL): None,
+    }
+    for (who, place), most in limits.items():
+        assert most_payload_bytes(who, apart, [place]) == most, (who, place)
+    assert most_payload_bytes(Who("a", "learner", "us"), apart, together) is None
+    assert most_payload_bytes(Who("a", "learner"), (), ()) is None
 
 
 @pytest.mark.parametrize("column", COLUMNS)

@@ -47,6 +47,21 @@ def children() -> list[int]:
     return [child.pid for child in psutil.Process().children(recursive=True)]
 
 
+def environment_of(pid: int) -> dict[str, str]:
+    entries = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
+
+
+@pytest.mark.services
+def test_it_collects_its_heap_early_unless_its_caller_says_otherwise(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GOGC", raising=False)
+    assert environment_of(make_server().pid)["GOGC"] == "25"
+    monkeypatch.setenv("GOGC", "60")
+    assert environment_of(make_server().pid)["GOGC"] == "60"
+
+
 @pytest.mark.services
 def test_it_listens_when_start_returns_and_is_gone_when_stop_does(make_server: MakeServer) -> None:
     before = children()

@@ -174,7 +174,9 @@ def test_80_by_24() -> None:
     assert plain(head)[-1] == " [1 learners] 2 fragments  3 syncers  4 events  5 logs  6 loss "
     assert plain(body)[0] == "  learner     doing        step  tok/s   loss lane                              "
     assert plain(body)[1].startswith("▸ ● learner-0 stepping      461  6.35k  1.912 ")
-    assert plain(foot) == [" ↑↓ enter  s by name  r turn   w last 10:00   ? keys   q end"]
+    assert plain(foot) == [" ↑↓ enter  s by name  r turn   w whole run   ? keys   q end"]
+    later = app.picture(80, 24, 1000.0 + 600.0)[2]  # the run is 674 s old
+    assert plain(later) == [" ↑↓ enter  s by name  r turn   w last 10:00   ? keys   q end"]
     app.view = 1
     _, body, _ = app.picture(80, 24, 1000.0)
     assert plain(body)[1].startswith("▸ f0            17 syncer-1    none         2 in, 0:01  ")

@@ -51,7 +51,7 @@ def test_rounds_that_all_learners_miss_are_told(rounds: dict[str, tuple[int, int
 
 def test_a_directory_that_another_up_makes_is_said_to_be_in_use(tmp_path: Path) -> None:
     with rundir.locked(tmp_path / "new"):  # the other one has written nothing yet
-        for look in (up._check_new, lambda path, _: up._directory(path, run_settings("decoupled"), False, None, None)):
+        for look in (up._check_new, lambda path, _: up.directory_of(path, run_settings("decoupled"), False, None, None)):
             with pytest.raises(RunError, match="another `diloco up` is at work on this run"):
                 look(tmp_path / "new", "a checkpoint")
     up._check_new(tmp_path / "new", "a checkpoint")  # the lock's file alone makes it no run's directory

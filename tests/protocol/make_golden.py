@@ -264,6 +264,18 @@ def make() -> tuple[dict[str, bytes], dict[str, Any], list[bytes]]:
             [["claim", "too many steps"], ["form", "no frame"]],
         ]
     )
+    golden.values["outlier_statement"] = packb(
+        [
+            "syncer-1",
+            1700000000000,
+            2,
+            [0, 2],
+            [
+                ["learner-1", 1700000000001, 2, 8, 30.0, 6.25, 0, False],
+                ["learner-0", 7, 0, 9, 8.5, 4.0, 3, True],
+            ],
+        ]
+    )
     golden.values["share_claim"] = packb(["learner-0", 1700000000000, [[0, True, 16, 0, 7], [1, False, 3, 9, 9]]])
     golden.values["owners"] = packb([["syncer-1", "syncer-0"], ["syncer-1", "syncer-0", "syncer-1"]])
     grant = packb([RUN_NAME, "learner-0", "U" + 55 * "A", 2048, 0.05])
@@ -279,6 +291,7 @@ def make() -> tuple[dict[str, bytes], dict[str, Any], list[bytes]]:
     golden.add("heartbeat_evaluator", "heartbeat", evaluator)
     golden.add("heartbeat_failure", "heartbeat", [*evaluator, "ZeroDivisionError: division by zero (task.py, line 7)"])
     golden.add("gauges", "gauges", ["learner-0", 0.0125, 1.5, 0.75, 2**30, None, "NVIDIA H100 \u00e9", "node-7"])
+    golden.add("validation_loss", "validation_loss", ["learner-0", 2.125])
     golden.add("sample", "sample", ["evaluator", [3, 3, 0], "To be, \u00e9 \U0001f600\n"])
     shard = ["syncer-1", "us", 1700000000000, 1200, "owner", 7, [0, 2], [1], 9, 8, [[2, 1, 2, 0.75]], 0, 65536, 255]
     crossing = [["eu", 4096, 200], ["ap", 0, 70000]]
@@ -286,6 +299,12 @@ def make() -> tuple[dict[str, bytes], dict[str, Any], list[bytes]]:
     heard = [["learner-0", 0.25], ["learner-1", 0.0], ["learner-2", 29.5]]
     golden.add("presence", "presence", ["syncer-1", 1700000000000, 9, True, heard])
     golden.add("presence_came", "presence", ["syncer-1", 1700000000000, 10, False, [["learner-3", 0.125]]])
+    counted = [
+        ["learner-1", "offer", "claim", 3],
+        ["evaluator", "message", "FormatError", 2**40],
+        ["learner-2", "in_vain", "no_answer", 1],
+    ]
+    golden.add("sender_report", "sender_report", ["syncer-1", counted])
     golden.add("coordinator", "coordinator", ["coordinator-1", 3, False, ""])
     golden.add("round", "round", [FRAGMENT, 1, 1, "syncer-1", 0.5, False, 98304, 36, [["eu", 8]]])
 

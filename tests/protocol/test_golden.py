@@ -39,6 +39,7 @@ from diloco.wire.entries import Cursor, Keyframe, RolledBack
 from diloco.wire.framing import Message
 from diloco.wire.grants import Grant, SignedGrant
 from diloco.wire.offers import Answer, MergeMember, RegionalMembers
+from diloco.wire.quarantines import OutlierStatement, SeenOutlier, unpack_outliers
 from diloco.wire.refusals import Refusals, RefusedOffers, unpack_refusals
 
 GOLDEN = Path(__file__).with_name("golden")
@@ -443,6 +444,18 @@ def test_map_admission_owners_and_claims_to_shares() -> None:
     )
     assert msgspec.msgpack.encode(refusals) == golden("refusals")
     assert unpack_refusals(golden("refusals"), "learner-0") == refusals
+    stated = OutlierStatement(
+        syncer="syncer-1",
+        incarnation=1700000000000,
+        counting=2,
+        fragments=[0, 2],
+        outliers=[
+            SeenOutlier("learner-1", 1700000000001, 2, 8, 30.0, 6.25, 0, False),
+            SeenOutlier("learner-0", 7, 0, 9, 8.5, 4.0, 3, True),
+        ],
+    )
+    assert stated.pack() == golden("outlier_statement")
+    assert unpack_outliers(golden("outlier_statement"), "syncer-1") == stated
     read = leases.unpack(golden("share_claim"), "learner-0", 12, RunSettings(), StepBounds())
     assert read.entries == [ClaimedShare(0, True, 16, 12, 7), claim.entries[1]]
     owners = OwnersTable(["syncer-1", "syncer-0"], ["syncer-1", "syncer-0", "syncer-1"])

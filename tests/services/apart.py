@@ -69,9 +69,9 @@ class Region(Cluster):
         """All links from and to a region."""
         return [line for name, line in self.relay.lines.items() if region in name.split("-")]
 
-    def place(self, number: int, *, syncer: bool = False) -> dict[str, Any]:
+    def place(self, number: int, *, reaches_others: bool = False) -> dict[str, Any]:
         """Settings of a service in a region."""
-        values = self.embedded.place(number, syncer=syncer)
+        values = self.embedded.place(number, reaches_others=reaches_others)
         region = values["region"]
         if region in self.clocks:
             clock_file = self.directory / f"{region}.clock"
@@ -80,10 +80,12 @@ class Region(Cluster):
         return values
 
     def coordinator(self) -> Service:
-        return self.start("coordinator", "diloco_coordinator", settings=self.settings.model_dump(), **self.place(2))
+        return self.start(
+            "coordinator", "diloco_coordinator", settings=self.settings.model_dump(), **self.place(2, reaches_others=True)
+        )
 
     def syncer(self, index: int) -> Service:
-        return self.start(f"syncer-{index}", "diloco_syncer", **self.place(index, syncer=True), **self.of_syncers)
+        return self.start(f"syncer-{index}", "diloco_syncer", **self.place(index, reaches_others=True), **self.of_syncers)
 
     def toy(self, share: int, **behaviour: Any) -> Toy:
         settings = LearnerSettings(

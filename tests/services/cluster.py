@@ -69,6 +69,7 @@ SMALL: dict[str, Any] = {
     "fragments.strategy": "balanced",
     "round.steps": 6,
     "log.keyframe_factor": 1000.0,  # none but genesis's, so that the whole log is there to be read
+    "quarantine.factor": 0.0,  # toys soon come to where noise alone is left, whose norms differ by more than the default
     "liveness.heartbeat_s": 0.1,
     "liveness.dead_s": 10.0,
     "task.name": "tests:toy",
@@ -309,47 +310,56 @@ class Cluster:
     async def step_until(self, step: int) -> None:
         """Have every learner take its steps up to this number, and wait until all have been heard to; none goes on."""
         self.gate.open(step)
-        names = {toy.name for toy in self.toys} | {each.name for each in self.services if each.name.startswith("toy")}
-        gone = {each.name for each in self.services if each.killed}
-
-        def all_are_there() -> bool:
-            return all(self.heartbeats.get(name) and self.heartbeats[name][-1].step >= step for name in names - gone)
-
-        await self.until(all_are_there, f"every learner has taken {step} steps")
+        await self.until(lambda: self._have_taken(step), f"every learner has taken {step} steps")
 
     async def step_to_version(self, version: int) -> None:
         """Have learners in threads step until each has applied this version of every fragment; then hold them.
 
-        They take two sync intervals of steps at a time, so that few are taken however late versions come, and go on to answer
-        while they are held (:attr:`answers_held`). They take two more where a fragment had no version in these: it was busy in
-        its slot, and the next slot comes with steps alone.
+        They go on to answer while they are held (:attr:`answers_held`).
         """
 
         def applied() -> int:
             return min(min(self.heartbeats[toy.name][-1].versions) for toy in self.toys)
 
-        def opened() -> int:
-            until_step = 2 * self.settings.round.steps + max(toy.member.step for toy in self.toys if toy.member is not None)
-            self.gate.open(until_step)
-            return until_step
-
         while (reached := applied()) < version:
-            until_step, stood_s = opened(), 0.0
+            until_step = 2 * self.settings.round.steps + max(toy.member.step for toy in self.toys if toy.member is not None)
 
             def has_come(reached: int = reached) -> bool:
-                nonlocal until_step, stood_s
-                if applied() > reached:
-                    return True
-                if any(self.heartbeats[toy.name][-1].step < until_step for toy in self.toys):
-                    stood_s = 0.0
-                elif not stood_s:
-                    stood_s = time.monotonic()
-                elif time.monotonic() - stood_s >= scaled_s(STANDING_S):
-                    until_step, stood_s = opened(), 0.0
-                return False
+                return applied() > reached
 
-            await self.until(has_come, f"version {reached + 1} of every fragment")
+            await self.step_on(until_step, has_come, f"version {reached + 1} of every fragment")
         self.gate.close()
+
+    async def step_on(self, until_step: int, predicate: Callable[[], bool], what: str) -> int:
+        """Have every learner take its steps up to this number, and more until something is so; the step they were let go to.
+
+        They take two sync intervals of steps at a time, so that few are taken however late versions come. They take two more
+        where nothing came of these: a fragment was busy in its slot, and the next slot comes with steps alone.
+        """
+        self.gate.open(until_step)
+        stood_s = 0.0
+
+        def is_so() -> bool:
+            nonlocal until_step, stood_s
+            if predicate():
+                return True
+            if not self._have_taken(until_step):
+                stood_s = 0.0
+            elif not stood_s:
+                stood_s = time.monotonic()
+            elif time.monotonic() - stood_s >= scaled_s(STANDING_S):
+                until_step, stood_s = until_step + 2 * self.settings.round.steps, 0.0
+                self.gate.open(until_step)
+            return False
+
+        await self.until(is_so, what)
+        return until_step
+
+    def _have_taken(self, step: int) -> bool:
+        """Whether every learner that was not killed has been heard at this step or a later one."""
+        names = {toy.name for toy in self.toys} | {each.name for each in self.services if each.name.startswith("toy")}
+        gone = {each.name for each in self.services if each.killed}
+        return all(self.heartbeats.get(name) and self.heartbeats[name][-1].step >= step for name in names - gone)
 
     def hurry(self) -> None:
         """Let the learners in threads use up the budget soon: what the test was to see has happened."""

@@ -42,13 +42,18 @@ class Guarded(Cluster):
         return {"region": region, "nats_bulk_url": self.servers[region].url}
 
     def coordinator(self) -> Service:
-        return self.start("coordinator", "diloco_coordinator", settings=self.settings.model_dump(), **self.place(0))
+        own = self.place(0)
+        settings = self.settings.model_dump()
+        return self.start("coordinator", "diloco_coordinator", settings=settings, region_urls=self.others(own), **own)
+
+    def others(self, own: Mapping[str, Any]) -> dict[str, str]:
+        """URLs of the other regions' servers; ``own``: the settings of a place."""
+        return {region: self.servers[region].url for region in self.regions if region != own["region"]}
 
     def syncer(self, index: int) -> Service:
         own = self.place(index)
-        urls = {region: self.servers[region].url for region in self.regions if region != own["region"]}
         name = f"syncer-{own['region']}-0" if self.named_by_region else f"syncer-{index}"
-        return self.start(name, "diloco_syncer", region_urls=urls, **own)
+        return self.start(name, "diloco_syncer", region_urls=self.others(own), **own)
 
     def toy_process(self, share: int, **values: Any) -> Service:
         return super().toy_process(share, **self.place(share) | values)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import itertools
 import time
 import uuid
 from collections.abc import AsyncIterator
@@ -15,6 +17,8 @@ import pytest
 import zstandard
 from blake3 import blake3
 from tests.made.fixtures import Launch
+from tests.made.heartbeats import learner_heartbeat
+from tests.pace import scaled_s
 from tests.services.cluster import Cluster, check_accounts, check_all_merged, small, some_versions
 from tests.services.secured import guest, make_keys, members, serving
 from tests.services.toy import SAMPLES
@@ -27,6 +31,7 @@ from diloco.nats.registry import Registry
 from diloco.nats.transport import NatsTransport
 from diloco.process.observe import get_logger
 from diloco.process.retry import until_available
+from diloco.process.tasks import end
 from diloco.wire import framing
 from diloco.wire.body import Body
 from diloco.wire.entries import Record
@@ -34,6 +39,7 @@ from diloco.wire.offers import Offer
 from diloco_ops.keys.folder import Folder
 
 RUN = "claims"
+FRAGMENTS = 4
 LIAR = "toy-2"
 HONEST = {"toy-0", "toy-1"}
 BUDGET = 10**8  # tokens: the run ends when the test has seen all else
@@ -45,6 +51,7 @@ SETTINGS: dict[str, Any] = {
     "task__name": "gpt",
     "task__batch": 16,
     "task__context": 8,
+    "quarantine__factor": 0.0,  # the bounds of a merge hold without the others' norms
 }
 STEP, MIN_STEP_S = SAMPLES, 0.05
 PROCESSED, FURTHEST = 2 * BUDGET + STEP, (2 * BUDGET + 1024) // SAMPLES
@@ -63,6 +70,12 @@ IMPOSSIBLE: dict[str, dict[str, Any]] = {
     "row 15: one token more than it was granted": {"tokens": STEP + 1},
     "row 15: more steps than the time since genesis has": {"steps": 10**6, "tokens": 10**6, "data": []},
     "row 15: more steps than tokens": {"steps": SAMPLES + 1},
+    "N9: no steps": {"steps": 0, "tokens": 0, "data": []},
+}
+OF_ANOTHER_LOG: dict[str, dict[str, Any]] = {
+    "N9: a base that no log has": {"base_version": 10**6},
+    "N9: another state of its base": {"base_hash": bytes(32)},
+    "N9: a round far ahead": {"round": 10**6},
 }
 VALUES = {
     "row 16: values of 3e37": 3e37,
@@ -88,6 +101,8 @@ class Liar:
     def __init__(self, cluster: Cluster, link: NatsTransport, run: KnownRun, size: int) -> None:
         self.cluster, self.link, self.run, self.size = cluster, link, run, size
         self.incarnation, self.number = time.time_ns() // 1_000_000, 0
+        self.after, self._read = (0, 0), 0  # its offer that was merged last, as of this sequence of the log
+        self.quorums_s: list[float] = []  # of the versions read so far: how long each waited for its quorum
 
     async def base(self) -> tuple[int, bytes]:
         """The newest version of fragment 0, and its state hash."""
@@ -108,7 +123,7 @@ class Liar:
             "learner": LIAR,
             "incarnation": self.incarnation,
             "number": self.number,
-            "after": (0, 0),
+            "after": self.after,
             "round": version + 1,
             "base_version": version,
             "base_hash": base_hash,
@@ -124,12 +139,33 @@ class Liar:
         storing = partial(self.link.append, subject, frame, message_id=identifier, fence=None, timeout_s=10)
         await until_available(storing, get_logger())
 
+    async def look_for_merges(self) -> None:
+        """Find out which of its offers of fragment 0 was merged last."""
+        names = self.cluster.subjects
+        while entry := await self.link.first(names.log_stream, names.record(0), self._read + 1):
+            self._read = entry.sequence
+            record = framing.unpack(entry.data, Record, self.run.identity)[0]
+            self.quorums_s.append(record.quorum_s)
+            for member in record.members:
+                if member.learner == LIAR:
+                    self.after = member.incarnation, member.number
+
+    async def say_that_it_steps(self) -> None:
+        """Send heartbeats of a learner that steps, and has applied what the others have."""
+        for step in itertools.count(1):
+            versions = self.cluster.heartbeats["toy-0"][-1].versions if self.cluster.heartbeats["toy-0"] else [0] * FRAGMENTS
+            said = learner_heartbeat(LIAR, step, *versions, incarnation=self.incarnation, batch_tokens=SAMPLES)
+            await self.link.publish(self.cluster.subjects.heartbeat(LIAR), framing.pack(said, self.run.identity))
+            await asyncio.sleep(scaled_s(0.05))
+
 
 @contextlib.asynccontextmanager
-async def lying(launch: Launch, keys: Folder, tmp_path: Path) -> AsyncIterator[tuple[Cluster, Liar, NatsTransport]]:
+async def lying(
+    launch: Launch, keys: Folder, tmp_path: Path, **changes: Any
+) -> AsyncIterator[tuple[Cluster, Liar, NatsTransport]]:
     """A run of two honest learners, held before their first step, a liar that was admitted, and an operator's connection."""
     with serving(keys, tmp_path / "nats") as server:
-        cluster = launch(small(**SETTINGS), server.url, RUN)
+        cluster = launch(small(**SETTINGS | changes), server.url, RUN)
         cluster.identity = str(keys.path / "identities" / "{name}.identity")
         cluster.liars = {LIAR}
         cluster.coordinator()
@@ -183,6 +219,13 @@ async def test_what_cannot_be_is_refused_and_values_that_no_merge_survives_are_l
         [told] = cluster.events("message_refused", "syncer-0")  # the first of its kind
         assert (told["sender"], told["kind"]) == (LIAR, "ClaimError")
         assert "lost" in told["reason"]
+        for count, what in enumerate(("N9: a base that no log has", "N9: another state of its base"), 1):
+            await liar.offer(**OF_ANOTHER_LOG[what])
+            await cluster.until(
+                lambda count=count: len(cluster.events("offer_of_another_log", "syncer-0")) >= count,  # type: ignore[misc]
+                what,
+            )
+        assert {told["sender"] for told in cluster.events("offer_of_another_log", "syncer-0")} == {LIAR}
         for value, event in ((3e37, "merge_not_finite"), (1e9, "merge_too_far")):  # both are held: they may be a learner's
             cluster.gate.close()
             await liar.offer(value)
@@ -195,11 +238,42 @@ async def test_what_cannot_be_is_refused_and_values_that_no_merge_survives_are_l
         await honest_run(cluster, operator)
 
 
+async def test_a_learner_that_answers_and_fails_in_turn_is_waited_for_once_and_is_named(
+    launch: Launch, keys: Folder, tmp_path: Path
+) -> None:
+    """N3: with the quorum ``all`` it says that it steps, answers no round, and delivers an offer whenever it is given up."""
+    dead_s = scaled_s(1.0)
+    changes = {"round__quorum": "all", "liveness__dead_s": dead_s}
+    async with lying(launch, keys, tmp_path, **changes) as (cluster, liar, operator):
+        stepping = asyncio.create_task(liar.say_that_it_steps())
+        cluster.gate.open()
+        await cluster.until(lambda: bool(cluster.events("waited_in_vain", "syncer-0")), "it is given up")
+        [given_up] = cluster.events("waited_in_vain", "syncer-0")  # all fragments at once: repeated lines are counted
+        assert given_up["learner"] == LIAR
+        assert given_up["waited_s"] >= 4 * dead_s - 0.1
+        await some_versions(cluster, 1, of=sorted(HONEST))
+        await liar.look_for_merges()
+        waits_before = len(liar.quorums_s)
+        merged = 0
+        while merged < 5:  # each time it is waited for again, and answers nothing
+            before = liar.after
+            await liar.offer(0.0, steps=1, tokens=1, data=[])
+            await some_versions(cluster, 1, of=sorted(HONEST))
+            await liar.look_for_merges()
+            merged += liar.after != before
+        await some_versions(cluster, 2, of=sorted(HONEST))
+        await liar.look_for_merges()
+        await end(stepping)
+        assert max(liar.quorums_s[:waits_before]) >= 4 * dead_s - 1.0
+        assert max(liar.quorums_s[waits_before:]) < 2 * dead_s
+        await cluster.use_up(operator)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("what", [*IMPOSSIBLE, *VALUES])
+@pytest.mark.parametrize("what", [*IMPOSSIBLE, *OF_ANOTHER_LOG, *VALUES])
 async def test_a_run_goes_on_as_if_the_liar_were_not_there(launch: Launch, keys: Folder, tmp_path: Path, what: str) -> None:
     async with lying(launch, keys, tmp_path) as (cluster, liar, operator):
-        await liar.offer(VALUES.get(what, 1.0), **IMPOSSIBLE.get(what, {}))
+        await liar.offer(VALUES.get(what, 1.0), **(IMPOSSIBLE | OF_ANOTHER_LOG).get(what, {}))
         cluster.gate.open()
         await some_versions(cluster, 2, of=sorted(HONEST))
         await honest_run(cluster, operator)

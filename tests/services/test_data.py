@@ -68,7 +68,7 @@ def whole(batches: Counter[Batch], share: int) -> bool:
 async def test_every_token_is_merged_or_lost_though_learners_die(launch: Launch) -> None:
     """toy-2 is killed and does not return, so that another takes its share; toy-3 is killed and returns at once."""
     liveness: dict[str, Any] = {"liveness__dead_s": scaled_s(1.5), "liveness__lease_s": scaled_s(2.0)}
-    cluster = launch(small(learners=4, tokens=4 * 60 * SAMPLES, round__quorum="all", **liveness))
+    cluster = launch(small(learners=4, tokens=4 * 80 * SAMPLES, round__quorum="all", **liveness))
     cluster.gate.close()
     cluster.toy(0)
     cluster.toy(1)
@@ -77,13 +77,13 @@ async def test_every_token_is_merged_or_lost_though_learners_die(launch: Launch)
     cluster.syncers()
     await cluster.link()
     await cluster.all_ready()
-    await cluster.step_until(30)
 
     def of_all() -> set[int]:
         return {event["fragment"] for event in cluster.events("version_committed") if event["members"] == 4}
 
-    await cluster.until(lambda: len(of_all()) == cluster.settings.fragments.count, "all four are merged")
-    cluster.gate.open(32)
+    taken = await cluster.step_on(30, lambda: len(of_all()) == cluster.settings.fragments.count, "all four are merged")
+    await cluster.step_until(taken)
+    cluster.gate.open(taken + 2)
     for process in killed:  # before, in or after those steps
         process.kill()
     cluster.toy_process(3)
@@ -98,7 +98,7 @@ async def test_every_token_is_merged_or_lost_though_learners_die(launch: Launch)
         assert report["learners"][name]["tokens_processed"] == noted[name].total() * SAMPLES
     for name in ("toy-2", "toy-3"):
         untold = noted[name].total() - report["learners"][name]["tokens_processed"] // SAMPLES
-        assert 0 <= untold <= 2, name  # those after the 30 that all have heard of
+        assert 0 <= untold <= 2, name  # those after the steps that all have heard of
     processed = report["tokens_processed"]
     assert processed == sum(learner["tokens_processed"] for learner in report["learners"].values())
     assert processed == cluster.settings.tokens + report["tokens_overshoot"] + report["tokens_forgotten"]

@@ -86,7 +86,7 @@ async def check_offers(cluster: Cluster, folded: Sequence[Folded], versions: Seq
             gradients = {path: gradient.astype(np.float32) for path, gradient in task.gradients(*batch)[1].items()}
             for fragment, record in zip(fragments.fragments, records, strict=True):
                 member = next(member for member in record.members if member.learner == learner)
-                found = await log.archive.offer(fragment.index, learner, member.incarnation, member.number)
+                found = await log.archive.offer(record, member)
                 assert found is not None
                 sent, gradient = found[1].view(ml_dtypes.bfloat16), fragment.gather(gradients)
                 np.testing.assert_array_equal(sent, gradient.astype(ml_dtypes.bfloat16), strict=True)

@@ -232,6 +232,19 @@ def test_names_that_fit_no_model(text: str, said: str, tmp_path: Path) -> None:
         Naming(SPECS, naming.read_names(path, "--names"))
 
 
+def test_names_of_pytorch_are_those_of_its_state_dict() -> None:
+    tensors = [
+        TensorSpec("blocks/0/weight", (3, 2)),
+        TensorSpec("state/norm/mean", (2,), state=True),
+        TensorSpec("state/w", (2,)),
+    ]
+    named = naming.torch_names(tensors, "--names torch")
+    assert Naming(tensors, named).shapes == {"blocks.0.weight": (3, 2), "norm.mean": (2,), "state.w": (2,)}
+    twice = [TensorSpec("a/b", (2,)), TensorSpec("a.b", (2,))]
+    with pytest.raises(SettingsError, match=r"--names torch: 'a\.b' is the name of 'a/b' and of 'a\.b'"):
+        Naming(twice, naming.torch_names(twice, "--names torch"))
+
+
 async def tensors_at(cluster: Cluster, version: int) -> Tensors:
     async with run_reader.opened(cluster.directory) as seen:
         found = seen.map.empty()

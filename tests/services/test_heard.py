@@ -23,6 +23,7 @@ from tests.services.toy import SAMPLES
 
 from diloco.control import admission, creation
 from diloco.control.creation import KnownRun
+from diloco.control.gate import HEARTBEATS_AT_ONCE
 from diloco.core.learner.accounts import MemberTraffic
 from diloco.nats import identity
 from diloco.nats.transport import NatsTransport
@@ -35,7 +36,7 @@ from diloco.wire.control import Announcement, Heartbeat, MarkerAnswer, SnapshotM
 from diloco.wire.subjects import Subjects
 from diloco_ops.broker.server import Server
 from diloco_ops.keys.folder import Folder
-from diloco_ops.keys.permissions import Who
+from diloco_ops.keys.permissions import READER_PAYLOAD_BYTES, Who
 
 RUN = "heard"
 NAMES = Subjects(RUN)
@@ -45,6 +46,7 @@ EVERY_S = scaled_s(0.05)  # so often a lie is told: not faster than a slow machi
 FRAGMENTS = 4
 BUDGET = 2 * 400 * SAMPLES  # of a minute of slow steps
 LARGEST = 2**62
+LARGE, LARGE_BYTES = 30, READER_PAYLOAD_BYTES - 4096  # heartbeats, and what each has beside its fields
 
 
 def heartbeat(learner: str, incarnation: int, **changes: Any) -> Heartbeat:
@@ -176,10 +178,35 @@ def refused_liars(cluster: Cluster) -> set[str]:
     return refused & {NAMES.heartbeat(LIAR), NAMES.heartbeat(EVALUATOR), EVALUATOR}
 
 
+async def test_large_heartbeats_are_refused_undecoded_and_a_flood_of_small_ones_is_thinned(
+    launch: Launch, keys: Folder, server: Server
+) -> None:
+    """N7: the syncer counts each of them by sender, and the run goes on."""
+    cluster = launch(small(learners=2, shards=1, tokens=10**9), server.url, RUN)
+    cluster.identity, cluster.liars = str(keys.path / "identities" / "{name}.identity"), {EVALUATOR}
+    cluster.learners()
+    await cluster.begin()
+    async with Liar.connected(cluster, keys, EVALUATOR) as liar:
+        said = heartbeat(EVALUATOR, 1, role="evaluator")
+        large = framing.pack(said, liar.run.identity, bytes(LARGE_BYTES))  # as large as an evaluator's messages may be
+        for _ in range(LARGE):
+            await liar.link.publish(NAMES.heartbeat(EVALUATOR), large)
+        await cluster.until(lambda: cluster.shard_heartbeats["syncer-0"].refused >= LARGE, "each of them is refused")
+        assert cluster.shard_heartbeats["syncer-0"].refused == LARGE
+        [told] = cluster.events("message_refused", "syncer-0")
+        assert told["sender"] == NAMES.heartbeat(EVALUATOR)
+        assert "expected at most" in str(told["reason"])
+        small_one = framing.pack(said, liar.run.identity)
+        for _ in range(10 * HEARTBEATS_AT_ONCE):
+            await liar.link.publish(NAMES.heartbeat(EVALUATOR), small_one)
+        await some_versions(cluster, 2, TOYS)
+
+
 async def test_no_announcement_ends_a_run(launch: Launch, keys: Folder, server: Server) -> None:
     """With a stolen syncer's identity: that the rounds are the last ones, and that all tokens are processed."""
     cluster = launch(small(learners=2, tokens=BUDGET), server.url, RUN)
     cluster.identity = str(keys.path / "identities" / "{name}.identity")
+    cluster.forged = True  # learners refuse versions and epochs that no log is so far behind
     cluster.learners(**cluster.answers_held)
     await cluster.begin(until_step=0)
     await cluster.step_to_version(1)

@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from typing import Any
 
+import nats.errors
 import pytest
-from tests.made import raw_messages
 from tests.pace import DEADLINE_S, scaled_s
 from tests.services.cluster import small
 from tests.services.secured import Guest, guest, make_keys, members, put, serving
@@ -36,10 +37,10 @@ from diloco.wire import subjects
 from diloco.wire.body import Body
 from diloco.wire.offers import Answer, Offer, RegionalOffer
 from diloco.wire.subjects import Subjects
+from diloco_ops.broker import raw_messages
 from diloco_ops.broker.server import Server
-from diloco_ops.keys.accounts import CONNECTIONS
 from diloco_ops.keys.folder import Folder
-from diloco_ops.keys.permissions import Who
+from diloco_ops.keys.permissions import READER_PAYLOAD_BYTES, Who
 from diloco_ops.reading import runs
 
 RUN = "limited"
@@ -53,7 +54,7 @@ THIRTY_ONE_YEARS = 31 * 365 * 86_400 * NANOSECONDS
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Folder:
-    return make_keys(tmp_path_factory.mktemp("keys") / "run", RUN, members(3, 2))
+    return make_keys(tmp_path_factory.mktemp("keys") / "run", RUN, [*members(3, 2), Who("judge", "evaluator")])
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +146,7 @@ async def test_a_consumer_is_given_no_more_than_a_reader_needs(syncer: Guest, se
 
 @pytest.mark.parametrize("empty", [1, 2, 301])
 async def test_empty_messages_of_a_learner_hide_nobodys_offers(syncer: Guest, server: Server, keys: Folder, empty: int) -> None:
-    """A server drops the answers after one without a byte, if the request came from another account: the reader notices."""
+    """A server drops the answers after an empty one, if the request came from another account: the reader notices."""
     offers = [NAMES.offer(fragment, VICTIM) for fragment in range(2)]
     part = NAMES.offer(0, LIAR).removesuffix("head") + "part.%d"
     async with guest(server, keys, LIAR) as liar, guest(server, keys, VICTIM) as victim:
@@ -240,6 +241,44 @@ async def test_a_reader_whose_rights_are_of_another_version_says_so_and_waits_fo
         file.write_text(own)
         server.reload()
         assert (await reading).data == b"entry"
+
+
+# ---- requests for very many messages
+
+
+@pytest.mark.parametrize("name", ["test", "judge", LIAR, "syncer-0", "coordinator", "operator"])
+async def test_one_request_reads_one_message(syncer: Guest, server: Server, keys: Folder, name: str) -> None:
+    """40,000 filters in requests of 800 KB slowed a run to a fifteenth."""
+    filters = {"multi_last": [NAMES.record(0)] * 200}
+    batch = {"seq": 1, "batch": 1000, "next_by_subj": ENTRIES}
+    direct = f"$JS.API.DIRECT.GET.{LOG}"
+    async with guest(server, keys, name) as visitor:
+        client, newest = visitor.link.bulk, await visitor.link.last(LOG, NAMES.record(0))
+        assert newest is not None
+        for request in (filters, batch):
+            told = await client.request(f"{direct}.{NAMES.record(0)}", json.dumps(request).encode(), timeout=DEADLINE_S)
+            assert (told.headers or {}).get("Status") == "408"
+            assert told.data == b""
+        assert visitor.told == ""
+        for request in (filters, batch):
+            await client.publish(direct, json.dumps(request).encode(), reply=client.new_inbox())
+        assert await visitor.refused(direct) == []
+        assert await visitor.link.get(LOG, newest.sequence) == newest
+        assert await visitor.link.first(LOG, NAMES.record(0), newest.sequence) == newest
+
+
+async def test_requests_that_wait_in_a_server_are_few(syncer: Guest, server: Server, keys: Folder) -> None:
+    """By its default a server keeps 10,000, of any size: 1,500 requests of 800 KB took 2.2 GiB."""
+    request = json.dumps({"last_by_subj": NAMES.record(0)}).encode()
+    async with guest(server, keys, "test") as observer:
+        client = observer.link.bulk
+        async with asyncio.timeout(DEADLINE_S):
+            while not (dropped := re.findall(r"limit reached, dropping (\d+) requests", server.log_file.read_text())):
+                for _ in range(4000):
+                    await client.publish(f"$JS.API.STREAM.MSG.GET.{LOG}", request, reply=client.new_inbox())
+                await observer.flush()
+        assert max(map(int, dropped)) < 1000
+        assert await syncer.link.get(LOG, 1) is not None
 
 
 # ---- offers that the server takes for copies
@@ -344,6 +383,46 @@ async def test_a_key_that_readers_would_refuse_is_refused_by_the_server(syncer: 
         assert len(found[0]) == MAX_VALUE_BYTES
 
 
+@pytest.mark.parametrize(
+    ("name", "most_bytes"), [("judge", READER_PAYLOAD_BYTES), ("test", READER_PAYLOAD_BYTES), ("coordinator", 1 << 19)]
+)
+async def test_who_never_sends_large_messages_is_cut_off_when_it_does(
+    syncer: Guest, server: Server, keys: Folder, name: str, most_bytes: int
+) -> None:
+    """15 heartbeats of 1 MiB a second, by an evaluator, left a run a quarter of its versions."""
+    own = {"judge": NAMES.heartbeat("judge"), "test": NAMES.status, "coordinator": NAMES.changed}[name]
+    heard: list[int] = []
+    told = asyncio.Event()
+
+    async def hear(message: Any) -> None:
+        heard.append(len(message.data))
+        told.set()
+
+    hearer = {"judge": LIAR, "test": "coordinator", "coordinator": LIAR}[name]
+    async with guest(server, keys, hearer) as listening, guest(server, keys, name) as visitor:
+        await listening.link.control.subscribe(own, cb=hear)
+        await listening.flush()
+        await visitor.flush()
+        client = visitor.link.control
+        assert (client.max_payload, client.largest_bytes) == (most_bytes, 1 << 20)
+        with pytest.raises(nats.errors.MaxPayloadError):
+            await client.publish(own, bytes(most_bytes + 1))
+        bucket = await visitor.link.bucket(NAMES.bucket, create=False)
+        with pytest.raises(BrokerError, match=f"max_payload is {most_bytes} for this process"):
+            await bucket.put("any", bytes(most_bytes))
+        await client.publish(own, bytes(most_bytes))
+        async with asyncio.timeout(DEADLINE_S):
+            await told.wait()
+        raw: Any = client
+        raw._max_payload = 1 << 20  # as one that does not go by it
+        await raw.publish(own, bytes(most_bytes + 1))
+        async with asyncio.timeout(DEADLINE_S):
+            while not client.is_closed:
+                await asyncio.sleep(0.05)
+        await listening.flush()
+    assert heard == [most_bytes]
+
+
 async def left(operator: Guest, name: str) -> int:
     """How many messages a consumer of the log has not delivered yet."""
     return sum(one["num_pending"] for one in await streams.consumers(operator.link, LOG) if one["name"] == name)
@@ -375,16 +454,17 @@ async def test_messages_of_anothers_consumer(syncer: Guest, server: Server, keys
         assert (read.data, (read.headers or {}).get("Status")) == ((b"", "404") if knows_the_name else (b"entry", None))
 
 
-async def test_one_learner_takes_nobodys_connections(server: Server, keys: Folder) -> None:
+@pytest.mark.parametrize(("name", "most"), [(LIAR, 32), ("test", 8), ("judge", 8)])
+async def test_one_member_takes_nobodys_connections(server: Server, keys: Folder, name: str, most: int) -> None:
     async with contextlib.AsyncExitStack() as opened:
-        last = [await opened.enter_async_context(guest(server, keys, LIAR)) for _ in range(CONNECTIONS // 2)][-1]
-        own = identity.load(keys.identity_file(LIAR))
+        last = [await opened.enter_async_context(guest(server, keys, name)) for _ in range(most // 2)][-1]
+        own = identity.load(keys.identity_file(name))
         with pytest.raises(BrokerError, match="no connection to"):
-            await NatsTransport.open(server.url, server.url, LIAR, get_logger(), 1.0, identity=own)
+            await NatsTransport.open(server.url, server.url, name, get_logger(), 1.0, identity=own)
         async with guest(server, keys, VICTIM):
             pass
         await last.link.close()
-        async with guest(server, keys, LIAR):  # those that are gone do not count
+        async with guest(server, keys, name):  # those that are gone do not count
             pass
 
 

@@ -25,9 +25,10 @@ import diloco
 from diloco.core.tensors.fragments import build_map
 from diloco.errors import AdmissionError, BrokerError, DilocoError, RunError, SettingsError
 from diloco.settings.run import NAME_PATTERN
-from diloco_learner import joining, kernels
+from diloco_learner import kernels
 from diloco_learner.api.trees import Tree
 from diloco_learner.joining import JoinedRun
+from diloco_learner.run.loop_arguments import default_name
 from diloco_learner.tensors import Tensor
 
 Samples = tuple[int, int]
@@ -158,6 +159,20 @@ async def test_a_loop_with_data_of_its_own_beside_other_learners(launch: Launch)
     series = json.loads((cluster.directory / "series.json").read_text())
     merged = [sum(m.tokens for r in log.versions for m in r.members if m.learner == "own") for log in await cluster.folded()]
     assert series["ledger"]["own"] == [{"own": tokens} for tokens in merged]
+
+
+async def test_a_loop_s_own_validation_loss_is_the_run_s(launch: Launch) -> None:
+    cluster = launch(small(learners=1, tokens=40 * SAMPLES))
+    await _begin(cluster)
+    loop = _Loop(cluster, "mine", 0, "numpy")
+    loop.before_step = lambda loop: loop.run.report(val_loss=2.5 - 0.25 * (len(loop.seen) // 10))
+    await asyncio.to_thread(loop.train)
+    await cluster.ended()
+    series = json.loads((cluster.directory / "series.json").read_text())
+    losses = [loss for *_, loss in series["validation"]]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < 2.0
+    assert all(tokens <= 40 * SAMPLES + 200 for _, tokens, _ in series["validation"])
 
 
 async def test_an_error_in_a_loop_leaves_the_run_in_order(launch: Launch) -> None:
@@ -396,7 +411,7 @@ def test_the_name_by_default_fits_and_tells_hosts_and_processes_apart() -> None:
         f"pod-{'a' * 61}",
         "é",
     ]
-    names = [joining.default_name(host, process) for host in hosts for process in (1, 4194304)]
+    names = [default_name(host, process) for host in hosts for process in (1, 4194304)]
     assert all(re.fullmatch(NAME_PATTERN, name) for name in names)
     assert names[0] == "loop-node7-1"
     assert len(set(names[2:])) == len(names) - 2  # hosts' names are of one case

@@ -240,7 +240,14 @@ async def test_what_services_tell_is_what_the_run_says(make_server: Callable[[],
         "diloco_syncer_region_connected",
         "diloco_coordinator_region_away",
     }
-    of_trouble = {"diloco_refused_sender_age_seconds"}
+    of_trouble = {
+        "diloco_refused_sender_age_seconds",
+        "diloco_refused_sender_messages_total",
+        "diloco_coordinator_outlying_learner",
+        "diloco_syncer_dropped_heartbeats_total",
+        "diloco_syncer_missed_offers_total",
+        "diloco_syncer_refused_offers_total",
+    }
     of_identities = {"diloco_certificate_remaining_seconds", "diloco_server_list_number"}
     of_own_tasks = {"diloco_learner_task_metric"}  # the toy has no metrics of its own
     assert unseen == of_regions | of_trouble | of_own_tasks | of_identities

@@ -16,7 +16,8 @@ from tests.made.regional_offers import combined_of, forged
 from tests.pace import DEADLINE_S
 from tests.services.apart import REGIONS, Region, apart, demand_one_log
 from tests.services.cluster import NEVER_S, check_accounts, some_versions
-from tests.services.toy import SAMPLES
+from tests.services.liars import Liar
+from tests.services.toy import SAMPLES, Regression
 
 from diloco.errors import EjectedError
 from diloco.nats.transport import NatsTransport
@@ -139,6 +140,26 @@ async def test_who_is_ejected_is_in_no_combined_offer_any_more_and_nobody_waits_
     for log in await run.read("us"):
         merged = [any(m.learner == ejected.name for m in record.members) for record in log.versions]
         assert (any(merged[: settled[log.index]]), any(merged[settled[log.index] :])) == (True, False)
+
+
+@pytest.mark.slow  # seven learners; the same of owners is in test_changes.py, and of what combines in units
+async def test_a_learner_that_lies_is_left_out_where_its_region_combines_offers(regions: Regions) -> None:
+    """Of three learners in ap, which judge each other, one lies; the others' regions own two thirds of the fragments."""
+    judged: dict[str, Any] = {"quarantine__factor": 5.0, **MERGED}
+    run = await regions(apart(learners=7, tokens=10**9, round__quorum="all", round__steps=12, **judged))
+    run.liars = {"toy-6"}
+    liar = Liar(run, -1e4)
+    for share in range(7):
+        run.toy(share, before_step=liar if share == 6 else run.gate)
+    await run.begin()
+    await run.until(lambda: bool(run.events("learner_quarantined", "toy-0")), "it is quarantined, and others know it")
+    seen = run.events("learner_quarantined", "toy-0")[0]
+    assert (seen["learner"], seen["author"]) == ("toy-6", "syncer-0")
+    await some_versions(run, 2, of=[toy.name for toy in run.toys[:6]])
+    await run.use_up()
+    read = await run.read("us")
+    assert Regression(run.settings).distance(await run.tensors(read)) < 0.5
+    assert {name for log in read for record in log.versions for name in {m.learner for m in record.members}} >= {"toy-0"}
 
 
 async def pulled_until_ended(run: Region) -> tuple[int, int, int]:

@@ -170,7 +170,7 @@ async def fill(people: dict[str, Guest]) -> None:
         "toy-0": [f"$KV.{NAMES.bucket}.{key}" for key in ("map", "founder", "genesis", "member.toy-0", "share.toy-0")],
         "toy-1": [NAMES.offer(0, "toy-1"), f"$KV.{NAMES.bucket}.member.toy-1"],
         "toy-2": [NAMES.offer(0, "toy-2"), f"$KV.{NAMES.bucket}.member.toy-2"],
-        "syncer-0": [NAMES.record(0), NAMES.keyframe(0), NAMES.archived(0, "toy-2", 1, 1), f"$KV.{NAMES.bucket}.owners"],
+        "syncer-0": [NAMES.record(0), NAMES.keyframe(0), NAMES.archived(0, "toy-2", 1, 1, None), f"$KV.{NAMES.bucket}.owners"],
         "operator": [f"$KV.{NAMES.bucket}.changes"],
     }
     for name, subjects in writers.items():
@@ -189,6 +189,8 @@ async def people(server: Server, keys: Folder) -> AsyncIterator[dict[str, Guest]
         yield made
 
 
+# what remains (docs/security.md): a consumer of the offers pushes empty messages to the log's one subject without wildcards
+PUSHED = {"syncer-0": (NAMES.genesis,)}
 ASKERS = ("toy-1", "toy-0", "judge", "test", "syncer-0", "coordinator", "operator")
 
 
@@ -203,7 +205,8 @@ async def test_no_answer_lands_where_the_asker_may_not_write(people: dict[str, G
     creating = [one_of(subject) for subject in own if ".CONSUMER.CREATE." in subject]
     for call in creating:
         await answered(people[name], call, wanted(call))  # for requests of its next messages
-    before = await witness.stored(own)
+    stored = partial(witness.stored, own + PUSHED.get(name, ()))
+    before = await stored()
     assert len(before) > (0 if name == "operator" else 8)
     asked = 0
     for subject in {one_of(subject) for subject in own if not subject.startswith(("_INBOX", "_R_"))}:
@@ -219,5 +222,5 @@ async def test_no_answer_lands_where_the_asker_may_not_write(people: dict[str, G
     await asyncio.sleep(DELIVERED_S)
     for visitor in people.values():
         await visitor.flush()
-    assert await witness.stored(own) == before
+    assert await stored() == before
     assert {subject for subject in witness.heard if not covered(subject, own)} == set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 from tests.made.fixtures import Launch
 from tests.made.run_checks import waiting_settings
 from tests.services.cluster import NEVER_S, check_accounts, small
@@ -44,9 +45,9 @@ async def test_every_merged_offer_is_in_the_archive(launch: Launch) -> None:
     for log in folded:
         for record in log.versions:
             for member in record.members:
-                kept = await store.archive.offer(log.index, member.learner, member.incarnation, member.number)
+                kept = await store.archive.offer(record, member)
                 assert kept is not None
                 offer, body = kept
                 assert (offer.tokens, offer.steps, offer.base_version) == (member.tokens, member.steps, member.base_version)
                 assert body.size == quantise.body_bytes(fragments.fragments[log.index].size, offer.bits)
-    assert await store.archive.offer(0, "toy-0", 1, 1) is None
+                assert await store.archive.offer(record, replace(member, incarnation=1)) is None

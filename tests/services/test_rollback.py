@@ -80,7 +80,8 @@ class Spoiler:
 @pytest.mark.promise("an operator takes versions back while the run goes on")
 async def test_a_run_that_a_bad_learner_drove_off_goes_on_from_where_it_was(launch: Launch) -> None:
     # whatever a merge does is let in, so that there is something to go back from
-    cluster = launch(waiting_settings(steps=120, log__archive=True, quarantine__merge_factor=0.0, liveness__dead_s=NEVER_S))
+    judge_nothing = {"quarantine__factor": 0.0, "quarantine__merge_factor": 0.0}
+    cluster = launch(waiting_settings(steps=120, log__archive=True, liveness__dead_s=NEVER_S, **judge_nothing))
     spoiler = Spoiler()
     for share in range(2):
         cluster.toy(share, **cluster.answers_held)

@@ -18,9 +18,9 @@ import nats.aio.client
 import nats.errors
 import pytest
 from tests.made.fixtures import Launch
-from tests.made.run_checks import newest_applied
+from tests.made.run_checks import newest_applied, waiting_settings
 from tests.pace import DEADLINE_S, scaled_s
-from tests.services.cluster import Cluster, Events, check_accounts, small
+from tests.services.cluster import NEVER_S, Cluster, Events, check_accounts, small
 from tests.services.forking import Nursery
 from tests.services.guarded import REGIONS, two_regions
 from tests.services.secured import Guest, guest, make_keys, members, put, serving
@@ -35,6 +35,7 @@ from diloco.process.observe import Logger
 from diloco.service import rundir
 from diloco.service.rundir import RunDirectory
 from diloco.wire.subjects import Subjects
+from diloco_coordinator.server_watch.violations import MAX_SUBJECT, ViolationLog
 from diloco_ops.audit import verify
 from diloco_ops.broker.server import Server
 from diloco_ops.checkpoints import checkpoint
@@ -81,6 +82,7 @@ NOBODYS = [
     f"$JS.API.STREAM.INFO.DILOCO_{OTHER}_LOG",
     f"$JS.API.STREAM.MSG.GET.KV_DILOCO_{OTHER}",
     f"$JS.API.DIRECT.GET.DILOCO_{OTHER}_LOG",
+    *(f"$JS.API.DIRECT.GET.{stream}" for stream in (LOG, STORE, NAMES.archive_stream)),
     f"$JS.API.CONSUMER.CREATE.DILOCO_{OTHER}_LOG",
     f"$JS.API.CONSUMER.CREATE.{LOG}",
     f"$JS.API.CONSUMER.CREATE.{LOG}.named",
@@ -119,7 +121,8 @@ VERSIONS = [
     f"diloco.{RUN}.keyframe.0.part.0011223344556677.0",
     NAMES.genesis,
     NAMES.regional_offer(0, "syncer-0"),
-    NAMES.archived(0, "toy-2", 1, 1),
+    NAMES.archived(0, "toy-2", 1, 1, None),
+    NAMES.archived(0, "toy-2", 1, 1, bytes(8)),
 ]
 OFFERED = [NAMES.offer(0, "toy-2"), f"diloco.{RUN}.delta.0.toy-2.part.0"]
 OTHERS_OFFERS = [
@@ -143,15 +146,16 @@ FORBIDDEN: dict[str, list[str]] = {
         *(NOBODYS + CONSUMERS + STREAMS + OFFERED + SIGNS),
         *(
             f"$KV.{NAMES.bucket}.{key}"
-            for key in ("run", "map", "founder", "genesis", "coordinator", "member.toy-2", "share.toy-2")
+            for key in ("run", "map", "founder", "genesis", "coordinator", "changes", "member.toy-2", "share.toy-2")
         ),
         NAMES.coordinator,
         NAMES.marker,
+        f"$JS.API.STREAM.PURGE.{LOG}",
     ],
     "coordinator": [
         *(NOBODYS + CONSUMERS + STREAMS + OFFERED + VERSIONS + SIGNS),
         *(f"$KV.{NAMES.bucket}.{key}" for key in ("map", "founder", "genesis", "owners", "member.toy-2", "share.toy-2")),
-        f"$JS.API.STREAM.PURGE.{LOG}",
+        f"$JS.API.STREAM.PURGE.{OFFERS}",
         *OTHERS_OFFERS[1:],
         NAMES.round(0),
     ],
@@ -171,11 +175,16 @@ FORBIDDEN: dict[str, list[str]] = {
 @pytest.mark.parametrize("name", FORBIDDEN)
 @pytest.mark.promise("a member can do only what its role allows")
 async def test_what_is_not_ones_own_is_refused_by_the_server(run: Guest, guarded: Server, keys: Folder, name: str) -> None:
+    violations = ViolationLog(guarded.log_file, keys.server_folder("nats") / "auth.conf")
     async with guest(guarded, keys, name) as visitor:
         for subject in FORBIDDEN[name]:
             await visitor.link.bulk.publish(subject, b"x")
         assert await visitor.refused(*FORBIDDEN[name]) == []
         assert visitor.told.count("permissions violation for publish to") == len(FORBIDDEN[name])
+    violations.read()  # the server has counted each of them under the identity's name
+    counts = violations.counts()
+    denied = {subject for identity, action, subject in counts if (identity, action) == (name, "publish")}
+    assert denied == {subject[:MAX_SUBJECT] for subject in FORBIDDEN[name]}
 
 
 async def test_a_founder_writes_keyframes_and_genesis_and_no_versions(run: Guest, guarded: Server, keys: Folder) -> None:
@@ -633,6 +642,31 @@ async def test_a_whole_run_needs_nothing_that_it_may_not(launch: Launch, keys: F
         ]
         assert violations(server, cluster) == []
         assert told_secrets(keys, cluster.directory) == []
+
+
+SHORT: dict[str, Any] = {"log__keyframe_factor": 0.1, "log__keep_bytes": 0, "log__keep_keyframes": 3}
+
+
+@pytest.mark.parametrize("older", [False, True], ids=["lists of this version", "lists of before"])
+async def test_a_coordinator_shortens_the_log_and_where_it_may_not_the_run_goes_on(
+    launch: Launch, tmp_path: Path, older: bool
+) -> None:
+    keys = make_keys(tmp_path / "keys", RUN, members(3, 2))
+    file, right = keys.server_folder("nats") / "auth.conf", f"$JS.API.STREAM.PURGE.{LOG}"
+    if older:
+        file.write_text("".join(line for line in file.read_text().splitlines(keepends=True) if right not in line))
+    with empty(keys, tmp_path) as server:
+        cluster = launch(waiting_settings(steps=90, liveness__dead_s=NEVER_S, **SHORT), server.url, RUN)
+        cluster.identity = str(keys.path / "identities" / "{name}.identity")
+        await cluster.begin()
+        await cluster.ended()
+        store, _ = await cluster.store()
+        for log in await cluster.folded():
+            left = len(await store.reader.keyframe_sequences(log.index))
+            assert left == 3 or (older and left > 3)
+        denied = [str(values["reason"]).lower() for values in cluster.events("permission_denied")]
+        assert [right.lower() in reason for reason in denied] == [True] * len(denied)
+        assert bool(denied) == older
 
 
 async def test_members_wait_for_the_rights_that_an_older_file_lacks(launch: Launch, tmp_path: Path) -> None:

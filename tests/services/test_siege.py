@@ -18,7 +18,7 @@ ACTIONS = 400
 @pytest.mark.parametrize("regions", [False, True], ids=["", "regions"])
 @pytest.mark.parametrize("role", ROLES)
 async def test_an_insider_ends_nothing_and_loses_nothing(nursery: Nursery, tmp_path: Path, role: str, regions: bool) -> None:
-    outcome = await besiege(nursery, tmp_path, role, ACTIONS, rate=200, seed=3, base_s=0.5, regions=regions)
-    assert sum(outcome.sent.values()) == ACTIONS
-    assert (outcome.ended, outcome.changed) == ([], []), outcome.row()
+    outcome = await besiege(nursery, tmp_path, role, actions=ACTIONS, rate=200, seed=3, base_s=1.0, regions=regions)
+    assert sum(outcome.sent.values()) >= ACTIONS
+    assert (outcome.silent, outcome.keys_changed, outcome.logs_damaged) == ([], [], []), outcome.row
     assert outcome.refused > 0  # what it does to the pace, the long siege measures

@@ -84,7 +84,7 @@ async def test_a_torch_learner_founds_a_run_and_ends_with_it(launch: Launch) -> 
     [
         ({"task": "tests.services.toy:make"}, "task.name = 'tests.services.toy:make': 'make' does not exist"),
         ({"task": None}, "name a torch task of the same model with the setting task"),
-        ({"mesh": {"tensor": 2}}, "a torch learner is one process"),
+        ({"mesh": {"tensor": 2}}, "are 2 processes, and a torch learner of 1"),
     ],
 )
 async def test_what_no_torch_learner_can_be_is_refused(launch: Launch, values: dict[str, Any], said: str) -> None:

@@ -201,15 +201,18 @@ async def test_archived_offer_that_gives_another_merge_is_found(served: Finished
         while not entry.record.members:
             entry = await anext(outside.log.entries.follow([0], entry.sequence + 1, lambda refusal: None))
         member = entry.record.members[0]
-        stored = await outside.log.archive.offer(0, member.learner, member.incarnation, member.number)
+        stored = await outside.log.archive.offer(entry.record, member)
         assert stored is not None
         offer, raw = stored
         raw = raw.copy()
         first = 2 * (raw.size // 34)  # behind the scales; its lower half is the code of the first value
         raw[first] = raw[first] & 0xF0 | (15 if raw[first] & 15 < 8 else 1)
         body, inline, _ = describe_body(codec.pack(raw, -1), codec.content_hash(raw), bytes(8))
-        subject = outside.log.subjects.archived(0, member.learner, member.incarnation, member.number)
+        assert entry.record.body is not None
+        names, attempt = outside.log.subjects, entry.record.body.attempt
+        subject = names.archived(0, member.learner, member.incarnation, member.number, attempt)
         frame = framing.pack(replace(offer, body=body), outside.run.identity, inline)
+        await outside.log.transport.purge(names.archive_stream, subject, 1 << 62)  # else the first one counts
         await outside.log.transport.append(subject, frame, message_id="forged", fence=None, timeout_s=DEADLINE_S)
 
     verdict = await verify.check(served.path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.core.tensors import codec
-from diloco.errors import FormatError
+from diloco.errors import FormatError, MessageError, NonFiniteError
 
 
 @given(st.binary(max_size=5000), st.sampled_from([-5, -1, 1, 3]))
@@ -151,3 +152,65 @@ def test_the_beginning_of_a_frame_holds_the_beginning_of_its_content() -> None:
         codec.ContentStart(body.size + 1, [np.empty(600_000, np.uint8)]).feed(pieces)
     with pytest.raises(FormatError, match="zstd frame is damaged"):
         codec.ContentStart(body.size, [np.empty(600_000, np.uint8)]).feed([b"no frame"])
+
+
+# ---- content that is hashed, and not kept
+
+
+def float_body() -> tuple[np.ndarray[tuple[int], np.dtype[np.uint8]], bytes]:
+    """A body of 3000 values, and its frame."""
+    body = np.random.default_rng(0).normal(size=3000).astype("<f4").view(np.uint8)
+    return body, codec.pack(body, 1)
+
+
+def digested(pieces: list[bytes], sections: list[int]) -> tuple[bytes, list[bytes]]:
+    digests = codec.ContentDigests(sections)
+    digests.feed(pieces)
+    return digests.digests()
+
+
+@pytest.mark.parametrize("step", [19, 1000, 4000, 100_000])
+def test_content_in_pieces_has_the_hashes_of_the_whole(step: int) -> None:
+    body, packed = float_body()
+    pieces = [packed[at : at + step] for at in range(0, len(packed), step)]
+    whole, sections = digested(pieces, [4001, 3999, 4000])
+    assert whole == codec.content_hash(body)
+    assert sections == [
+        blake3(body[start:stop].tobytes()).digest() for start, stop in ((0, 4001), (4001, 8000), (8000, 12_000))
+    ]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda packed: packed[:-1],
+        lambda packed: packed + b"x",
+        lambda packed: packed + packed,
+        lambda packed: packed + bytes.fromhex("28b52ffd 20 00 010000"),  # a frame of nothing
+        lambda packed: packed + bytes.fromhex("502a4d18 04000000 61626364"),  # one to be skipped
+        lambda packed: b"no frame of zstd, of no compressor",
+        lambda packed: zstandard.ZstdCompressor().compress(bytes(11_996)),
+        lambda packed: packed[:200] + b"\xff" * 8 + packed[208:],
+    ],
+)
+def test_what_is_not_taken_as_a_whole_is_not_taken_in_pieces(damage: Callable[[bytes], bytes]) -> None:
+    body, packed = float_body()
+    damaged = damage(packed)
+    for step in (19, 1000, 100_000):
+        pieces = [damaged[at : at + step] for at in range(0, len(damaged), step)]
+        try:
+            found = digested(pieces, [8000, 4000])[0]
+        except MessageError:
+            continue
+        assert found != codec.content_hash(body)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("at", [2000, 2999])
+def test_the_last_section_holds_finite_values(value: float, at: int) -> None:
+    body, _ = float_body()
+    body.view("<f4")[at] = value
+    packed = codec.pack(body, 1)
+    for step in (19, 1001, 100_000):
+        with pytest.raises(NonFiniteError):
+            digested([packed[start : start + step] for start in range(0, len(packed), step)], [4000, 4000, 4000])

@@ -164,8 +164,43 @@ def test_a_marker_is_answered_at_a_boundary_with_its_versions_before_any_other_s
         decisions.saves.saved(process, PartSaved(made.number, bytes(32), 1))
     markers.answer(MarkerAnswer("ann", 4, 2, versions, 1, bytes(32), [(1, bytes(32))] * 2))
     island.stage()
-    go_on(island, 1)
+    go_on(island, 3)  # a single step is kept, so the version is staged upon the one before
     assert island.applied[-1] == (0, 2)
+
+
+def test_an_island_that_is_behind_catches_up_before_it_steps() -> None:
+    island = DecidedIsland(settings_of(WORLD), PROCESSES)
+    go_on(island, 2)
+    before = island.learner.accounts.step
+    for _ in range(5):
+        island.merge(0, own=False)
+    flying = []
+    for _ in range(8):
+        go_on(island, 1)
+        flying.append(island.flying)
+    assert [version for index, version in island.applied if index == 0][-5:] == [1, 2, 3, 4, 5]
+    # the single step that was in flight is kept, so each version is staged upon the one before, a boundary later
+    assert flying == [False] * 4 + [True] * 4, "a step is taken once a single version waits"
+    assert island.learner.accounts.step == before + 4  # the one that was in flight, and three
+
+
+@given(st.lists(ISLAND_ACTS, max_size=40), st.lists(ISLAND_ACTS, max_size=20))
+def test_a_step_that_was_taken_for_granted_and_is_not_taken_is_counted_nowhere(before: list[Any], after: list[Any]) -> None:
+    island = DecidedIsland(settings_of(WORLD), PROCESSES)
+    for name, *values in before:
+        act(island, name, *values)
+    go_on(island, 1)
+    island.look_ahead()
+    taken, island.flying = island.taken, False  # the loop was left before it
+    island.end_step()
+    island.flying = False
+    island.learner.leaving = True
+    for name, *values in after:
+        act(island, name, *values)
+    go_on(island, 2)
+    assert island.learner.accounts.step == island.taken == taken
+    assert island.learner.accounts.tokens == TOKENS * taken
+    island.check_accounts()
 
 
 @given(st.lists(ISLAND_ACTS, max_size=60))

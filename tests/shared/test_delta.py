@@ -95,9 +95,12 @@ class Learner:
         return sum(sum(self.tokens_of[first : first + count]) for _, first, count in data)
 
 
-def learner(overlap: bool = True, *, feedback: bool = True, error_bits: Bits = ERROR_BITS) -> Learner:
+def learner(
+    overlap: bool = True, *, feedback: bool = True, error_bits: Bits = ERROR_BITS, keeps_single_step: bool = False
+) -> Learner:
     base = vector(100, 200)
-    return Learner(Delta("ann", 7, overlap, feedback, base, 0, hash_of(0), error_bits=error_bits), base.copy())
+    made = Delta("ann", 7, overlap, feedback, base, 0, hash_of(0), error_bits=error_bits, keeps_single_step=keeps_single_step)
+    return Learner(made, base.copy())
 
 
 def chain_at(version: int, cursor: tuple[int, int]) -> Chain:
@@ -158,8 +161,57 @@ def test_a_version_that_merges_none_of_this_learner_leaves_nothing_of_its_work(o
     assert ann.balanced()
 
 
-# As before, and then a step of 4 tokens by (1, 1) and a version (10, 20), which merges the offer after all. The version
-# before wrote off all 16 tokens: the 10 of the offer come back, and the 4 new ones go, which answered another round.
+# A learner of base (100, 200), one step of 10 tokens by (4, 8), and the version (50, 60), which has nothing of it.
+@pytest.mark.parametrize(
+    ("overlap", "value", "tokens", "steps", "data", "lost"),
+    [(False, [50, 60], 0, 0, [], 10), (True, [54, 68], 10, 1, [(3, 0, 1)], 0)],
+)
+def test_a_single_step_that_could_not_be_offered_yet_is_kept(
+    overlap: bool, value: list[float], tokens: int, steps: int, data: list[Range], lost: int
+) -> None:
+    ann = learner(overlap, keeps_single_step=True)
+    ann.step(10, 4, 8)
+    ann.version(vector(50, 60), None)
+    state = ann.delta.state
+    assert ann.value.tolist() == value
+    assert (state.tokens, state.steps, state.data, state.lost_tokens, state.base_version) == (tokens, steps, data, lost, 1)
+    assert ann.balanced()
+    if overlap:
+        assert quantise.dequantise(ann.delta.body(ann.offer()), 2, 32).tolist() == [-4, -8]  # against the new base
+
+
+def test_a_single_step_is_kept_through_several_versions_and_lost_once_it_is_offered_or_no_longer_single() -> None:
+    ann = learner(keeps_single_step=True)
+    ann.step(10, 4, 8)
+    ann.version(vector(50, 60), None)
+    ann.version(vector(10, 20), None)
+    assert ann.value.tolist() == [14, 28]
+    ann.offer()
+    ann.version(vector(30, 40), None)
+    assert (ann.value.tolist(), ann.delta.state.lost_tokens) == ([30, 40], 10)
+    ann.step(3, 1, 1)
+    ann.step(3, 1, 1)
+    ann.version(vector(5, 6), None)
+    assert (ann.value.tolist(), ann.delta.state.lost_tokens) == ([5, 6], 16)
+    assert ann.balanced()
+
+
+def test_a_single_step_is_kept_where_a_version_merges_an_offer_from_before_its_base() -> None:
+    ann = learner(keeps_single_step=True)
+    ann.step(10, 4, 8)
+    late = ann.offer(8)
+    ann.version(vector(50, 60), None)
+    ann.step(3, 1, 1)
+    ann.version(vector(10, 20), late)
+    state = ann.delta.state
+    assert (ann.value.tolist(), state.tokens, state.lost_tokens, ann.merged) == ([11, 21], 3, 0, 10)
+    assert ann.delta.dump()[1].keys() == {"base"}  # a dropped offer leaves no error
+    assert ann.balanced()
+
+
+# Two steps with an offer between them, then a step of 4 tokens by (1, 1) and a version (10, 20), which merges the offer after
+# all. The version before wrote off all 16 tokens: the 10 of the offer come back, and the 4 new ones go, which answered another
+# round.
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_version_that_merges_an_offer_too_late_for_its_own_round(overlap: bool) -> None:
     ann = learner(overlap)
@@ -316,9 +368,11 @@ def play(ann: Learner, schedule: list[Any], *bits: Bits) -> None:
         assert ann.delta.state.steps >= 0
 
 
-@given(WITH_ROLLBACKS, st.booleans())
-def test_every_batch_and_its_tokens_are_merged_or_lost_or_in_the_books(schedule: list[Any], overlap: bool) -> None:
-    ann = learner(overlap)
+@given(WITH_ROLLBACKS, st.booleans(), st.booleans())
+def test_every_batch_and_its_tokens_are_merged_or_lost_or_in_the_books(
+    schedule: list[Any], overlap: bool, keeps_single_step: bool
+) -> None:
+    ann = learner(overlap, keeps_single_step=keeps_single_step)
     for i in range(len(schedule)):
         play(ann, schedule[i : i + 1], 32)
         assert ann.tokens_in(ann.delta.state.data) == ann.delta.state.tokens
@@ -380,13 +434,13 @@ def test_with_error_feedback_quantisation_loses_nothing_either(
     np.testing.assert_allclose(ann.moved, -(ann.sent + error) + (ann.value - ann.delta.values.base), atol=0.02 + lost * rounds)
 
 
-@given(SCHEDULES, SCHEDULES, st.booleans())
-def test_books_go_on_from_a_checkpoint(before: list[Any], after: list[Any], overlap: bool) -> None:
-    ann = learner(overlap)
+@given(SCHEDULES, SCHEDULES, st.booleans(), st.booleans())
+def test_books_go_on_from_a_checkpoint(before: list[Any], after: list[Any], overlap: bool, keeps_single_step: bool) -> None:
+    ann = learner(overlap, keeps_single_step=keeps_single_step)
     play(ann, before, 4)
     plain, arrays = ann.delta.dump()
     plain = msgspec.json.decode(msgspec.json.encode(plain))
-    again = learner(overlap)
+    again = learner(overlap, keeps_single_step=keeps_single_step)
     again.delta.load(plain, {name: values.copy() for name, values in arrays.items()})
     again.delta.state.next_number = ann.delta.state.next_number  # a new incarnation would number from 1
     again.value, again.processed, again.merged = ann.value.copy(), ann.processed, ann.merged

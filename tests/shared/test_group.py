@@ -121,6 +121,27 @@ async def test_a_process_that_was_lost_with_its_host_while_it_waited_is_taken_ba
     await asyncio.gather(leading, again, group(2, where, 3).meet(FACTS, 5))
 
 
+async def test_signs_that_a_network_held_back_are_no_proof_that_the_process_before_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(meeting, "SIGNS_S", scaled_s(0.5))
+    where = address()
+    leader = group(0, where, 3)
+    leading = asyncio.create_task(leader.meet(FACTS, 5))
+    await until(lambda: leader._meeting is not None and leader._meeting._server is not None)
+    cut_off = await Stream.connect(*host_and_port(where), RUN)
+    await prove(cut_off, leader._key)
+    await cut_off.send(Arrival(1, 3, ("127.0.0.1", 1), FACTS))
+    await until(lambda: leader._meeting is not None and leader._meeting.waiting == {1})
+    again = asyncio.create_task(group(1, where, 3).meet(FACTS, 5))
+    await until(lambda: leader._meeting is not None and len(leader._meeting._connections) == 2)
+    for _ in range(8):  # two seconds of them, at once
+        cut_off.write(island.Ping(0, 0, 0))
+    await cut_off.until_closed()
+    cut_off.abort()
+    await asyncio.gather(leading, again, group(2, where, 3).meet(FACTS, 5))
+
+
 async def test_another_count_is_refused() -> None:
     where = address()
     found = await asyncio.gather(group(0, where, 3).meet(FACTS, 5), group(1, where, 2).meet(FACTS, 5), return_exceptions=True)

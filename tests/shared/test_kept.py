@@ -1,4 +1,4 @@
-"""The state kept where a process of a learner is lost: before the step in flight, and without what that process carried."""
+"""The state kept where a process of a learner is lost: without what that process carried."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from tests.made.learner_world import FRAGMENTS, SCHEDULES, TOKENS, LearnerWorld,
 from tests.made.run_settings import WORLD, settings_of
 
 from diloco.core.learner.accounts import StepDone
+from diloco.core.learner.boundary import decide
+from diloco.core.learner.decisions import presuming
 from diloco.core.learner.learner import ACCOUNTS, Dump
 
 STEP = 0.25  # that a step adds to each value
@@ -20,15 +22,13 @@ BARE = st.sets(st.integers(0, FRAGMENTS - 1))
 MERGES = st.lists(st.tuples(st.just("merge"), st.integers(0, FRAGMENTS - 1), st.booleans()), max_size=4)
 
 
-def kept(world: LearnerWorld, *, in_flight: bool) -> Dump:
-    """A dump as of the last boundary; ``in_flight``: a step was booked since, which does not end."""
-    done = None
-    if in_flight:
-        values = [its.copy() for its in world.values]
-        done = StepDone(world.tokens, 3, world.taken, None, 0.0, 0.0)
-        world.step()
-        world.values = values
-    return world.learner.dump([(3, world.taken)], done)
+def kept(world: LearnerWorld) -> Dump:
+    """A dump as of the last boundary, while a step is in flight that a decision takes for granted, and that does not end."""
+    before = world.learner.accounts.step
+    with presuming(world.learner, StepDone(world.tokens, 3, world.taken, None, 0.0, 0.0)):
+        assert world.learner.accounts.step == before + 1
+        decide(world.learner, world.now_s)
+    return world.learner.dump([(3, world.taken)])
 
 
 def restored(world: LearnerWorld, dump: Dump, bare: set[int]) -> None:
@@ -48,10 +48,10 @@ def values_hold(world: LearnerWorld) -> None:
         np.testing.assert_allclose(values - state.values.base, STEP * state.delta.steps, atol=1e-4)
 
 
-@example([("step", 1), ("kill",), ("step", 1)], [], [], False, set())
-@given(SCHEDULES, MERGES, SCHEDULES, st.booleans(), BARE)
+@example([("step", 1), ("kill",), ("step", 1)], [], [], set())
+@given(SCHEDULES, MERGES, SCHEDULES, BARE)
 def test_accounts_and_values_hold_whatever_was_carried_by_the_lost_process(
-    before: list[Any], meanwhile: list[Any], after: list[Any], in_flight: bool, bare: set[int]
+    before: list[Any], meanwhile: list[Any], after: list[Any], bare: set[int]
 ) -> None:
     world = LearnerWorld(settings_of(WORLD))
     for name, *acted in before:
@@ -60,7 +60,7 @@ def test_accounts_and_values_hold_whatever_was_carried_by_the_lost_process(
         world.encode()
     world.boundary()
     tokens = world.learner.accounts.tokens
-    dump = kept(world, in_flight=in_flight)
+    dump = kept(world)
     for name, *acted in meanwhile:
         act(world, name, *acted)
     restored(world, dump, bare)
@@ -85,7 +85,7 @@ def trained(steps: int) -> LearnerWorld:
 
 def test_the_step_in_flight_is_in_none_of_the_accounts() -> None:
     world = trained(5)
-    plain, _ = kept(world, in_flight=True)
+    plain, _ = kept(world)
     assert (plain["step"], plain["tokens"], plain["positions"]) == (5, 5 * TOKENS, [(3, 5)])
     assert [(f["steps"], f["tokens"], f["data"]) for f in plain["fragments"]] == [(5, 5 * TOKENS, [(3, 0, 5)])] * FRAGMENTS
 
@@ -105,7 +105,7 @@ def test_a_fragment_without_arrays_keeps_what_follows_from_the_log(offered: bool
         world.boundary()
         world.encode()
         world.store()
-    dump = kept(world, in_flight=False)
+    dump = kept(world)
     if merged:
         world.merge(0, own=False)
     restored(world, dump, {0})
@@ -122,7 +122,7 @@ def test_an_offer_whose_arrays_are_gone_counts_once_it_is_merged() -> None:
     world.boundary()
     world.encode()
     world.store()
-    dump = kept(world, in_flight=False)
+    dump = kept(world)
     restored(world, dump, {0})
     world.boundary()
     world.merge(0, own=True)

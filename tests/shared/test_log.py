@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
@@ -29,11 +30,14 @@ from diloco.errors import MessageError, RunError
 from diloco.log import stream
 from diloco.log.log import Log
 from diloco.log.reader import LoadedState
+from diloco.log.shortening import LogShortener
 from diloco.log.stream import RefusedEntry
 from diloco.nats import streams
 from diloco.nats.transport import NatsTransport
+from diloco.process.observe import get_logger
 from diloco.process.tasks import end
 from diloco.settings.presets import run_settings
+from diloco.settings.run import LogSettings
 from diloco.transport import Stored
 from diloco.wire import framing, subjects
 from diloco.wire.body import PART_BYTES, Body
@@ -105,6 +109,13 @@ async def written(link: NatsTransport) -> Written:
     for _ in range(3):
         await made.entry()
     return made
+
+
+async def entry_of(log: Log, head: int) -> int:
+    """Sequence of the entry that a keyframe stands after."""
+    stored = await log.stream.get(head)
+    assert stored is not None
+    return framing.unpack(stored.data, Keyframe, log.run)[0].entry_sequence
 
 
 def flipped(raw: bytes) -> bytes:
@@ -181,20 +192,85 @@ async def test_what_is_gone_is_said(written: Written) -> None:
         await written.load()
 
 
-async def test_nothing_is_purged_below_a_damaged_one(written: Written) -> None:
-    bad = await written.spoil(flipped)
-    await written.log.writer.purge_below(0, [bad])
-    assert await written.log.reader.keyframe_sequences(0) == [written.first, *written.heads, bad]
-    await written.log.writer.purge_below(0, written.heads[1:])
-    assert await written.log.reader.keyframe_sequences(0) == [*written.heads[1:], bad]
-    await written.drop(await written.part_of(written.heads[2]))
+@contextlib.asynccontextmanager
+async def shortening(written: Written, judged: int, kept: int = 2) -> AsyncIterator[LogShortener]:
+    """A shortener that has noted all keyframes of the log."""
+    settings = LogSettings(keep_keyframes=kept, keep_bytes=0)
+    shortener = LogShortener(written.log, lambda: settings, {0: judged}, get_logger())
+    following = asyncio.ensure_future(shortener.follow())
+    stored = await written.log.reader.keyframe_sequences(0)
+    async with asyncio.timeout(DEADLINE_S):
+        while shortener.noted(0) != stored:
+            await asyncio.sleep(0.01)
+    yield shortener
+    await end(following)
+
+
+async def test_the_log_is_dropped_before_the_oldest_keyframe_that_stays(written: Written) -> None:
+    head = written.log.subjects.record(0)
+    entries = [stored.sequence async for stored in written.log.stream.by_now(head)]
+    async with shortening(written, judged=0) as shortener:
+        await shortener.shorten()
+        assert await written.log.reader.keyframe_sequences(0) == written.heads[1:]
+        assert [stored.sequence async for stored in written.log.stream.by_now(head)] == entries[1:]
+        await shortener.shorten()  # there is nothing more
+        await written.entry()
+        async with asyncio.timeout(DEADLINE_S):
+            while shortener.noted(0) != written.heads[1:]:
+                await asyncio.sleep(0.01)
+        await shortener.shorten()
+    assert await written.log.reader.keyframe_sequences(0) == written.heads[2:]
+    loaded, refused = await written.load()
+    assert (loaded.replica.chain.epoch, refused) == (4, [])
+    assert await written.log.reader.genesis() is not None
+
+
+async def test_nothing_is_dropped_before_a_keyframe_that_no_learner_has_folded(written: Written) -> None:
+    async with shortening(written, judged=-1) as shortener:
+        await shortener.shorten()
+    assert await written.log.reader.keyframe_sequences(0) == [written.first, *written.heads]
+
+
+JUNK: list[Callable[[bytes], bytes]] = [lambda raw: b"", lambda raw: raw[: len(raw) // 2], lambda raw: raw + b"x"]
+
+
+@pytest.mark.parametrize("forge", [*JUNK, None])
+async def test_keyframes_of_a_stolen_syncer_have_nothing_dropped(
+    written: Written, forge: Callable[[bytes], bytes] | None
+) -> None:
+    """With heads of which all is right but the parts, or of nothing at all."""
+    attempt = bytes(8)
+
+    def without_parts(raw: bytes) -> bytes:
+        keyframe, _, inline = framing.unpack(raw, Keyframe, written.log.run)
+        return framing.pack(
+            replace_struct(keyframe, body=replace_struct(keyframe.body, attempt=attempt)), written.log.run, inline
+        )
+
+    for _ in range(3):
+        await written.spoil(forge or without_parts)
+    async with shortening(written, judged=0) as shortener:
+        with capture_logs() as logs:
+            await shortener.shorten()
+    assert [entry["event"] for entry in logs if entry["log_level"] == "warning"] == ["keyframe_refused"] * 3
+    assert (await written.log.reader.keyframe_sequences(0))[:2] == written.heads[1:]
     loaded, _ = await written.load()
-    assert (loaded.replica.chain.epoch, loaded.refused) == (2, (bad, written.heads[2]))  # the older of the two that stay
+    assert (loaded.replica.chain.epoch, loaded.keyframe_sequence) == (3, written.heads[2])
 
 
-async def test_nothing_is_purged_below_one_when_the_log_has_lost_a_newer_one_meanwhile(written: Written) -> None:
-    await written.drop(written.heads[2])
-    await written.log.writer.purge_below(0, written.heads[1:])
+async def test_damaged_ones_do_not_count_among_those_that_stay(written: Written) -> None:
+    await written.drop(await written.part_of(written.heads[1]))
+    async with shortening(written, judged=0) as shortener:
+        await shortener.shorten()
+    assert await written.log.reader.keyframe_sequences(0) == written.heads
+
+
+async def test_nothing_is_dropped_where_the_log_has_lost_a_keyframe_that_was_whole(written: Written) -> None:
+    async with shortening(written, judged=-1) as shortener:
+        await shortener.shorten()  # reads them
+        await written.drop(written.heads[2])
+        shortener.judged = {0: 0}
+        await shortener.shorten()
     assert await written.log.reader.keyframe_sequences(0) == [written.first, *written.heads[:2]]
 
 
@@ -253,7 +329,8 @@ async def test_the_state_at_a_version_is_what_it_was_then(link: NatsTransport) -
 
 async def test_what_was_purged_is_not_made_up(link: NatsTransport) -> None:
     log, genesis, states = await log_of_versions(link, 6, {2, 4})
-    await log.writer.purge_below(0, (await log.reader.keyframe_sequences(0))[1:])
+    second = (await log.reader.keyframe_sequences(0))[1]
+    await log.writer.purge_below(0, await entry_of(log, second))
     assert (await log.reader.state_at(0, 3, *genesis)).state().tobytes() == states[3].state().tobytes()
     for version in (0, 1):
         with pytest.raises(RunError, match=f"version {version} is not in the log, which has those from 2 to the newest"):
@@ -416,7 +493,7 @@ async def test_a_later_keyframe_of_version_0_or_of_another_fragment_hides_none(w
     """A founder, or a syncer, may store one behind those of the run: who loads goes on from the run's."""
     log, first = written.log, Chain.from_genesis(0, *written.genesis)
     if purged:
-        await log.writer.purge_below(0, written.heads[1:])
+        await log.writer.purge_below(0, await entry_of(log, written.heads[1]))
 
     def forge(raw: bytes, **changes: Any) -> bytes:
         keyframe, _, inline = framing.unpack(raw, Keyframe, log.run)

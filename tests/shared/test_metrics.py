@@ -250,6 +250,19 @@ async def test_what_all_services_tell(exporter: Exporter) -> None:
     assert "diloco_certificate_remaining_seconds" not in found  # no identity
 
 
+async def test_tasks_are_counted_until_they_have_ended(exporter: Exporter) -> None:
+    async def tasks() -> float:
+        _, _, body = await ask(exporter, "/metrics")
+        return parsed(body)["diloco_tasks"][frozenset(LABELS.items())]
+
+    before, released = await tasks(), asyncio.Event()
+    waiting = [asyncio.ensure_future(released.wait()) for _ in range(3)]
+    assert await tasks() == before + 3
+    released.set()
+    await asyncio.gather(*waiting)
+    assert await tasks() == before
+
+
 async def test_the_clock_is_compared_with_each_server_that_answers(exporter: Exporter) -> None:
     broker, _ = joined(exporter)
     broker.bulk.says = "yesterday"

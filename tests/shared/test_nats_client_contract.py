@@ -104,6 +104,19 @@ def test_a_greeting_is_looked_at_before_it_is_answered() -> None:
     assert looks < min(text.find("self._connect_command()"), text.find("self._transport.write(")), message
 
 
+async def test_a_limit_that_the_server_states_later_is_what_the_library_compares_with() -> None:
+    message = changed(
+        "client.py, Client._process_info,", "publish comparing with _max_payload", "Client.publish, _process_info"
+    )
+    assert "if payload_size > self._max_payload:" in source(library.Client.publish), message
+    assert "_max_payload" not in source(library.Client._process_info), message
+    client: Any = Client(None)
+    client._current_server = library.Srv(urlparse("nats://somewhere:4222"))
+    await client._process_info({"max_payload": 1 << 20}, initial_connection=True)
+    await client._process_info({"max_payload": 1 << 16})
+    assert (client.max_payload, client.largest_bytes) == (1 << 16, 1 << 20), message
+
+
 async def test_the_library_uses_the_transport_that_is_there() -> None:
     message = changed(
         "client.py, Client._transport, and tcp.py", "_connect_to_server keeping a true transport", "_connect_to_server"
@@ -178,7 +191,7 @@ def test_no_other_private_member_of_the_library_is_used() -> None:
     used = set(re.findall(r"(?:self|super\(\))\.(_[a-z]\w*)", (NATS / "client.py").read_text()))
     assert used & theirs == {
         "_ps", "_process_msg", "_process_ping", "_process_pong", "_process_err", "_process_info", "_transport",
-        "_public_nkey", "_pings_outstanding", "_attempt_reconnect", "_reconnection_task",
+        "_public_nkey", "_pings_outstanding", "_attempt_reconnect", "_reconnection_task", "_max_payload",
     }  # fmt: skip
     of_the_library = re.compile(r"\b(?:client|control|bulk|subscription|message|raw|reply|answer|api|error)\._[a-z]\w*")
     for path in sorted(NATS.glob("*.py")):

@@ -17,7 +17,6 @@ import nats.errors
 import pytest
 from nats.aio.msg import Msg
 from structlog.testing import capture_logs
-from tests.made import raw_messages
 from tests.made.fixtures import MakeServer
 from tests.pace import DEADLINE_S, scaled_s
 from tests.services.secured import make_keys, put, serving
@@ -28,6 +27,7 @@ from diloco.nats import connection, opening
 from diloco.nats.connection import NatsLink, subscribe, wait_connected
 from diloco.nats.identity import Identity, load
 from diloco.process.observe import get_logger
+from diloco_ops.broker import raw_messages
 from diloco_ops.broker.server import Server, find_binary, free_port
 from diloco_ops.keys.permissions import Who
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 from nats.js.api import StorageType
-from tests.made import raw_messages
 from tests.made.fixtures import MakeServer
 from tests.made.nats_links import freeze, open_link
 from tests.pace import DEADLINE_S
@@ -24,6 +23,7 @@ from diloco.nats.append import append
 from diloco.nats.connection import NatsLink
 from diloco.nats.pull import OVERHEAD_BYTES, PulledMessage, Puller
 from diloco.process.tasks import end
+from diloco_ops.broker import raw_messages
 from diloco_ops.broker.server import Server
 
 pytestmark = pytest.mark.services
@@ -437,12 +437,25 @@ async def test_no_stored_message_stops_a_reader(link: NatsLink, stream: str, dat
     assert len(read) >= len(HOSTILE_HEADERS) - 2  # the server itself takes no header that it cannot read
     assert {message.data for message in read} == {data}
     assert messages[-1].data == b"last"
-    for replicas in (1, 3):  # a replicated stream is looked into in another way
-        link.replicas[stream] = replicas
-        for message in messages:
-            stored = await streams.get(link, stream, message.sequence)
-            assert stored is not None
-            assert (stored.subject, stored.sequence, stored.data) == (message.subject, message.sequence, message.data)
-    del link.replicas[stream]
+    for message in messages:
+        stored = await streams.get(link, stream, message.sequence)
+        assert stored is not None
+        assert (stored.subject, stored.sequence, stored.data) == (message.subject, message.sequence, message.data)
     going_on = Puller(link, stream, [f"{stream}.>"], messages[-1].sequence, read=messages[-1])
     assert [message.data for message in await take(going_on, 1)] == [b"last"]
+
+
+async def test_no_header_stops_who_looks_for_the_last_message_of_a_subject(link: NatsLink, stream: str) -> None:
+    await fill(link, stream, [b"first"], 1)
+    for number, headers in enumerate(HOSTILE_HEADERS):
+        subject = f"{stream}.hostile-{number}"
+        await raw_messages.publish(link.bulk, subject.encode(), b"x", headers)
+        await link.bulk.flush()
+        found = []
+        for replicas in (1, 3):  # a replicated stream is looked into in another way
+            link.replicas[stream] = replicas
+            stored = await streams.last(link, stream, subject)
+            found.append(stored and (stored.subject, stored.data))
+        assert found[0] == found[1]
+        assert found[0] in (None, (subject, b"x"))  # the server itself takes no header that it cannot read
+    del link.replicas[stream]

@@ -151,8 +151,10 @@ async def test_single_messages_and_purges(link: NatsLink, name: str) -> None:
         await store(link, f"{name}.{number % 2}", b"%d" % number)
     assert await streams.last(link, name, f"{name}.0") == Stored(f"{name}.0", 5, b"4")
     assert await streams.get(link, name, 2) == Stored(f"{name}.1", 2, b"1")
+    assert await streams.first(link, name, f"{name}.1", 3) == Stored(f"{name}.1", 4, b"3")
     assert await streams.last(link, name, f"{name}.none") is None
     assert await streams.get(link, name, 7) is None
+    assert await streams.first(link, name, f"{name}.0", 6) is None
     await streams.purge(link, name, f"{name}.0", 5)
     assert [await streams.get(link, name, sequence) is None for sequence in range(1, 7)] == [1, 0, 1, 0, 0, 0]
     await streams.purge(link, name, f"{name}.>", 7)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import uuid
 from dataclasses import dataclass
 from typing import Any, cast
@@ -185,11 +186,15 @@ async def test_the_end_of_a_long_log_is_found_by_its_newest_entries_alone(region
         assert len(again.read) > MAX_COPIED
 
 
+@pytest.mark.parametrize("late", ["nothing", "a claim", "an entry"])
 @pytest.mark.parametrize("versions", [5, 40], ids=["few versions", "many versions"])
 async def test_a_lost_log_is_brought_from_a_keyframe_or_from_all_entries_if_few(
-    region: Region, make_server: MakeServer, versions: int
+    region: Region, make_server: MakeServer, versions: int, late: str
 ) -> None:
-    """What is there then is whole: a reader folds it to the same state, and it has the newest entries, and their notices."""
+    """What is there then is whole: a reader folds it to the same state, and it has the newest entries, and their notices.
+
+    A message that was sent before the loss may be stored before all that is brought.
+    """
     log, url, values = region.log, make_server().url, np.arange(64, dtype=np.float32)
     for version in range(1, versions + 1):
         await region.version(values)
@@ -203,15 +208,21 @@ async def test_a_lost_log_is_brought_from_a_keyframe_or_from_all_entries_if_few(
     try:
         home = Log(link, log.subjects.run, log.run, log.map, SETTINGS)
         await link.ensure_stream(home.subjects.log_stream, home.subjects.log_filters())
-        end, notice = await log.region.log_end(0, region.genesis, 0), await log.region.last_notice(0)
+        end, notice = await log.region.log_end(0, region.genesis, 0), await log.region.furthest_notice(0)
         assert notice is not None
+        if late == "a claim":
+            await home.region.claim(0, 1, "s", LogHead(0, 0, False, region.genesis, 0), 0)
+        elif late == "an entry":
+            first = await anext(log.entries.stored(0, 1, end.sequence))
+            await home.region.append_packed(first, 0)
         for _ in range(2):  # once more changes nothing
             await home.region.bring_from(log.region, 0, end, {notice.entry_hash}, *genesis)
         await home.writer.append_genesis(frame.data)
         stop, refused = await home.reader.end_sequence(0), list[RefusedEntry]()
         heads = [head.record.version async for head in home.entries.heads(refused.append, stop_sequence=stop)]
         assert refused == []
-        assert heads == list(range(1 if versions == 5 else 30, versions + 1))
+        oldest = 30 if versions == 40 else 3 if late == "an entry" else 1  # out of place, it makes a keyframe necessary
+        assert heads == list(range(oldest, versions + 1))
         loaded = await LogFollower(home, genesis, lambda refusal: None, get_logger(), in_place=True).load(0)
         chain = region.replica.chain
         assert (loaded.replica.chain.version, loaded.replica.chain.state_hash) == (versions, chain.state_hash)
@@ -264,16 +275,16 @@ async def test_what_is_no_entry_and_no_notice_stops_no_owner(region: Region) -> 
     async def garbage(subject: str) -> int:
         return await log.transport.append(subject, b"garbage", message_id=uuid.uuid4().hex, fence=None, timeout_s=DEADLINE_S)
 
-    assert await log.region.last_notice(0) is None
+    assert await log.region.furthest_notice(0) is None
     await region.entry(1)
     first = region.replica.chain.head
     await garbage(names.commit_notice(0))
-    assert await log.region.last_notice(0) is None
+    assert await log.region.furthest_notice(0) is None
     await log.region.notice(0, 0, 1, first, region.fence)
     region.fence = await garbage(names.record(0))
     await garbage(names.commit_notice(0))
     await region.entry(2)
-    notice = await log.region.last_notice(0)
+    notice = await log.region.furthest_notice(0)
     assert notice is not None
     assert notice.entry_hash == first
     assert [p.entry_hash async for p in log.entries.stored(0, 1, region.fence)] == [first, region.replica.chain.head]
@@ -299,12 +310,42 @@ async def test_false_notices_lead_no_owner_astray(region: Region) -> None:
     ]
     for lie in lies:
         await log.region.notice(*lie)
-        newest = await log.region.last_notice(0)
+        newest = await log.region.furthest_notice(0)
         assert newest is not None
         assert (newest.entry_hash, newest.sequence) == second
         assert await log.region.before(0, 1) == second[1]
     await log.region.notice(0, 0, 3, *third)
     assert await log.region.before(0, 1) == third[1]
+
+
+async def test_a_notice_that_is_stored_late_hides_none_of_a_later_entry(region: Region) -> None:
+    """Its sender gave up long before, and notices of later entries were stored. Others may have stored false ones between."""
+    log, heads = region.log, list[tuple[bytes, int]]()
+    for epoch in (1, 2, 3):
+        await region.entry(epoch)
+        heads.append((region.replica.chain.head, region.fence))
+        await log.region.notice(0, 0, epoch, *heads[-1])
+    first, second, third = heads
+    for late in ((1, *first), (2, *second), (9, *first), (3, b"?" * 32, third[1]), (1, *first)):
+        await log.region.notice(0, 0, *late)
+        notice = await log.region.furthest_notice(0)
+        assert notice is not None
+        assert (notice.epoch, notice.entry_hash, notice.sequence) == (3, *third)
+
+
+async def test_the_notice_of_a_wrong_entry_is_not_the_furthest_once_the_log_has_gone_on_from_before_it(region: Region) -> None:
+    """An owner leaves wrong entries out, so its takeover has a smaller version than they have, and a higher epoch."""
+    log, values = region.log, np.arange(64, dtype=np.float32)
+    await region.version(values)
+    before = copy.deepcopy(region.replica)
+    await region.version(values)
+    await log.region.notice(0, 2, 0, region.replica.chain.head, region.fence)
+    region.replica = before
+    await region.entry(1)
+    await log.region.notice(0, 1, 1, region.replica.chain.head, region.fence)
+    notice = await log.region.furthest_notice(0)
+    assert notice is not None
+    assert (notice.version, notice.epoch, notice.entry_hash) == (1, 1, region.replica.chain.head)
 
 
 @pytest.mark.parametrize("loaded_first", [True, False])

@@ -55,7 +55,8 @@ def announced(version: int = 1, *, closing: bool = False, epoch: int = 0) -> Ann
 
 
 def hold(combining: RegionalRound, sent: Offer, raw: NDArray[np.uint8] = RAW) -> str | None:
-    return combining.hold(HeldOffer(sent, raw))
+    missed = combining.hold(HeldOffer(sent, raw))
+    return None if missed is None else missed.text
 
 
 def names(held: tuple[HeldOffer, ...]) -> list[tuple[str, int]]:
@@ -448,6 +449,21 @@ def test_when_a_learner_is_excluded_the_others_are_combined_again_and_so_are_all
     combining.changed()
     hold(combining, offer("bob", 2))
     assert names(combining.poll(0.3)) == [("ann", 1), ("bob", 2)]
+
+
+def test_the_offers_of_a_quarantined_learner_are_kept_to_be_judged_and_not_combined() -> None:
+    combining = combining_of("ann", "bob")
+    combining.hear(announced(), 0.0)
+    combining.roster.change(combining.settings, frozenset({"bob"}), frozenset({"bob"}))
+    combining.changed()
+    assert hold(combining, offer("bob")) == "bob is quarantined: its offer is judged, and not merged"
+    hold(combining, offer("ann"))
+    assert names(combining.poll(0.1)) == [("ann", 1)]
+    assert list(combining.on_trial) == ["bob"]
+    combining.roster.change(combining.settings, frozenset())
+    combining.changed()
+    assert combining.on_trial == {}
+    assert hold(combining, offer("bob")) is None
 
 
 def test_a_region_begins_again_when_the_log_goes_back() -> None:

@@ -13,6 +13,7 @@ from tests.made.run_settings import ROUNDS, settings_of
 from diloco.core.log.chain import Chain
 from diloco.core.syncer.roster import Roster
 from diloco.core.syncer.round import Round
+from diloco.errors import ClaimError
 from diloco.wire.control import Heartbeat
 
 COUNTED: dict[str, Any] = {
@@ -346,7 +347,8 @@ def test_the_offer_of_a_learner_that_died_since_is_merged() -> None:
 def test_offers_without_steps_make_no_version() -> None:
     round_ = round_of("ann", **{"round.grace_factor": 0})
     open_at(round_, 0)
-    hold(round_, offer("ann", steps=0, tokens=0, data=[]))
+    with pytest.raises(ClaimError, match="offers without a step"):
+        hold(round_, offer("ann", steps=0, tokens=0, data=[]))
     assert round_.poll(50) is None
     round_.roster.hear(learner_heartbeat("ann", 5), 50)
     hold(round_, offer("ann", 2))

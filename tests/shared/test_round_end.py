@@ -108,6 +108,18 @@ def test_what_those_hold_who_stopped_before_the_first_version_is_merged() -> Non
     assert round_.closing
 
 
+def test_a_learner_that_has_stopped_for_good_makes_no_quorum_unreachable() -> None:
+    """The log lost what bob had merged: he has used the budget up by his own account, and ann steps on alone."""
+    round_ = round_of("ann", "bob", tokens=1000, **{"round.quorum": 2})
+    found = []
+    for now_s in range(1, 13):
+        round_.roster.hear(learner_heartbeat("ann", STEPS + now_s, tokens=now_s), now_s)
+        halted = {"state": "closing"} if now_s >= 3 else {}
+        round_.roster.hear(learner_heartbeat("bob", STEPS + min(now_s, 3), tokens=990, steps=[0], **halted), now_s)
+        found.append(round_.quorum(now_s))
+    assert found == [2] * 8 + [1] * 4, "six usual steps after his last one, at 3 s"
+
+
 def used_up(*learners: str, **changes: Any) -> Round:
     """A round that is closing: the log holds the budget."""
     round_ = round_of(**({"tokens": 100} | changes))

@@ -8,6 +8,7 @@ from tests.made.log_entries import hash_of
 from tests.made.rounds import STEPS, hold, hold_combined, names, offer, open_at, round_of
 from tests.made.run_settings import ROUNDS, settings_of
 
+from diloco.core.syncer.offer_fit import OF_ANOTHER_LOG
 from diloco.core.syncer.round import Round
 from diloco.errors import ClaimError
 from diloco.wire.entries import Cursor, RolledBack
@@ -37,14 +38,41 @@ def round_at(version: int, *, staleness: int = 2) -> Round:
         (offer("bob", 1, 7, base_version=5), "from the future: base 5, round 7, log at 5"),
         (offer("bob", 1, 6, base_version=6), "from the future: base 6, round 6, log at 5"),
         (offer("bob", 1, 6, base_version=2), "its base 2 is too old, log at 5"),
+    ],
+)
+def test_what_is_not_fit_is_missed_with_the_reason(sent: Offer, reason: str) -> None:
+    round_ = round_at(5)
+    assert hold(round_, sent) == reason
+    assert round_.held == {}
+
+
+@pytest.mark.parametrize(
+    ("sent", "reason"),
+    [
+        (offer("bob", 1, 8), "from the future: base 7, round 8, log at 5"),
+        (offer("bob", 1, 8, base_version=5), "from the future: base 5, round 8, log at 5"),
+        (offer("bob", 1, 6, base_version=7), "from the future: base 7, round 6, log at 5"),
+        (offer("bob", 1, 6, base_version=2**62), f"from the future: base {2**62}, round 6, log at 5"),
         (offer("bob", 1, 6, base_hash=b"x" * 32), "its base 5 has another state hash than the log's"),
         (offer("bob", 1, 4, base_hash=b"x" * 32), "its base 3 has another state hash than the log's"),
     ],
 )
-def test_what_is_not_fit_is_refused_with_the_reason(sent: Offer, reason: str) -> None:
+def test_what_is_of_another_log_is_missed(sent: Offer, reason: str) -> None:
+    """An owner may know of one version less than the learner: of one that is stored, and not acknowledged yet.
+
+    Such an offer is no lie by itself: entries that its learner has read may be lost with a server.
+    """
     round_ = round_at(5)
+    missed = round_.refuse(sent)
+    assert missed is not None
+    assert (missed.text, missed.reason in OF_ANOTHER_LOG) == (reason, True)
     assert hold(round_, sent) == reason
     assert round_.held == {}
+
+
+def test_an_offer_without_a_step_is_refused() -> None:
+    with pytest.raises(ClaimError, match=r"offer 1 of bob is impossible: offers without a step: 1, at most 0 \(0 steps, 0 to"):
+        hold(round_at(5), offer("bob", 1, 6, steps=0, tokens=0, data=[]))
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 from tests.made.heartbeats import learner_heartbeat
-from tests.made.rounds import STEPS, commit, hold, is_used_up, log_of, names, offer, open_at, round_of
+from tests.made.rounds import STEPS, commit, hold, hold_combined, is_used_up, log_of, names, offer, open_at, round_of
 from tests.made.run_settings import ROUNDS, settings_of
 
 from diloco.core.syncer.roster import Roster
 from diloco.core.syncer.round import Round
+from diloco.errors import ClaimError
 
 COUNTED: dict[str, Any] = {"round.learners_wait": True}  # rounds are due after H steps, and not in slots
 
@@ -94,7 +95,7 @@ def test_a_learner_that_took_its_steps_and_does_not_answer_leaves_the_quorum_unt
     assert names(merge) == [("ann", 1)]
     assert merge is not None
     commit(round_, merge, now_s)
-    assert round_.in_vain == {"eve"}
+    assert round_.waits.in_vain == {"eve"}
     # the next round does not wait for it, until an offer of its own comes
     for step in (40, 44):
         step_on(round_, "ann", step, now_s)
@@ -117,21 +118,21 @@ def test_a_learner_that_comes_back_when_its_time_was_over_makes_up_a_quorum_that
         assert not round_.due(now_s, STEPS)
     step_on(round_, "bob", 3, now_s, incarnation=2)
     assert not round_.due(now_s, STEPS), "it has a step to take yet"
-    assert round_.in_vain == {"bob"}
+    assert round_.waits.in_vain == {"bob"}
     step_on(round_, "bob", STEPS, now_s + 1, incarnation=2)
     assert round_.due(now_s + 1, STEPS), "it delivers nothing before a round is open"
     open_at(round_, now_s + 1)
     hold(round_, offer("ann"))
     assert round_.poll(now_s + 1) is None
     hold(round_, offer("bob"))
-    assert round_.in_vain == set()
+    assert round_.waits.in_vain == set()
     assert names(round_.poll(now_s + 1)) == [("ann", 1), ("bob", 1)]
 
 
 def test_a_learner_whose_time_is_over_opens_no_round_that_others_can() -> None:
     """Two of three must answer: eve was given up, and is ready before bob."""
     round_, now_s = in_full_swing("ann", "bob", "eve", **COUNTED, **{"round.quorum": 2})
-    round_.in_vain.add("eve")
+    round_.waits.in_vain.add("eve")
     for learner in ("ann", "eve"):
         step_on(round_, learner, STEPS, now_s)
     assert not round_.due(now_s, STEPS)
@@ -219,6 +220,31 @@ def test_an_excluded_learner_is_not_waited_for_and_what_is_held_of_it_is_not_mer
     assert round_.roster.hear(learner_heartbeat("bob", 5), 0.4)
     assert hold(round_, offer("bob")) is None
     assert names(round_.poll(0.5)) == [("ann", 1), ("bob", 1)]
+
+
+def test_the_offers_of_a_quarantined_learner_are_kept_to_be_judged_and_merged_once_it_is_back() -> None:
+    round_ = round_of("ann", "bob", "cat", **{"round.quorum": "all"})
+    open_at(round_, 0.0)
+    assert hold(round_, offer("bob")) is None
+    round_.roster.change(round_.settings, frozenset({"bob", "cat"}), frozenset({"bob"}))
+    round_.drop_unfit()
+    assert hold(round_, offer("cat")) == "cat is ejected or quarantined"
+    for number in (2, 3):
+        assert hold(round_, offer("bob", number)) == "bob is quarantined: its offer is judged, and not merged"
+    with pytest.raises(ClaimError):  # nor can it get more room by steps that it cannot have taken
+        hold(round_, offer("bob", 4, steps=10, tokens=5))
+    assert [held.offer.members[0].number for held in round_.on_trial.values()] == [3]
+    assert hold_combined(round_, offer("ann"), offer("bob")) == "bob is ejected or quarantined"
+    assert hold(round_, offer("ann")) is None
+    merge = round_.poll(0.1)  # it is not waited for
+    assert names(merge) == [("ann", 1)]
+    assert merge is not None
+    commit(round_, merge, 0.2)
+    assert list(round_.on_trial) == ["bob"]  # it may be judged with the next merge
+    round_.roster.change(round_.settings, frozenset())
+    round_.drop_unfit()
+    assert round_.on_trial == {}
+    assert hold(round_, offer("bob", 3)) is None
 
 
 def test_where_all_who_made_a_quorum_are_excluded_the_round_waits_for_another_one_and_the_log_goes_on() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.made.shorten import shorten
 from tests.made.syncer_parts import SIZE, Begun, begin, merge, offer
 from tests.pace import DEADLINE_S
 
@@ -168,12 +169,14 @@ async def test_nothing_is_dropped_but_before_a_keyframe_that_a_learner_vouches_f
     owner, reader = await begun.taken_over(), begun.context.store.reader
     for number in (1, 2, 3):
         await right(owner, number)
+    await shorten(begun)
     kept = await reader.keyframe_sequences(0)
     assert len(kept) == 2
     owner.replica.theta[5] += 2.0**-10
     for number in (4, 5, 6):  # of offers that were made before
         late = offer(owner, "ann", -1.0, number, base_version=3, round=owner.chain.version + 1)
         await owner.commit(merge(owner, late), 32)
+    await shorten(begun)
     assert (await reader.keyframe_sequences(0))[0] in kept
     again = await LogFollower(begun.context.store, begun.genesis, lambda _: None, get_logger(), in_place=False).load(0)
     assert (again.replica.chain.version, again.replica.theta.tolist()) == (3, [3.0] * SIZE)

@@ -22,7 +22,7 @@ from diloco.core.tensors.rows import LEADER, RowLayout, carriers
 from diloco.elastic.rescue import OTHERS_S
 from diloco.errors import IslandError
 from diloco.processes.leader import Leader
-from diloco.processes.restoring import Fit
+from diloco.processes.restoring import CheckpointFit
 from diloco.settings.service import MeshSettings
 from diloco.wire.process_messages import Kept
 
@@ -148,7 +148,7 @@ class ElasticIsland(Island):
         alone = not self.shared and leader.part.links.members != self._counted_by
         return None if alone else self.counted  # a process finds no parts but its own
 
-    def note_restored(self, fit: Fit | None, leader: Leader) -> None:
+    def note_restored(self, fit: CheckpointFit | None, leader: Leader) -> None:
         super().note_restored(fit, leader)
         links = leader.part.links
         self.world.stats[f"generation of {'all' if len(links.members) == self.count else 'fewer'} processes"] += 1

@@ -27,7 +27,7 @@ from diloco.errors import IslandError
 from diloco.processes.group import WATCH_S
 from diloco.processes.leader import Leader
 from diloco.processes.links import PING_S
-from diloco.processes.restoring import Fit
+from diloco.processes.restoring import CheckpointFit
 from diloco.settings.service import LearnerSettings, MeshSettings, ProcessesSettings
 from diloco.states import state
 from diloco.states.statefolder import StateFolder
@@ -180,7 +180,7 @@ class Island:
             except state.UNFIT as error:
                 raise Violation(f"{process.name} cannot begin from checkpoint {name!r}, which counts: {error!r}") from None
 
-    def note_restored(self, fit: Fit | None, leader: Leader) -> None:
+    def note_restored(self, fit: CheckpointFit | None, leader: Leader) -> None:
         """A generation begins from a checkpoint, or (None) from the log."""
         known, self.counted = self.known(leader), None
         if not self.begun:

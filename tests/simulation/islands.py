@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tests.simulation.elastic import Drill, ElasticIsland
+from tests.simulation.elastic import DRILLS_S, Drill, ElasticIsland
 from tests.simulation.island import ADDRESS_PORT, Island, IslandProcess, exit_process, renew
 from tests.simulation.part import News
 from tests.simulation.world import SMALL, VARIANTS, Chaos, Process, World
@@ -69,6 +69,9 @@ class IslandWorld(World):
             self.later(self.drawing.uniform(0.5, self.chaos.until_s), self._change)
         if self.drills and self.elastic is not None:
             self._drills = [Drill(island, self.elastic) for island in self.islands if isinstance(island, ElasticIsland)]
+
+    def _last_fault_s(self) -> float:
+        return DRILLS_S if self.drills else super()._last_fault_s()
 
     def go_wrong_inside(self, island: Island) -> None:
         """An island has begun for the first time: have things happen to its processes."""

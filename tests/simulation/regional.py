@@ -27,6 +27,8 @@ class _Kept:
     entries: dict[bytes, int] = field(default_factory=dict)  # name and sequence, as stored last
     keyframes: list[tuple[int, int]] = field(default_factory=list)  # sequences of head and entry
     lost: dict[bytes, int] = field(default_factory=dict)  # entries that it held before its disk was lost
+    noticed: int = 0  # the newest version that a notice has named since then
+    noticed_elsewhere: int = 0  # the newest that a notice in another region had named by then
 
 
 class Regional:
@@ -47,19 +49,26 @@ class Regional:
 
     def lose(self, region: str) -> None:
         """A region has lost its disk: it counts for what it held, and for nothing new until its genesis record is back."""
-        for (name, _), kept in self._kept.items():
+        for (name, index), kept in self._kept.items():
             if name == region:
                 kept.lost |= kept.entries
-                kept.entries, kept.keyframes, kept.epoch = {}, [], 0
+                kept.entries, kept.keyframes, kept.epoch, kept.noticed = {}, [], 0, 0
+                others = (other for (where, fragment), other in self._kept.items() if where != region and fragment == index)
+                kept.noticed_elsewhere = max((other.version for other in others), default=0)
 
     def _see_genesis(self, region: str) -> None:
-        """A region counts from now on: it must have all that may have been committed with its voice."""
+        """A region counts from now on: it must have all that may have been committed with its voice, and others' notices."""
         for (name, index), kept in self._kept.items():
             if name == region and kept.lost:
                 oldest = min((self._entries[entry][0].version for entry in kept.entries), default=0) if kept.keyframes else -1
                 missing = kept.lost.keys() & self._committed.keys() - kept.entries.keys()
                 late = [self._committed[entry][0] for entry in missing if self._committed[entry][0] > oldest]
                 demand(not late, f"region {region} counts again without versions {late} of fragment {index}")
+                demand(
+                    kept.noticed >= kept.noticed_elsewhere,
+                    f"region {region} counts again, and its notices of fragment {index} end at version {kept.noticed}, those "
+                    f"of others had come to {kept.noticed_elsewhere}",
+                )
                 kept.lost = {}
 
     def observe(self, region: str, subject: str, data: bytes, sequence: int, writer: Writer) -> str:
@@ -117,7 +126,7 @@ class Regional:
         demand(kept.entries.get(notice.entry_hash) is not None, f"{what}: {region} does not hold the entry")
         self._commit(index, notice.entry_hash, what)
         if (index, notice.entry_hash) not in self.reference.wrong:
-            kept.version = max(kept.version, notice.version)
+            kept.version, kept.noticed = max(kept.version, notice.version), max(kept.noticed, notice.version)
         return what
 
     def _commit(self, index: int, entry_hash: bytes, what: str) -> None:

@@ -21,15 +21,16 @@ from diloco.core.run import leases
 from diloco.core.run.pace import first_due_steps
 from diloco.core.syncer import claims, excess, merging
 from diloco.core.syncer.claims import StepBounds
+from diloco.core.syncer.offer_fit import MissedOffer
 from diloco.core.syncer.round import Round
 from diloco.core.tensors import outer
-from diloco.log.follower import LogCopy
+from diloco.log import shortening
+from diloco.log.shortening import RunShortener
 from diloco.log.writer import Writer
 from diloco.settings.run import RunSettings
 from diloco.testing.virtual_transport import VirtualTransport
 from diloco.wire.entries import Cursor, Record
 from diloco.wire.offers import Offer
-from diloco_syncer.owning import keyframes
 from diloco_syncer.owning.owner import FragmentOwner
 
 SCHEDULES = 500
@@ -49,9 +50,10 @@ def cursors_unchecked(patch: Patch) -> None:
     """An offer is merged without asking whether its learner knows what of it was merged last."""
     unfit = Round._unfit
 
-    def careless(self: Round, offer: Offer) -> str | None:
+    def careless(self: Round, offer: Offer, *, tried: bool = False) -> MissedOffer | None:
         merged = self.chain.cursor(offer.learner)
-        return unfit(self, replace(offer, after=merged, incarnation=max(offer.incarnation, merged[0] + 1)))
+        at_once = replace(offer, after=merged, incarnation=max(offer.incarnation, merged[0] + 1))
+        return unfit(self, at_once, tried=tried)
 
     patch.setattr(Round, "_unfit", careless)
 
@@ -91,7 +93,7 @@ def restored_displacement_kept(patch: Patch) -> None:
 def merged_displacement_kept(patch: Patch) -> None:
     """A learner keeps the displacement of an offer that was merged."""
 
-    def kept(self: DeltaState, version: int, identity: tuple[int, int]) -> ApplyOutcome:
+    def kept(self: DeltaState, version: int, identity: tuple[int, int], *, keeps_dropped: bool = False) -> ApplyOutcome:
         self.after = identity
         self.pending.clear()
         return self._keep()
@@ -178,8 +180,12 @@ def positions_forgotten(patch: Patch) -> None:
 
 def purged_too_far(patch: Patch) -> None:
     """Nothing but the newest keyframe stays, whether any learner has folded its state or not."""
-    patch.setattr(keyframes, "keyframes_kept", lambda settings, parameters, moments: 1)
-    patch.setattr(LogCopy, "vouched", property(lambda copy: sys.maxsize, lambda copy, sequence: None))
+
+    def believe(self: RunShortener, record: Record) -> None:
+        self.judged[record.fragment] = sys.maxsize
+
+    patch.setattr(shortening, "keyframes_kept", lambda settings, parameters, moments: 1)
+    patch.setattr(RunShortener, "note", believe)
 
 
 def dropped_work_offered(patch: Patch) -> None:
@@ -201,8 +207,8 @@ def not_archived(patch: Patch) -> None:
     """Of the offers of a merge only the first is kept."""
     archive = FragmentOwner.archive
 
-    async def careless(self: FragmentOwner, merge: Any) -> None:
-        await archive(self, dataclasses.replace(merge, held=merge.held[:1]))
+    async def careless(self: FragmentOwner, merge: Any, attempt: bytes) -> None:
+        await archive(self, dataclasses.replace(merge, held=merge.held[:1]), attempt)
 
     patch.setattr(FragmentOwner, "archive", careless)
 
@@ -331,7 +337,7 @@ MUTATIONS: list[tuple[Callable[[Patch], None], str]] = [
     (marks_not_waited_for, "for the marker"),
     (not_archived, "not in the archive"),
     (islands_of_one_batch, "an honest learner is refused: .* is impossible"),
-    (slow_learners_alone, "an honest learner is refused: .* steps since genesis"),
+    (slow_learners_alone, "an honest learner is refused: .* (steps since genesis|the end of its batches)"),
     (less_than_was_granted, "an honest learner is refused: .* tokens in its steps"),
     (merges_of_the_usual_norm, "an honest learner is refused: .* has a norm above"),
 ]

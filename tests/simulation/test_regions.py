@@ -17,15 +17,23 @@ from tests.simulation.world import FAULTS_APART, THIN, World
 from diloco.core.log.chain import Chain
 from diloco.core.log.regional_round import RegionalRound
 from diloco.core.syncer import merging
+from diloco.core.syncer.offer_fit import MissedOffer
 from diloco.core.syncer.round import Round, RoundOffer
 from diloco.errors import BrokerError, ChainError, MessageError, RunError
 from diloco.log.entries import Entries
+from diloco.log.regional import RegionalLog
 from diloco.log.stream import LogEntry
-from diloco.wire.entries import Record
+from diloco.wire.entries import CommitNotice, Record
 from diloco_syncer import regions, replication
 from diloco_syncer.regions import Regions
 
 SEARCHED = 400
+
+# What schedules of regions that lose their disks have found, as `FOUND` of test_simulation.py
+FOUND = {
+    32: "a notice that was stored late hid later ones: a lost log came back with old notices, and a learner went back to them",
+    60008: "a late claim in an empty log was taken for the beginning of one that was brought, and version 0 was not stored",
+}
 
 Patch = pytest.MonkeyPatch
 
@@ -69,6 +77,12 @@ def test_a_region_whose_server_is_empty_counts_for_nothing_until_it_has_all_that
         ("region lost its disk", "syncer stands still as a region is lost", "region lags behind one that is lost", "takeover"),
         seeds,
     )
+
+
+@pytest.mark.parametrize("seed", FOUND)
+def test_what_lost_disks_have_found_stays_found(seed: int) -> None:
+    error = play(seed, regions=True, empties=True).error
+    assert error is None, f"{FOUND[seed]}: {error}"
 
 
 def test_an_offer_that_a_region_combined_too_late_for_its_round_is_merged_later() -> None:
@@ -116,7 +130,7 @@ def held_beside_one_another(patch: Patch) -> None:
     """A regional offer does not replace what is held of its members."""
     hold = Round.hold
 
-    def beside(self: Round, held: RoundOffer) -> str | None:
+    def beside(self: Round, held: RoundOffer) -> MissedOffer | None:
         before = dict(self.held)
         reason = hold(self, held)
         self.held |= {f"{name} again": other for name, other in before.items() if other is not self.held.get(name)}
@@ -128,8 +142,8 @@ def held_beside_one_another(patch: Patch) -> None:
 
 def left_over_twice(patch: Patch) -> None:
     """Offers that a region has combined it combines again, with later ones, though they were merged."""
-    patch.setattr(RegionalRound, "_unfit", lambda self, offer: None)
-    patch.setattr(Round, "_unfit", lambda self, offer: None)
+    patch.setattr(RegionalRound, "_unfit", lambda self, offer, *, tried=False: None)
+    patch.setattr(Round, "_unfit", lambda self, offer, *, tried=False: None)
     _members_pass(patch)
 
 
@@ -149,6 +163,17 @@ def an_empty_region_counts(patch: Patch) -> None:
     patch.setattr(Regions, "_bring_back", begin)
 
 
+def the_notice_stored_last_counts(patch: Patch) -> None:
+    """A notice that its sender gave up, and that was stored long after later ones, is taken for the newest."""
+
+    async def last(self: RegionalLog, fragment: int) -> CommitNotice | None:
+        stored = await self.stream.last(self.stream.subjects.commit_notice(fragment))
+        notice = None if stored is None else self._notice(stored)
+        return notice if notice is not None and await self._is_true(notice) else None
+
+    patch.setattr(RegionalLog, "furthest_notice", last)
+
+
 # with the schedule that has found it, which is played first; whether offers are merged in their regions
 MUTATIONS: list[tuple[Callable[[Patch], None], int, bool, str]] = [
     (one_is_a_majority, 0, False, r"only \['..'\] hold the entry"),
@@ -158,9 +183,10 @@ MUTATIONS: list[tuple[Callable[[Patch], None], int, bool, str]] = [
     (left_over_twice, 1, True, "merged before|merged twice|made without knowing|made of"),
     (of_the_heaviest, 1, True, "is not the mean"),
     (an_empty_region_counts, 0, False, "counts again without|fork|hold the entry"),
+    (the_notice_stored_last_counts, 32, False, "counts again, and its notices|applies version|its learner began when"),
 ]
 
-EMPTIES = {an_empty_region_counts}
+EMPTIES = {an_empty_region_counts, the_notice_stored_last_counts}
 
 
 @pytest.mark.parametrize(("mutate", "seed", "merged", "found"), MUTATIONS, ids=lambda value: getattr(value, "__name__", ""))

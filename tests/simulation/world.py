@@ -197,7 +197,7 @@ def _constants(
             setattr(module, name, value)
 
 
-LEFT_OUT = ("merge_unreadable", "merge_too_far", "merge_not_finite")
+LEFT_OUT = ("merge_unreadable", "merge_too_far", "merge_not_finite", "offer_outlier")
 
 
 class Listener:
@@ -259,6 +259,7 @@ class Chaos:
         return cls(until_s, some(0.2), some(0.2), rng.choice((0.02, 0.3, 1.0)), some(0.5), appends, sorted(faults))
 
 
+REWIND_AGAIN_S = 0.5  # from one look whether there is something to lose to the next
 FAULTS = ("kill", "freeze", "stop", "server", "cut", "full", "clock", "rewind")
 # a region that loses what it has acknowledged is not provided for: a majority holds nothing then
 FAULTS_APART = (*FAULTS[:-1], "region", "links")
@@ -514,13 +515,17 @@ class World(virtual.World):
         make_version = partial(self._spoil, merging.make_version)
         with _constants(self.part_bytes, self.logger, make_version, self._more_constants()):
             try:
-                self.scheduler.run(self.chaos.until_s + PATIENCE_S)
+                self.scheduler.run(self._last_fault_s() + PATIENCE_S)
                 if self.error is None:
                     self._check_end()
             except Violation as violation:
                 self.error = violation
             self.dispose()
         return Outcome(self.seed, self.error, self.now_s, self.stats, trace=self.trace)
+
+    def _last_fault_s(self) -> float:
+        """Return the time after which nothing goes wrong any more."""
+        return self.chaos.until_s
 
     # ---- services
 
@@ -547,9 +552,12 @@ class World(virtual.World):
             await transport.close()
 
     async def _coordinate(self, process: Process) -> None:
-        settings = CoordinatorSettings(name=process.name, run=RUN, settings=self.settings, state_dir=Path("/nonexistent"))
+        region = process.region if self.settings.regions.names else None
+        folder = Path("/nonexistent")
+        settings = CoordinatorSettings(name=process.name, run=RUN, region=region, settings=self.settings, state_dir=folder)
         run = await until_available(partial(creation.create, process.transport, RUN, settings.settings), self.logger)
-        coordinator = _Coordinator(process.transport, run, settings, self.logger)
+        connect = {name: partial(_way, process, name) for name in run.created.regions.names if name != process.region}
+        coordinator = _Coordinator(process.transport, run, settings, self.logger, connect=connect)
         coordinator.series = _Unsaved(settings.state_dir, self.logger)
         await coordinator.serve()
         await process.transport.close()
@@ -666,6 +674,9 @@ class World(virtual.World):
 
     def _fault(self, kind: str, process: Process, for_s: float) -> None:
         if self.calm or (process.ended and kind not in ("server", "full")):
+            return
+        if kind == "rewind" and not self.reference.logs:  # the run has not begun: the server loses something later
+            self.later(REWIND_AGAIN_S, self._fault, kind, process, for_s)
             return
         if kind == "rewind" and self._is_ending():
             return

@@ -11,7 +11,6 @@ from msgspec import structs
 from structlog.testing import capture_logs
 from tests.made.syncer_parts import SIZE, Begun, begin, merge, offer, take_fragment
 from tests.pace import DEADLINE_S
-from tests.services.adversary import Adversary
 
 import diloco.log.stream
 from diloco.errors import AppendUncertainError, FenceError
@@ -19,6 +18,7 @@ from diloco.nats.transport import NatsTransport
 from diloco.wire import framing
 from diloco.wire.entries import Claim
 from diloco_ops.keys.permissions import Who
+from diloco_ops.siege.adversary import Adversary
 from diloco_syncer.owning.fence import TRIES
 from diloco_syncer.owning.owner import FragmentOwner
 

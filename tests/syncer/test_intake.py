@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
@@ -120,3 +121,30 @@ async def test_an_offer_that_was_merged_is_passed_over(link: NatsTransport) -> N
             await held.wait()  # the stream is read in its order: ann's offer has been judged too
     assert [e["sender"] for e in logs if e["event"] == "offer_passed_over"] == ["ann"]
     assert [answer.learner for answer in owner.round.answers()] == ["bob"]
+    assert begun.context.counts.missed_offers.counts() == {("ann", "repeated"): 1}
+    assert begun.context.refused.total == 0
+
+
+async def test_what_cannot_be_is_counted_by_sender_and_reason(link: NatsTransport) -> None:
+    """No steps are refused; a base, a round and a hash that the log does not have are missed, with a warning that names eve."""
+    begun = await begin(link)
+    await admit(begun, "ann", "eve")
+    owner = await begun.taken_over()
+    impossible: list[dict[str, Any]] = [
+        {"base_version": 10**6},
+        {"round": 10**6},
+        {"base_hash": bytes(32)},
+        {"steps": 0, "tokens": 0, "data": []},
+    ]
+    async with reading(begun, owner) as (_, held):
+        for number, changes in enumerate(impossible, 1):
+            await send_offer(owner, offer(owner, "eve", 1.0, number, **changes))
+            # the next one would take its place in the stream
+            while begun.context.refused.total + begun.context.counts.missed_offers.total < number:
+                await asyncio.sleep(0.01)
+        await send_offer(owner, offer(owner, "ann", 1.0))
+        await held.wait()
+    counts = begun.context.counts
+    assert counts.refused_offers.counts() == {("eve", "claim"): 1}
+    assert begun.context.refused.counts() == {("eve", "ClaimError"): 1}
+    assert counts.missed_offers.counts() == {("eve", "ahead"): 2, ("eve", "other_base"): 1}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tests.made.shorten import shorten
 from tests.made.syncer_parts import begin, merge, offer
 
 from diloco.core.log.fold import keyframe_bytes
@@ -27,7 +28,7 @@ async def test_one_is_due_when_the_log_has_grown_by_its_size_times_the_factor(li
     assert (len(sequences), copy.keyframe_sequence, copy.log_bytes) == (2, sequences[-1], 0)
 
 
-async def test_one_is_due_at_once_after_a_newer_one_that_is_damaged_which_does_not_count_among_those_kept(
+async def test_one_is_due_at_once_after_a_newer_one_that_is_damaged_and_once_the_newest_is_whole_no_other(
     link: NatsTransport,
 ) -> None:
     begun = await begin(link, **{"log.keep_keyframes": 2, "log.keep_bytes": 0})
@@ -36,25 +37,21 @@ async def test_one_is_due_at_once_after_a_newer_one_that_is_damaged_which_does_n
     first = owner.copy.keyframe_sequence
     await keyframes.store()
     owner.copy.refused, owner.copy.keyframe_sequence = (owner.copy.keyframe_sequence,), first
-    await keyframes.keep()
-    assert len(await store.reader.keyframe_sequences(0)) == 3, "two that are whole, and the damaged one between them"
-    await keyframes.keep()
-    assert len(await store.reader.keyframe_sequences(0)) == 3, "the newest is whole again"
+    for _ in range(2):
+        await keyframes.keep()
+        assert len(await store.reader.keyframe_sequences(0)) == 3
 
 
-@pytest.mark.parametrize("remembers", [True, False], ids=["owner", "follower"])
-async def test_the_oldest_are_dropped_whether_one_object_keeps_them_or_one_for_each(
-    link: NatsTransport, remembers: bool
-) -> None:
+async def test_the_oldest_are_dropped_by_a_coordinator_alone(link: NatsTransport) -> None:
     begun = await begin(link, **{"log.keyframe_factor": 1e-3, "log.keep_keyframes": 2, "log.keep_bytes": 0})
     owner, store = await begun.taken_over(), begun.context.store
-    keyframes = Keyframes(begun.context, owner.copy)
-    for number in range(1, 5):
-        owner.keyframes = keyframes if remembers else Keyframes(begun.context, owner.copy)
+    for number in range(1, 6):
         await owner.commit(merge(owner, offer(owner, "ann", 1.0, number)), 32)
-    sequences = await store.reader.keyframe_sequences(0)
-    assert (len(sequences), sequences[-1]) == (2, owner.copy.keyframe_sequence)
-    assert (await begun.owner()).chain.version == 4
+    stored = await store.reader.keyframe_sequences(0)
+    assert len(stored) == 6  # with that of version 0
+    await shorten(begun)
+    assert await store.reader.keyframe_sequences(0) == stored[-2:]
+    assert (await begun.owner()).chain.version == 5
 
 
 async def test_of_a_fragment_that_another_syncer_has_taken_over_nothing_is_stored(link: NatsTransport) -> None:

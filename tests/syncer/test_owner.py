@@ -9,10 +9,12 @@ import pytest
 from msgspec import structs
 from structlog.testing import capture_logs
 from tests.made.heartbeats import learner_heartbeat
+from tests.made.shorten import shorten
 from tests.made.syncer_parts import SIZE, Begun, begin, change, merge, offer
-from tests.pace import scaled_s
+from tests.pace import DEADLINE_S, scaled_s
 
 from diloco.core.run.changes import Changes, Repair, Rollback
+from diloco.core.syncer.round import RoundOffer
 from diloco.errors import FenceError, FormatError, UnmergeableError
 from diloco.nats.transport import NatsTransport
 from diloco_syncer.context import clock_s
@@ -179,6 +181,7 @@ async def test_a_rollback_to_a_version_that_is_gone_is_given_up(link: NatsTransp
     owner, run = await begun.taken_over(), begun.context.run
     for number in range(1, 6):
         await owner.commit(merge(owner, offer(owner, "ann", 1.0, number)), 32)
+    await shorten(begun)
     change(run, Rollback(1, [0]))
     with capture_logs() as logs:
         await owner.roll_back(1, 1)
@@ -206,6 +209,7 @@ async def with_a_late_offer(begun: Begun, *, restarts: bool) -> FragmentOwner:
         answer.body.view(np.float32)[:] = rng.normal(size=SIZE)
         await owner.commit(merge(owner, answer), 32)
     if restarts:
+        await shorten(begun)
         owner = await begun.taken_over(context=begun.another("syncer-1"))
     assert late is not None
     await owner.commit(merge(owner, offer(owner, "ann", 1.0, 4), late), 32)
@@ -261,9 +265,58 @@ async def test_offers_are_archived_before_they_are_merged(link: NatsTransport) -
     owner = await begun.taken_over()
     held = offer(owner, "ann", 1.0)
     await owner.commit(merge(owner, held), 32)
-    kept = await begun.context.store.archive.offer(0, "ann", 1, 1)
+    assert await is_archived(begun, held)
+
+
+async def is_archived(begun: Begun, held: RoundOffer) -> bool:
+    """Whether the archive has an offer, whole, as the one that the newest version merges."""
+    newest = await begun.context.store.reader.newest(0)
+    assert newest is not None
+    kept = await begun.context.store.archive.offer(newest.record, newest.record.members[0])
+    if kept is None:
+        return False
+    found, body = kept
+    return structs.replace(found, body=held.offer.body) == held.offer and body.tobytes() == held.body.tobytes()
+
+
+@pytest.mark.parametrize("junk", [b"", b"junk"])
+async def test_what_others_store_in_the_archive_stops_no_version_and_hides_no_offer(link: NatsTransport, junk: bytes) -> None:
+    begun = await begin(link, **{"log.archive": True})
+    owner = await begun.taken_over()
+    names, identity = begun.context.store.subjects, (0, "ann", 1, 1)
+
+    async def store(subject: str) -> None:
+        for number in range(3):
+            await link.append(subject, junk, message_id=f"{subject} {number}", fence=None, timeout_s=DEADLINE_S)
+
+    await store(names.archived(*identity, None))  # ahead of the offer, on the one subject that can be known by then
+    held = offer(owner, "ann", 1.0)
+    await owner.commit(merge(owner, held), 32)
+    newest = await begun.context.store.reader.newest(0)
+    assert newest is not None
+    assert newest.record.body is not None
+    assert newest.record.version == 1
+    await store(names.archived(*identity, newest.record.body.attempt))  # behind it
+    assert await is_archived(begun, held)
+
+
+async def test_an_archive_of_an_earlier_version_is_read(link: NatsTransport) -> None:
+    begun = await begin(link, **{"log.archive": True})
+    owner, store = await begun.taken_over(), begun.context.store
+    held = offer(owner, "ann", 1.0)
+    await owner.commit(merge(owner, held), 32)
+    names, identity = store.subjects, (0, "ann", 1, 1)
+    newest = await store.reader.newest(0)
+    assert newest is not None
+    assert newest.record.body is not None
+    kept = await link.last(names.archive_stream, names.archived(*identity, newest.record.body.attempt))
     assert kept is not None
-    np.testing.assert_array_equal(kept[1], held.body)
+    await link.purge(names.archive_stream, kept.subject, 1 << 62)
+    assert not await is_archived(begun, held)
+    for number, data in enumerate((b"junk", kept.data)):
+        earlier = names.archived(*identity, None)
+        await link.append(earlier, data, message_id=f"{number}", fence=None, timeout_s=DEADLINE_S)
+    assert await is_archived(begun, held)
 
 
 async def test_the_residual_outlives_its_owner_in_a_keyframe(link: NatsTransport) -> None:

@@ -23,9 +23,10 @@ from diloco.process.tasks import end
 from diloco.transport import Heard
 from diloco.wire import framing
 from diloco.wire.control import Announcement
+from diloco.wire.quarantines import unpack_outliers
 from diloco_syncer.context import clock_s
 from diloco_syncer.links import LinkWatch
-from diloco_syncer.offers.quarantine import Suspects
+from diloco_syncer.offers.quarantine import OutlierRecord
 from diloco_syncer.owning.governor import Governor
 from diloco_syncer.owning.owner import FragmentOwner
 from diloco_syncer.rounds import RoundLoop, RoundNews
@@ -68,7 +69,7 @@ class Running:
     begun: Begun
     owner: FragmentOwner
     governor: Owned
-    suspects: Suspects
+    outliers: OutlierRecord
     news: RoundNews
     announced: asyncio.Queue[Announcement] = field(default_factory=asyncio.Queue)
 
@@ -92,15 +93,15 @@ async def running(link: NatsTransport, **overrides: Any) -> AsyncIterator[Runnin
     context = begun.context
 
     def changed() -> None:
-        context.roster.change(context.run.in_force, suspects.excluded)
+        context.roster.change(context.run.in_force, context.run.now.excluded, context.run.now.on_trial)
         owner.round.drop_unfit()
         news.tell()
 
     follower = ChangesFollower(link, context.run, context.log, changed)
-    suspects = Suspects(context, follower, changed)
+    outliers = OutlierRecord(context, follower, 1, lambda: governor.owned)
     links = cast(LinkWatch, Pace(Bandwidth(context.run.created, [])))
-    loop = RoundLoop(context, cast(Governor, governor), links, suspects, news)
-    made = Running(begun, owner, governor, suspects, news)
+    loop = RoundLoop(context, cast(Governor, governor), links, outliers, news)
+    made = Running(begun, owner, governor, outliers, news)
 
     async def heard(message: Heard) -> None:
         announcement, _, _ = framing.unpack(message.data, Announcement, context.run.identity)
@@ -108,11 +109,11 @@ async def running(link: NatsTransport, **overrides: Any) -> AsyncIterator[Runnin
 
     await link.subscribe(context.store.subjects.round(0), heard)
     async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
-        task = group.create_task(loop.run(group))
+        task, stating = group.create_task(loop.run(group)), group.create_task(outliers.work())
         yield made
         governor.over = True
         news.tell()
-        await end(task)
+        await end(task, stating)
 
 
 async def test_a_round_opens_is_announced_until_its_offers_are_in_and_becomes_a_version(link: NatsTransport) -> None:
@@ -213,19 +214,40 @@ async def test_a_fresh_owner_that_would_leave_out_all_offers_waits_until_it_has_
     assert made.begun.context.counts.merged_members == 1
 
 
-async def test_an_outlier_is_excluded_at_once_and_put_on_record(link: NatsTransport) -> None:
+async def test_outliers_are_left_out_and_their_learner_is_quarantined_until_its_offers_are_sound(link: NatsTransport) -> None:
     learners = ("ann", "bob", "cat")
-    quarantine = {"learners": 3, "quarantine.factor": 10.0, "quarantine.offers": 1}
-    async with running(link, **quarantine) as made:
+    settings = {"learners": 3, "fragments.count": 1, "quarantine.factor": 10.0, "round.quorum": "all"}
+    async with running(link, **settings) as made:
+        run, owner = made.begun.context.run, made.owner
         made.hear(4, *learners)
         await made.announced.get()
         for learner, value in zip(learners, (1.0, 1.0, 1000.0), strict=True):
-            made.owner.round.hold(offer(made.owner, learner, value))
+            owner.round.hold(offer(owner, learner, value))
         made.news.tell()
-        await made.until(version=1)
-        run = made.begun.context.run
-        while not run.now.quarantined:
+        await made.until(version=1)  # though the quorum is all: cat has answered
+        while not run.now.outlying.quarantined:
             await asyncio.sleep(0.005)
-        assert made.suspects.excluded == {"cat"}
-        assert run.now.excluded == {"cat"}
-    assert made.begun.context.counts.merged_members == 2
+        assert run.now.excluded == made.begun.context.roster.on_trial == {"cat"}
+        assert made.begun.context.refused.counts() == {("cat", "UnmergeableError"): 1}
+        assert await run.registry.get("changes") is None
+        stored = await run.registry.get("quarantine.syncer-0")
+        assert stored is not None
+        stated = unpack_outliers(stored[0], "syncer-0")
+        assert stated is not None
+        assert [(seen.learner, seen.fragment, seen.norm, seen.threshold) for seen in stated.outliers] == [("cat", 0, 8000, 80)]
+
+        for version, value in ((2, 1000.0), (3, 1.0)):  # its offers are judged, and not merged
+            for step in (8 * version - 8, 8 * version - 4):
+                made.hear(step, "ann", "bob")
+            await made.announced.get()
+            judged = owner.round.hold(offer(owner, "cat", value, number=version))
+            assert judged is not None
+            assert judged.text == "cat is quarantined: its offer is judged, and not merged"
+            for learner in ("ann", "bob"):
+                owner.round.hold(offer(owner, learner, 1.0, number=version))
+            made.news.tell()
+            await made.until(version=version)
+        while run.now.excluded:
+            await asyncio.sleep(0.005)
+        assert owner.round.hold(offer(owner, "cat", 1.0, number=4)) is None
+    assert made.begun.context.counts.merged_members == 6

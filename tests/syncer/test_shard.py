@@ -99,9 +99,9 @@ async def test_messages_that_do_not_fit_are_counted_by_sender_and_kind(link: Nat
             await link.publish(subjects.heartbeat("bob"), b"nothing of ours")
             await until(lambda: shard.refused.total == 4)
     reasons = sorted(entry["reason"] for entry in logs if entry["event"] == "message_refused")
-    assert [reason for reason in reasons if "fragments" in reason] == [
+    assert [reason for reason in reasons if "fragment" in reason] == [
         "heartbeat of ann has 2, 1, 2, 2 values, the run has 2 fragments",
-        "heartbeat of eve names fragments that the run does not have",
+        "heartbeat of eve names fragment 2, the run has 2",
         "marker 1 names 3 fragments, not 2",
     ]
 

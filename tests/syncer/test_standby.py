@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import cast
@@ -50,7 +50,7 @@ class Combines:
 
     heard: asyncio.Queue[tuple[int, int]] = field(default_factory=asyncio.Queue)
 
-    def follow(self, chain: Chain, record: Record | None, usual: float) -> None:
+    def follow(self, chain: Chain, record: Record | None, usual: float, own_norm: Callable[[], float]) -> None:
         self.heard.put_nowait((chain.fragment, chain.version))
 
 

@@ -19,6 +19,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "check": "Compile one step of a task and report what a run would do with it.",
         "doctor": "Examine this machine, the servers and the links before a run.",
         "up": "Train one model with several learners on this machine.",
+        "serve": "Start the services of a run that your own training loops join.",
         "attach": "Make a directory for a run that others started, to watch and verify it.",
     },
     "Watch": {
@@ -53,6 +54,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "replay": "Repeat a run's merges and training, and compare every bit.",
         "compare": "Show several runs side by side.",
         "chaos": "Break a live run on purpose, and check that it recovers.",
+        "siege": "Attack a rehearsal of a run under members' identities, and measure the harm.",
         "simulate": "Estimate goodput, bandwidth and a plan for machines that you do not have.",
         "lab": "Run experiments on model quality, in virtual time over paired seeds.",
     },

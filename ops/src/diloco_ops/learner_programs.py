@@ -19,7 +19,8 @@ class LearnerProgram(Protocol):
 
     Attributes:
         module: runs by ``python -m``.
-        one_process: its learners are a single process each, without a mesh.
+        one_process: its learners are a single process each, or of PyTorch as many as --torch-processes says, and no process
+            has a mesh of devices.
     """
 
     module: str
@@ -49,9 +50,22 @@ def program_of(framework: str) -> LearnerProgram:
 
 
 def programs_of(directory: RunDirectory) -> dict[str, LearnerProgram]:
-    """Return the programs of a run's learners and of its evaluator, by name; raise as :func:`program_of` does."""
+    """Return the programs of the learners that a run starts and of its evaluator, by name; raise as :func:`program_of` does."""
     torch = directory.torch or {}
-    names = [*directory.learner_names, EVALUATOR]
+    names = [*directory.learner_names, EVALUATOR] if directory.starts_learners else []
     frameworks = {name: TORCH if name in torch else directory.framework or UNSAID for name in names}
     found = {framework: program_of(framework) for framework in set(frameworks.values())}
     return {name: found[framework] for name, framework in frameworks.items()}
+
+
+def processes_of(directory: RunDirectory) -> dict[str, int]:
+    """Return the number of processes of the learners that a run starts and of its evaluator, by name; raise likewise."""
+    found, torch = dict.fromkeys(programs_of(directory), 1), directory.torch or {}
+    for name, program in programs_of(directory).items():
+        if name == EVALUATOR:
+            continue
+        if not program.one_process:
+            found[name] = directory.processes_per_learner or 1
+        elif name in torch:
+            found[name] = directory.torch_processes or 1
+    return found

@@ -12,6 +12,13 @@ from diloco_report.facts import Report, learners_of, natural, ratio
 from diloco_report.units import MISSING, count, decimal, duration, finite, lasting, moment, share, size
 
 MAX_EVENTS = 50  # that are shown, of those known
+_COUNTED = {
+    "message": "message refused",
+    "offer": "offer refused",
+    "missed": "offer late",
+    "heartbeat": "heartbeat dropped",
+    "in_vain": "waited for in vain",
+}
 
 
 def state(report: Report) -> str:
@@ -151,6 +158,26 @@ def syncers(report: Report) -> str:
         for name, each in sorted(found.items(), key=lambda item: natural(str(item[0])))
     ]
     return html.section("Syncers", "", html.wide(html.table(head, rows, of="syncers")))
+
+
+def refusals(report: Report) -> str:
+    """Draw what members have refused, missed, dropped, and waited for in vain, by sender."""
+    found: Sequence[Mapping[str, Any]] = (report.get("now") or {}).get("refusals") or []
+    if not found:
+        return ""
+    rows = [
+        [
+            escape(str(each.get("sender", ""))),
+            escape(_COUNTED.get(str(each.get("what")), str(each.get("what", "")))),
+            escape(str(each.get("reason", ""))),
+            count(each.get("count")),
+            escape(", ".join(str(member) for member in each.get("by") or [])),
+        ]
+        for each in found
+    ]
+    head = ("sender", "what", "reason", "times", "counted by")
+    said = "What syncers and the coordinator have counted of each sender since they began. Offers that were late are usual."
+    return html.section("Members and their refusals", said, html.wide(html.table(head, rows, of="refusals")))
 
 
 def storage(report: Report) -> str:

@@ -368,6 +368,7 @@ PARTS: dict[str, Callable[[Report], str]] = {
     "regions": company,
     "learners": _learners,
     "syncers": now.syncers,
+    "refusals": now.refusals,
     "storage": now.storage,
     "fragments": _fragments,
     "events": now.events,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from diloco.core.syncer.bandwidth import Moved
 from diloco.wire.grants import SignedGrant
@@ -224,3 +224,6 @@ class Transport(Protocol):
 
     async def close(self) -> None:
         """Send what is buffered, and close."""
+
+
+Connect: TypeAlias = Callable[[], Awaitable[Transport]]  # opens a connection to a server, however long that takes

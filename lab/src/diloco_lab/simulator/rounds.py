@@ -240,8 +240,7 @@ class _Member:
                 for application in boundary.due(protocol, protocol.fragments[fragment]):
                     boundary.apply_version(protocol, application)
             return pending
-        decision = boundary.decide(protocol, now_us / MICROS)
-        boundary.apply(protocol, decision)
+        decision, _ = boundary.pass_boundary(protocol, now_us / MICROS)
         self._waits = decision.wait
         if self._decides:
             wake = boundary.next_decision(protocol, self.learner.tokens)

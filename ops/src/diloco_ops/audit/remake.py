@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,7 @@ from diloco.core.syncer.round import RoundOffer
 from diloco.errors import MessageError
 from diloco.log.reader import LoadedState
 from diloco.log.stream import LogEntry
+from diloco.settings.presets import changed_settings
 from diloco.wire.entries import Record
 from diloco.wire.offers import Answer, MergeMember, Offer, RegionalOffer
 from diloco_ops.reading.run_reader import RunReader
@@ -24,11 +25,17 @@ class RemadeMerges:
     """One fragment's merges, made again from the archive as its owners made them.
 
     An owner's residual is known from the beginning on, after a keyframe, and after a takeover, which begins with the residual
-    of a keyframe of that very version or with zeros.
+    of a keyframe of that very version or with zeros. An owner cuts some outliers by the ``quarantine.factor`` that it knows to
+    be in force, and one of an earlier version cuts none.
     """
 
-    def __init__(self, seen: RunReader, index: int) -> None:
+    def __init__(self, seen: RunReader, index: int, factors: Collection[float]) -> None:
+        """``factors``: the values that ``quarantine.factor`` has had in the run."""
         self.log, self.settings, self.fragment = seen.log, seen.run.created, seen.map.fragments[index]
+        self._variants = [
+            changed_settings(self.settings, {"quarantine.factor": factor}, "verify")
+            for factor in dict.fromkeys((*factors, 0.0))
+        ]
         self.redone = self.unknown = 0
         self.wrong: list[str] = []
         self._residuals = [np.zeros(self.fragment.size, np.float32)]  # that the owner may have
@@ -52,13 +59,14 @@ class RemadeMerges:
         if not held or not known or not self._residuals:
             self._residuals, self.unknown = [], self.unknown + 1
             return
-        merged = merging.merged(self.fragment, self.settings, held, self._bases, replica.theta)
-        for residual in self._residuals:
-            left = residual.copy()
-            again = merging.encode(merged.copy(), left, self.settings, record.bits)
-            if entry.body is not None and np.array_equal(again, entry.body):
-                self._residuals, self.redone = [left], self.redone + 1
-                return
+        for settings in self._variants:
+            merged = merging.merged(self.fragment, settings, held, self._bases, replica.theta)
+            for residual in self._residuals:
+                left = residual.copy()
+                again = merging.encode(merged.copy(), left, self.settings, record.bits)
+                if entry.body is not None and np.array_equal(again, entry.body):
+                    self._residuals, self.redone = [left], self.redone + 1
+                    return
         self._residuals = []
         self.wrong.append(f"version {record.version}: its offers give another merge than the log has")
 
@@ -80,13 +88,13 @@ class RemadeMerges:
         held, left = [], dict(enumerate(record.members))
         try:
             for group in record.regional_offers:
-                stored = await self.log.archive.regional_offer(record.fragment, group.syncer, group.incarnation, group.number)
+                stored = await self.log.archive.regional_offer(record, group)
                 if stored is None:
                     return []
                 self._compare(record, [left.pop(place) for place in group.members], stored[0])
                 held.append(RoundOffer(*stored))
             for member in left.values():
-                found = await self.log.archive.offer(record.fragment, member.learner, member.incarnation, member.number)
+                found = await self.log.archive.offer(record, member)
                 if found is None:
                     return []
                 self._compare(record, [member], found[0])

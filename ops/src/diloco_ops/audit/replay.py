@@ -111,7 +111,13 @@ class ReplayedLearner:
         if bits is None:
             raise RunError(f"its tape has quantisation errors of {life.error_bits} bits")
         self.learner = Learner(
-            name=name, role="learner", region="", incarnation=life.start.incarnation, settings=run.created, error_bits=bits
+            name=name,
+            role="learner",
+            region="",
+            incarnation=life.start.incarnation,
+            settings=run.created,
+            error_bits=bits,
+            keeps_single_step=life.keeps_single_step,
         )
         self._cursors = [history.cursor() for history in histories]
         if len(life.start.versions) != len(self._cursors):

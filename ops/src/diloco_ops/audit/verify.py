@@ -27,7 +27,7 @@ from rich.table import Table
 
 from diloco.control.changes import read_changes
 from diloco.core.run import tape as events
-from diloco.core.run.changes import in_force
+from diloco.core.run.changes import Set, in_force
 from diloco.core.run.ledger import Ledger
 from diloco.core.run.lives import Life
 from diloco.errors import MessageError, RunError, SettingsError
@@ -92,7 +92,8 @@ async def check(path: Path) -> Verification:
         ledger = Ledger(len(seen.map.fragments))
         enter: Callable[[LogEntry], None] = lambda entry: ledger.merge(entry.record)  # noqa: E731
         archived = seen.run.created.log.archive
-        merges = [RemadeMerges(seen, fragment.index) if archived else None for fragment in seen.map.fragments]
+        factors = await _factors(seen) if archived else []
+        merges = [RemadeMerges(seen, fragment.index, factors) if archived else None for fragment in seen.map.fragments]
         logs = [await refold(seen, index, enter, again) for index, again in enumerate(merges)]
         tapes, problems = tape.load_all(path, seen.run.identity)
         changes = await _changes(seen)
@@ -165,6 +166,17 @@ async def _changes(seen: RunReader) -> PropertyCheck:
         return PropertyCheck("changes", "fails", str(error))
     count = len(listed.records)
     return PropertyCheck("changes", "holds", f"{count} changes follow one another" if count else "nothing was changed")
+
+
+async def _factors(seen: RunReader) -> list[float]:
+    """Return the values that ``quarantine.factor`` has had: merges may have been made with each."""
+    try:
+        records = (await read_changes(seen.run)).records
+    except MessageError:  # reported by itself
+        records = ()
+    actions = [change.action for change in records]
+    set_to = [action.value for action in actions if isinstance(action, Set) and action.key == "quarantine.factor"]
+    return [seen.run.created.quarantine.factor, *(float(value) for value in set_to if isinstance(value, int | float))]
 
 
 def _keyframes(logs: Sequence[FragmentLog]) -> PropertyCheck:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import secrets
 import shutil
@@ -19,7 +20,15 @@ from diloco_ops.up.supervise import OrphanGuard
 
 START_TIMEOUT_S = 20.0  # a large store is read at the start
 CONNECT_TIMEOUT_S = 20.0  # to connect to a server that has just been started
+LOOPBACK = "127.0.0.1"
+ANY_HOST = ("0.0.0.0", "::")  # all addresses of this machine
 PORTS = (10_000, 32_768)  # Linux gives connections ports from there on
+# Requests to JetStream that wait in a server, in each of two queues, one of them for information. If one more comes, the server
+# drops all of them. Each may have 1 MiB: by the default, 10,000, one member takes gigabytes of memory.
+REQUEST_QUEUE_LIMIT = 512
+# Go collects the heap once it has grown by 25 %, not by 100 %: nearly all of it is blocks of streams that were read, which hold
+# no pointers, so collecting them costs little; a variable of the caller wins
+GO_ENVIRONMENT = {"GOGC": "25"}
 
 
 def find_binary() -> Path:
@@ -63,6 +72,7 @@ class Server:
     """A server process with JetStream in ``directory``. Every acknowledged message is on disk (``sync_interval: always``).
 
     It ends with the process that started it, however that ends: two servers on one directory would destroy it.
+    It listens on ``host``, by default on the loopback device alone.
     ``routes`` are the cluster ports of all servers of a cluster, this one's first. With ``keys``, the folder that
     ``diloco keys`` made for this server, only identities are let in, over TLS.
     """
@@ -75,8 +85,9 @@ class Server:
         max_file_bytes: int | None = None,
         routes: Sequence[int] = (),
         keys: Path | None = None,
+        host: str = LOOPBACK,
     ) -> None:
-        self.directory = directory
+        self.directory, self.host = directory, host
         self.keys = keys
         self.routes = routes
         self.port = free_port() if port is None else port
@@ -87,7 +98,9 @@ class Server:
 
     @property
     def url(self) -> str:
-        return f"nats://127.0.0.1:{self.port}"
+        """The URL for services on this machine."""
+        host = LOOPBACK if self.host in ANY_HOST else self.host
+        return f"nats://[{host}]:{self.port}" if ":" in host else f"nats://{host}:{self.port}"
 
     @property
     def admin_file(self) -> Path:
@@ -117,7 +130,12 @@ class Server:
             old_bytes = log.tell()
             # a session of its own: Ctrl-C reaches the launcher, which stops the server last
             self._process = subprocess.Popen(
-                [find_binary(), "-c", config], stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
+                [find_binary(), "-c", config],
+                env=GO_ENVIRONMENT | os.environ,
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
             )
         self._guard = OrphanGuard()
         self._guard.watch([self._process.pid])
@@ -152,17 +170,18 @@ class Server:
     def _configuration(self) -> str:
         limit = "" if self.max_file_bytes is None else f", max_file: {self.max_file_bytes}"
         lines = [
-            f'listen: "127.0.0.1:{self.port}"',
+            f'listen: "{self.host}:{self.port}"',
             "max_payload: 1MB",
             'ping_interval: "2s"',
-            f'jetstream {{ store_dir: "{self.directory / "jetstream"}", sync_interval: always{limit} }}',
+            f'jetstream {{ store_dir: "{self.directory / "jetstream"}", sync_interval: always, '
+            f"request_queue_limit: {REQUEST_QUEUE_LIMIT}{limit} }}",
             self._admin() if self.keys is None else self._identities(self.keys),
         ]
         return "\n".join(lines) + "\n" + self._cluster()
 
     def _admin(self) -> str:
         secret = secrets.token_hex(16)
-        self.admin_file.write_text(f"nats://admin:{secret}@127.0.0.1:{self.port}\n")
+        self.admin_file.write_text(self.url.replace("//", f"//admin:{secret}@") + "\n")
         return f'accounts {{ $SYS {{ users: [ {{ user: "admin", password: "{secret}" }} ] }} }}'
 
     def _identities(self, keys: Path) -> str:

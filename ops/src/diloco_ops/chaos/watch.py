@@ -43,8 +43,12 @@ class ChaosWatch:
 
     def works(self) -> list[Coroutine[Any, Any, None]]:
         """Return the work to be done side by side; :meth:`listen` begins the part that needs subscriptions."""
+        return [*self.following(), self._ask(), self._see_services()]
+
+    def following(self) -> list[Coroutine[Any, Any, None]]:
+        """Return the part of the work that needs no process of the run on this machine."""
         logs = list(self.run.regions.values()) or [self.run.log]
-        return [*map(self._follow, logs), self._ask(), self._see_services(), self._gate.work()]
+        return [*map(self._follow, logs), self._gate.work()]
 
     async def listen(self) -> None:
         """Subscribe to the heartbeats of learners, evaluators and syncers."""

@@ -40,7 +40,7 @@ async def heads(run: RunReader) -> list[FragmentCut]:
 
 async def _head(run: RunReader, index: int) -> FragmentCut:
     if run.run.regions:
-        notice = await run.log.region.last_notice(index)
+        notice = await run.log.region.furthest_notice(index)
         if notice is None:
             return FragmentCut(0, 0, NO_ENTRY.hex())
         return FragmentCut(notice.version, notice.sequence, notice.entry_hash.hex())

@@ -13,7 +13,7 @@ _MEMBERS = (f"member.{OTHER}", f"share.{OTHER}")
 OTHERS_KEYS: dict[Role, tuple[str, ...]] = {
     "learner": (*_MEMBERS, "run", "owners", "changes"),
     "evaluator": (*_MEMBERS, "run", "owners", "changes", "map"),
-    "syncer": (*_MEMBERS, "run", "map"),
+    "syncer": (*_MEMBERS, "run", "map", "changes"),
     "coordinator": (*_MEMBERS, "owners", "changes", "map"),
 }
 
@@ -81,7 +81,8 @@ def other_region(run: str, reader: str) -> RequiredAccess:
 def _log(subjects: Subjects, reader: str) -> RequiredAccess:
     """Return the access of a reader of the log: consumers under its own name, and none without a name."""
     create = f"$JS.API.CONSUMER.CREATE.{subjects.log_stream}"
-    return RequiredAccess(sends=(f"{create}.{consumers(reader)[0]}.{subjects.record_tree('*')}",), excess=(create,))
+    excess = (create, f"$JS.API.DIRECT.GET.{subjects.log_stream}")
+    return RequiredAccess(sends=(f"{create}.{consumers(reader)[0]}.{subjects.record_tree('*')}",), excess=excess)
 
 
 def _answering(subjects: Subjects, name: str) -> RequiredAccess:

@@ -17,6 +17,7 @@ from diloco import __version__
 from diloco.control import creation
 from diloco.control.changes import read_changes
 from diloco.control.creation import KnownRun
+from diloco.control.quarantines import read_outliers
 from diloco.core.tensors.fragments import FragmentMap, unpack_map
 from diloco.errors import BrokerError, DilocoError, RunError, SettingsError
 from diloco.nats import identity, opening
@@ -359,6 +360,7 @@ class ServiceExamination:
             check_region(self.settings.region, settings.regions.names, name)
             found = KnownRun(name, settings, registry)
             found.adopt((await read_changes(found)).records)
+            await read_outliers(found)
             self._run = found
             stored_map = await registry.get("map")
             self._map = None if stored_map is None else unpack_map(stored_map[0])

@@ -42,12 +42,13 @@ from itertools import chain
 
 from diloco.nats.server_list import ServerList
 from diloco.wire.subjects import Subjects, list_answer, list_request
-from diloco_ops.keys.permissions import ANSWERS, Allowed, Who, permissions
+from diloco_ops.keys.permissions import ANSWERS, Allowed, Who, most_payload_bytes, permissions
 
 STREAMS, SIGNALS = "RUN", "SIGNALS"  # names of processes are in lower case
 SPARE = 64  # identities that may be added between two reloads of a server
 CONNECTIONS = 32  # of one identity at a time: a service has two, and after a restart those that a server does not miss yet
 CONNECTIONS_OF_PROCESS = 4  # where many processes share one
+READER_CONNECTIONS = 8  # of an observer, for four commands at a time, or of an evaluator
 SENT, HEARD = "sent.", "heard."
 STORED = ("$JS.API.>", "$JS.SNAPSHOT.>")  # of RUN, beside the subjects that its streams store
 RESTORED = "$JS.SNAPSHOT.RESTORE."  # chunks of a snapshot, which RUN hears: a service would put a header before their bytes
@@ -71,6 +72,7 @@ class Account:
 
     name: str
     user: Who | None = None
+    most_payload_bytes: int | None = None  # of a message of its user; None: as the server takes from all
     allowed: Allowed = NOTHING
     services: tuple[str, ...] = ()  # exported: others may ask or write these
     streams: tuple[str, ...] = ()  # exported: others may hear these
@@ -128,6 +130,7 @@ def _own(number: int, who: Who, run: str, regions: Sequence[str], serves: Collec
     return Account(
         name=f"P{number}",
         user=who,
+        most_payload_bytes=most_payload_bytes(who, regions, serves),
         allowed=allowed,
         services=heard,
         streams=chunks,
@@ -140,7 +143,15 @@ def _own(number: int, who: Who, run: str, regions: Sequence[str], serves: Collec
 def _signals(names: Subjects) -> tuple[str, ...]:
     """Return the subjects of all that is not stored: messages to all, and requests that a process answers."""
     named = (names.heartbeat(), names.presence(), names.shard(), names.sample(), names.gauges(), names.round())
-    return (*named, names.marker_answer(), names.state("*"), names.coordinator, names.changed, names.marker, names.status)
+    shown = (names.sender_report(), names.marker_answer())
+    return (*named, *shown, names.state("*"), names.coordinator, names.changed, names.marker, names.status)
+
+
+def most_connections(who: Who) -> int:
+    """Return how many connections an identity may have at a time."""
+    if who.role in ("observer", "evaluator"):
+        return READER_CONNECTIONS
+    return max(CONNECTIONS, CONNECTIONS_OF_PROCESS * who.processes)
 
 
 def covers(pattern: str, subject: str) -> bool:
@@ -171,8 +182,10 @@ def _text(account: Account) -> list[str]:
         ]
         for what, subjects in (("publish", account.allowed.publish), ("subscribe", account.allowed.subscribe)):
             lines += [f"      {what}: {{ allow: [", *(f'        "{subject}"' for subject in subjects), "      ] }"]
-        connections = max(CONNECTIONS, CONNECTIONS_OF_PROCESS * account.user.processes)
-        lines += ["    } } ]", f"    limits: {{ max_connections: {connections} }}"]
+        limits = f"max_connections: {most_connections(account.user)}"
+        if account.most_payload_bytes is not None:
+            limits += f", max_payload: {account.most_payload_bytes}"
+        lines += ["    } } ]", f"    limits: {{ {limits} }}"]
     answered = ", response_type: stream" if account.has_streams else ""
     exports = [f'{{ service: "{subject}"{answered} }}' for subject in account.services]
     exports += [f'{{ stream: "{subject}" }}' for subject in account.streams]

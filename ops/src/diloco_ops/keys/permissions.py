@@ -13,11 +13,16 @@ from dataclasses import dataclass
 
 from diloco.control.whole import KEY
 from diloco.nats.identity import Role
+from diloco.wire.quarantines import outliers_key
 from diloco.wire.refusals import refusals_key
 from diloco.wire.subjects import Subjects, consumers, reader
 
 CONTROL = "control"  # what a server serves that holds the control store; no region's name
 API = "$JS.API"
+READER_PAYLOAD_BYTES = 1 << 16  # of an observer's or evaluator's message: an evaluator's heartbeat of 4096 fragments
+# of a learner's at a server without its streams: its heartbeat of 4096 fragments, with large numbers
+CONTROL_PAYLOAD_BYTES = 3 << 16
+COORDINATOR_PAYLOAD_BYTES = 1 << 19  # of a coordinator's: its status; the history has half
 ANSWERS = "_R_.>"  # answers to others' requests are sent there; the server knows who asked
 
 
@@ -65,6 +70,20 @@ def is_known(who: Who, regions: Sequence[str], serves: Collection[str]) -> bool:
     if not regions or CONTROL in serves or who.role not in ("learner", "evaluator"):
         return True
     return who.region in serves
+
+
+def most_payload_bytes(who: Who, regions: Sequence[str], serves: Collection[str]) -> int | None:
+    """Return the bytes that a message of an identity may have at a server, headers included; None: as many as the server takes.
+
+    Only offers, log entries, keyframes, states and a few keys of the bucket are large.
+    """
+    if who.role in ("observer", "evaluator"):
+        return READER_PAYLOAD_BYTES
+    if who.role == "coordinator":
+        return COORDINATOR_PAYLOAD_BYTES
+    if who.role == "learner" and not who.founder and regions and who.region not in serves:
+        return CONTROL_PAYLOAD_BYTES
+    return None
 
 
 def permissions(who: Who, run: str, regions: Sequence[str], serves: Collection[str]) -> Allowed:
@@ -117,14 +136,15 @@ def _learner(who: Who, names: Subjects) -> _Granted:
 
 
 def _syncer(who: Who, names: Subjects, regional: bool) -> _Granted:
-    control = Allowed((names.shard(who.name), names.presence(who.name), names.round(), names.changed))
+    sent = (names.shard(who.name), names.presence(who.name), names.sender_report(who.name), names.round(), names.changed)
+    control = Allowed(sent)
     control += Allowed((), (names.shard(), names.heartbeat(), names.round(), names.marker, names.changed))
-    control += _read_bucket(names) + _keys(names, "owners", "changes", refusals_key("*"))
+    control += _read_bucket(names) + _keys(names, "owners", refusals_key("*"), outliers_key(who.name))
     log = Allowed((*_bodies(names.record("*"), 2), *_bodies(names.keyframe("*"), 2)))
     log += _look(names.log_stream, names.offer_stream)
     log += _follow_some(who, names.log_stream) + _follow_some(who, names.offer_stream)
     home = log + Allowed((f"diloco.{names.run}.archive.>",)) + _look(names.archive_stream)
-    home += _api("STREAM.PURGE", names.log_stream, names.offer_stream)
+    home += _api("STREAM.PURGE", names.offer_stream)
     if regional:
         log += Allowed((names.commit_notice("*"),))
         home += Allowed((names.genesis, names.commit_notice("*"), *_bodies(names.regional_offer("*", who.name), 1))) + _make(
@@ -138,11 +158,13 @@ def _coordinator(who: Who, names: Subjects) -> _Granted:
         (names.coordinator, ANSWERS, names.changed),
         (names.coordinator, names.status, names.heartbeat(), names.shard(), names.sample(), names.gauges(), names.changed),
     )
+    control += Allowed((names.sender_report(who.name),), (names.sender_report(),))
     control += _read_bucket(names) + _keys(names, "coordinator", "history")
     if who.founder:  # no permission can be limited to setting a key once
         control += _keys(names, "protocol", "run")
     control += _api("STREAM.CREATE", _store(names))
     log = _make(names) + _look(names.log_stream) + _follow(who, names.log_stream)
+    log += _api("STREAM.PURGE", names.log_stream)  # by subject, below a keyframe (diloco.log.shortening)
     return _Granted(control, log, log)
 
 
@@ -185,8 +207,12 @@ def _read_bucket(names: Subjects) -> Allowed:
 
 
 def _look(*streams: str) -> Allowed:
-    """Allow to read single messages."""
-    allowed = _api("STREAM.INFO", *streams) + _api("STREAM.MSG.GET", *streams) + _api("DIRECT.GET", *streams)
+    """Allow to read single messages, one a request.
+
+    A request to ``DIRECT.GET.<stream>`` itself is JSON, which may ask for the last messages of thousands of filters: a member
+    kept a server busy with it. In the form with the subject of the message behind it, the server refuses such JSON.
+    """
+    allowed = _api("STREAM.INFO", *streams) + _api("STREAM.MSG.GET", *streams)
     return allowed + Allowed(tuple(f"{API}.DIRECT.GET.{stream}.>" for stream in streams))
 
 

@@ -148,7 +148,7 @@ async def take_back(path: Path, learner: str, reason: str, say: Say = print) -> 
     async with run_reader.reached(path) as live:
 
         def decide(now: Effective) -> list[Action]:
-            excluded = now.ejected.keys() | now.quarantined.keys()
+            excluded = now.excluded
             if learner not in excluded:
                 names = ", ".join(sorted(excluded)) or "none"
                 raise RunError(
@@ -171,9 +171,10 @@ def _show(created: RunSettings, now: Effective, listed: Changes) -> None:
         value, first = value_of(now.settings, key), value_of(created, key)
         table.add_row(key, str(value), "" if value == first else str(first))
     console.print(table)
-    for title, excluded in (("ejected", now.ejected), ("quarantined", now.quarantined)):
-        for learner, change in sorted(excluded.items()):
-            console.print(f"{title}: {learner}, by {change.label}", markup=False, highlight=False)
+    for learner, change in sorted(now.ejected.items()):
+        console.print(f"ejected: {learner}, by {change.label}", markup=False, highlight=False)
+    for learner, why in now.quarantines().items():
+        console.print(f"quarantined: {learner}, by {why}", markup=False, highlight=False)
     for change in listed.records:
         console.print(f"{units.moment(change.at_s)}  {change.label}: {text_of(change)}", markup=False, highlight=False)
 

@@ -128,7 +128,7 @@ def _version(given: Given) -> int:
 
 def _actions(report: Mapping[str, Any], now: Effective) -> list[Action]:
     learners = sorted(map(str, report.get("learners") or {}))
-    excluded = sorted(now.ejected.keys() | now.quarantined.keys())
+    excluded = sorted(now.excluded)
     values = ", ".join(f"{key} = {value_of(now.settings, key)}" for key in ("tokens", "round.steps", "round.quorum"))
     return [
         Action(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.control.changes import read_changes
+from diloco.control.quarantines import read_outliers
 from diloco.errors import RunError
 from diloco.nats import connection
 from diloco.process.observe import Logger
@@ -65,6 +66,7 @@ class OperatorSource:
 
     async def _adopt_changes(self) -> None:
         self.live.run.adopt((await read_changes(self.live.run)).records)
+        await read_outliers(self.live.run)
 
 
 class ReportSource:

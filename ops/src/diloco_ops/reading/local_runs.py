@@ -107,7 +107,8 @@ def stopped_text(directory: RunDirectory) -> str:
     fraction, path = local_run(directory.path).fraction, directory.path
     typed = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path  # as a user in this folder names it
     at = "" if fraction is None else f" at {share(fraction)}"
-    return f"run {directory.name!r} is stopped{at}; go on with: diloco up --run-dir {typed}"
+    command = "up" if directory.starts_learners else "serve"
+    return f"run {directory.name!r} is stopped{at}; go on with: diloco {command} --run-dir {typed}"
 
 
 def _fraction(status: Mapping[str, Any]) -> float | None:

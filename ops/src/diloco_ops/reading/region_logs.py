@@ -84,7 +84,7 @@ async def furthest(logs: Mapping[str, Log]) -> str:
     """Return the region that knows of the most committed versions; of equal ones the first."""
 
     async def versions(log: Log) -> int:
-        notices = await asyncio.gather(*(log.region.last_notice(fragment.index) for fragment in log.map.fragments))
+        notices = await asyncio.gather(*(log.region.furthest_notice(fragment.index) for fragment in log.map.fragments))
         return sum(notice.version for notice in notices if notice is not None)
 
     known = dict(zip(logs, await asyncio.gather(*map(versions, logs.values())), strict=True))
@@ -105,7 +105,7 @@ async def settle(logs: Mapping[str, Log], home: str, genesis_check: bytes) -> No
 
 async def _settle_fragment(logs: Mapping[str, Log], home: str, fragment: int, genesis_check: bytes) -> None:
     own = logs[home].region
-    notices = {region: await log.region.last_notice(fragment) for region, log in logs.items()}
+    notices = {region: await log.region.furthest_notice(fragment) for region, log in logs.items()}
     known_epoch = max([notice.epoch for notice in notices.values() if notice is not None], default=0)
     found = {region: await log.region.log_end(fragment, genesis_check, known_epoch) for region, log in logs.items()}
     log_heads: dict[str, LogHead] = {region: end.last for region, end in found.items()}

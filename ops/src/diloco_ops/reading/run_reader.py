@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from diloco.control import creation
 from diloco.control.changes import read_changes
 from diloco.control.creation import KnownRun
+from diloco.control.quarantines import read_outliers
 from diloco.core.log.chain import Chain
 from diloco.core.tensors.fragments import FragmentMap
 from diloco.errors import BrokerError, DilocoError, RunError
@@ -122,6 +123,7 @@ async def reached(path: Path) -> AsyncIterator[LiveRun]:
     try:
         run = await creation.open_run(transports[0], directory.name, directory.settings)
         run.adopt((await read_changes(run)).records)
+        await read_outliers(run)
         yield LiveRun(directory, transports[0], run)
     finally:
         for transport in transports:

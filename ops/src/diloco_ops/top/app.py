@@ -151,7 +151,7 @@ class Top(App[None]):
             *self._alerts(now_s, width),
             self._tabs(width),
         ]
-        foot = [self._foot(width)]
+        foot = [self._foot(run_s, width)]
         room = height - len(head) - len(foot)
         return head, self._body(status, run_s, width, room)[:room], foot
 
@@ -221,7 +221,7 @@ class Top(App[None]):
             line.append(f"[{number + 1} {name}]" if mine else f" {number + 1} {name} ", "bold reverse" if mine else "dim")
         return _cut(line, width)
 
-    def _foot(self, width: int) -> Text:
+    def _foot(self, run_s: float, width: int) -> Text:
         name = VIEWS[self.view]
         said = ["? keys", "q end"]
         if self.in_detail and name in TABLES:
@@ -230,7 +230,7 @@ class Top(App[None]):
             shown = self.tables[name]
             said.insert(0, f"↑↓ enter  s by {rows.order_of(name, shown)}  r turn")
             if name != "syncers":
-                said.insert(1, f"w {rows.window_text(shown.window_s, self.watched.run_s(time.monotonic()))}")
+                said.insert(1, f"w {rows.window_text(shown.window_s, run_s)}")
         elif name == "events":
             said.insert(0, "↑↓  v " + ("without versions" if self.with_versions else "with versions"))
         line = Text(" " + "   ".join(said), "dim", no_wrap=True)

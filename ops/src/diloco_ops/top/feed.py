@@ -18,7 +18,7 @@ import structlog
 
 from diloco.control import creation
 from diloco.control.creation import KnownRun
-from diloco.control.gate import HeartbeatGate
+from diloco.control.gate import HeartbeatGate, check_owned
 from diloco.control.hearing import hear
 from diloco.control.history import KEY, unpack
 from diloco.core.tensors.fragments import FragmentMap
@@ -85,6 +85,7 @@ class RunFeed:
         names = Subjects(run.name)
 
         async def shard(heartbeat: ShardHeartbeat, _: Heard) -> None:
+            check_owned(heartbeat, len(fragment_map.fragments))
             self.watched.hear_shard(heartbeat, time.monotonic())
 
         await self.transport.subscribe(names.heartbeat(), gate.hear)

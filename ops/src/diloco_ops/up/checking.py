@@ -20,11 +20,12 @@ from diloco.settings.loading import assignment
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
 from diloco.settings.time_limits import check_time_limits
+from diloco_ops.learner_programs import TORCH
 from diloco_ops.reading.asking import ask
-from diloco_ops.up.environment import learner_environment
+from diloco_ops.up.environment import learner_environment, mesh_of
 from diloco_ops.up.project import project_in
 from diloco_ops.up.up import DEFAULT_PRESET, data_source, overrides_of
-from diloco_ops.up.up_options import Data, Preset, Set, TaskOptions
+from diloco_ops.up.up_options import Data, Preset, Set, TaskOptions, TorchProcesses
 from diloco_report.units import count, decimal, size
 
 MAKE = "make"  # the factory in a file, unless it is named
@@ -41,6 +42,7 @@ def check(
     preset: Preset = DEFAULT_PRESET,
     set_: Set = None,
     options: TaskOptions = None,
+    torch_processes: TorchProcesses = None,
     json_: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
     """Compile one step of a task, take it twice, and say what a run would do with it; exit code 2: it cannot be trained.
@@ -53,8 +55,13 @@ def check(
     environment = learner_environment(0, 1, None)
     if folder is not None:
         environment["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, [environment.get("PYTHONPATH")])])
-    request = {"settings": chosen.settings.model_dump(), "data": data_source(data, chosen.settings)}
+    request = {
+        "settings": chosen.settings.model_dump(), "data": data_source(data, chosen.settings),
+        "mesh": None if torch_processes is None else mesh_of(torch_processes), "processes": torch_processes,
+    }  # fmt: skip
     examination = ask("examine", request, environment)
+    if torch_processes is not None and examination["framework"] != TORCH:
+        raise SettingsError(f"--torch-processes {torch_processes}: {task} makes a task of {examination['framework']}")
     if json_:
         print(json.dumps(examination | {"settings": chosen.plain()}))
         return
@@ -150,12 +157,27 @@ def show(found: dict[str, Any], chosen: Chosen, console: Console) -> None:
     console.print(_strategies(found["strategies"]))
     memory = ", ".join(f"{name} {size(value)}" for name, value in found["memory"].items())
     console.print(f"one step: {found['step_s']:.3f} s on this machine; memory: {memory or 'unknown'}")
+    if found["processes"] is not None:
+        console.print(_processes(found["processes"]), markup=False, soft_wrap=True)
     units = f" {found['units']}" if found["units"] else ""
     console.print(f"loss of the first batch: {decimal(found['loss'], 4)}{units}")
     for warning in found["warnings"]:
         console.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
     if not found["warnings"]:
-        console.print(f"nothing unusual: {chosen.command}", markup=False, soft_wrap=True)
+        several = "" if found["processes"] is None else f" --torch-processes {found['processes']['count']}"
+        console.print(f"nothing unusual: {chosen.command}{several}", markup=False, soft_wrap=True)
+
+
+def _processes(found: dict[str, Any]) -> str:
+    """Return a line about a process of a learner of several."""
+    axes = ", ".join(f"{axis} {number}" for axis, number in found["mesh"].items() if number > 1)
+    whole = found["whole"]
+    rest = f"; whole in each: {', '.join(whole[:3])}{', ...' if len(whole) > 3 else ''}" if whole else ""
+    return (
+        f"{found['count']} processes ({axes}): each has at most {size(found['parameters_bytes'])} of parameters and "
+        f"{size(found['optimizer_bytes'])} of optimizer state, and takes {found['rows']} of {found['batch_rows']} rows of a "
+        f"batch{rest}"
+    )
 
 
 def _strategies(found: list[dict[str, Any]]) -> Table:

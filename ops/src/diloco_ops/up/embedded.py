@@ -33,14 +33,20 @@ def server_name(region: str) -> str:
 
 
 class Embedded:
-    """Servers in folders below a run's directory. Ports are new at each start of a run."""
+    """Servers in folders below a run's directory. Ports are new at each start of a run.
 
-    def __init__(self, path: Path, regions: Sequence[str]) -> None:
+    ``listen``: host and port of the only server of a run without regions, which members elsewhere reach.
+    """
+
+    def __init__(self, path: Path, regions: Sequence[str], listen: tuple[str, int] | None = None) -> None:
         names = [CONTROL, *map(server_name, regions)]
         self.path, self.regions = path, list(regions)
         pairs = list(permutations([*regions, CONTROL_REGION], 2)) if regions else []
         ports = iter(free_ports(len(names) + len(pairs) + 1))
         self.servers = {name: Server(path / name, next(ports)) for name in names}
+        if listen is not None:
+            host, port = listen
+            self.servers[CONTROL] = Server(path / CONTROL, port or None, host=host)
         self.url = self.servers[CONTROL].url
         self.bulk_url = self.servers[server_name(regions[0])].url if regions else None
         self.wan_control = f"127.0.0.1:{next(ports)}" if regions else None
@@ -90,8 +96,8 @@ class Embedded:
     def _pid_file(self, name: str) -> Path:
         return self.path / "services" / f"{name}.pid"
 
-    def place(self, number: int, *, syncer: bool = False) -> dict[str, Any]:
-        """Return the settings that say where a service is: the ``number``-th of its kind."""
+    def place(self, number: int, *, reaches_others: bool = False) -> dict[str, Any]:
+        """Return the settings that say where a service is, the ``number``-th of its kind, and how it reaches other regions."""
         if not self.regions:
             return {"nats_url": self.url}
         region = self.regions[number % len(self.regions)]
@@ -101,7 +107,7 @@ class Embedded:
             "nats_url": _url(ports.pop(CONTROL_REGION)),
             "nats_bulk_url": self.servers[server_name(region)].url,
         }
-        return values | ({"region_urls": {name: _url(port) for name, port in ports.items()}} if syncer else {})
+        return values | ({"region_urls": {name: _url(port) for name, port in ports.items()}} if reaches_others else {})
 
     def links(self) -> Mapping[str, Any]:
         """Return the relay's settings: every way between two regions, and to the control store."""

@@ -34,7 +34,7 @@ from diloco.states import statefolder
 from diloco.wire.subjects import Subjects
 from diloco_ops import cuts
 from diloco_ops.broker.server import CONNECT_TIMEOUT_S, free_ports
-from diloco_ops.learner_programs import EVALUATOR, programs_of
+from diloco_ops.learner_programs import EVALUATOR, processes_of, programs_of
 from diloco_ops.live import screen
 from diloco_ops.live.watched import Watched
 from diloco_ops.reading import inspect, region_logs
@@ -43,7 +43,7 @@ from diloco_ops.report import build, reference
 from diloco_ops.report.reference import ReferenceLosses
 from diloco_ops.track import trackers
 from diloco_ops.track.tracking import FOLDER, Tracking
-from diloco_ops.up import pages
+from diloco_ops.up import pages, serving
 from diloco_ops.up.embedded import Embedded
 from diloco_ops.up.environment import learner_environment, mesh_of, per_process, service_environment
 from diloco_ops.up.progress_lines import progress_line
@@ -71,14 +71,13 @@ class LaunchRequest:
     track: Sequence[str] = ()  # kinds of trackers
     pages: Sequence[str] = ()  # addresses of the coordinators' pages, the first one's first; none: no page
     open: bool = False  # open the page in a browser
+    listen: tuple[str, int] | None = None  # host and port of the server; None: a free port of the loopback device
     metrics: Sequence[str] = ()  # addresses of the services' metrics, in the order in which they are started; none: no metrics
 
 
 def service_count(directory: RunDirectory, standbys: int, coordinators: int) -> int:
     """Return the number of a run's services, each process of a learner being one."""
-    programs, processes = programs_of(directory), directory.processes_per_learner or 1
-    learners = sum(1 if programs[name].one_process else processes for name in directory.learner_names)
-    return coordinators + syncer_count(directory.settings) + standbys + learners + 1
+    return coordinators + syncer_count(directory.settings) + standbys + sum(processes_of(directory).values())
 
 
 def syncer_count(settings: RunSettings) -> int:
@@ -108,7 +107,8 @@ class Launcher:
 
     def __init__(self, directory: RunDirectory, slow: Mapping[str, float], asked: LaunchRequest) -> None:
         self.directory, self.slow, self.asked = directory, slow, asked
-        self.embedded = Embedded(directory.path, directory.settings.regions.names) if asked.embedded else None
+        regions = directory.settings.regions.names
+        self.embedded = Embedded(directory.path, regions, asked.listen) if asked.embedded else None
         self.url = self.embedded.url if self.embedded else directory.nats_url
         self.bulk_url = self.embedded.bulk_url if self.embedded else None
         self.wan_control = self.embedded.wan_control if self.embedded else None
@@ -140,7 +140,8 @@ class Launcher:
         if self.asked.pages:
             self._say(f"page: {', '.join(map(pages.link, self.asked.pages))}")
         if self.asked.metrics:
-            self._say(f"metrics: {self.asked.metrics[0]} (coordinator) to {self.asked.metrics[-1]} (evaluator)")
+            last = "evaluator" if self.directory.starts_learners else "last syncer"
+            self._say(f"metrics: {self.asked.metrics[0]} (coordinator) to {self.asked.metrics[-1]} ({last})")
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._stop)
@@ -194,24 +195,29 @@ class Launcher:
     def _start_services(self, embedded: Embedded | None) -> None:
         settings = self.directory.settings
         learners = len(self.directory.learner_names)
-        self._starting = f"{learners} learners compile their first step, which usually takes 20 s to a minute"
-        self._say(f"starting {learners} learners and their services; learners compile their steps, which may take a minute")
+        if self.directory.starts_learners:
+            self._starting = f"{learners} learners compile their first step, which usually takes 20 s to a minute"
+            self._say(f"starting {learners} learners and their services; learners compile their steps, which may take a minute")
+        else:
+            self._starting = "the run waits for learners"
+            self._say(serving.joining_text(self.directory.name, self.url, self.asked.listen))
         self.log.info("starting", nats_url=self.url, learners=learners)
         if embedded and embedded.regions:
             log_file = self.directory.path / "logs" / "wan.jsonl"
             self._start("wan", "diloco_ops.wan", {"log_file": str(log_file)} | dict(embedded.links()), endless=True)
 
-        def place(number: int, *, syncer: bool = False) -> dict[str, Any]:
-            values = embedded.place(number, syncer=syncer) if embedded else {"nats_url": self.url}
+        def place(number: int, *, reaches_others: bool = False) -> dict[str, Any]:
+            values = embedded.place(number, reaches_others=reaches_others) if embedded else {"nats_url": self.url}
             return values | {"run": self.directory.name, "state_dir": str(self.directory.path)}
 
         addresses = iter(self.asked.pages)
         for index in range(self.asked.coordinators):
             name = f"coordinator-{index}" if index else "coordinator"
             values = {"settings": settings.model_dump(), "started_by": self.directory.command or "", "report_follows": True}
-            self._start_service(name, "diloco_coordinator", place(index) | values | {"page_address": next(addresses, "")})
+            values |= place(index, reaches_others=True) | {"page_address": next(addresses, "")}
+            self._start_service(name, "diloco_coordinator", values)
         for index in range(syncer_count(settings) + self.asked.standbys):
-            self._start_service(f"syncer-{index}", "diloco_syncer", place(index, syncer=True))
+            self._start_service(f"syncer-{index}", "diloco_syncer", place(index, reaches_others=True))
         before = statefolder.weights_before(self.directory.path)  # it may have been moved since it was begun
         given = {"data": self.directory.data, "init": self.directory.init, "init_names": self.directory.init_names}
         if before.exists():
@@ -221,29 +227,31 @@ class Launcher:
         for share_, name in enumerate(names):
             values = place(share_) | {"share": share_, "slow": self.slow.get(name, 1.0)} | given
             self._start_learner(name, values, share_, _core(share_, len(names)))
-        self._start_learner(EVALUATOR, place(0) | {"role": "evaluator"} | given, len(names), None)
+        if self.directory.starts_learners:
+            self._start_learner(EVALUATOR, place(0) | {"role": "evaluator"} | given, len(names), None)
 
     def _start_learner(self, name: str, values: dict[str, Any], index: int, cores: set[int] | None) -> None:
-        devices, learners = self.directory.devices_per_learner, len(self.directory.learner_names)
-        program = self._programs[name]
-        if program.one_process:
-            environment, task = learner_environment(index, learners, None), (self.directory.torch or {}).get(name)
-            self._start_service(name, program.module, values | {"task": task}, environment, cores)
-            return
-        count = 1 if name == EVALUATOR else self.directory.processes_per_learner or 1
+        directory, program, learners = self.directory, self._programs[name], len(self.directory.learner_names)
+        count = processes_of(directory)[name]
+        if program.one_process:  # of a process
+            devices, mesh, least = None, None if count == 1 else mesh_of(count), None
+            values = values | {"task": (directory.torch or {}).get(name)}
+        else:
+            devices, least = directory.devices_per_learner, directory.least_processes
+            mesh = mesh_of(devices, 1 if count == 1 else directory.replicas)
+        values = values | {"mesh": mesh}
         if count == 1:
-            environment = learner_environment(index, learners, devices)
-            self._start_service(name, program.module, values | {"mesh": mesh_of(devices)}, environment, cores)
+            self._start_service(name, program.module, values, learner_environment(index, learners, devices), cores)
             return
-        mesh, least = mesh_of(devices, self.directory.replicas), self.directory.least_processes
-        group = "" if self.directory.shrinks else name  # where fewer go on, one that is lost is begun again alone
+        shrinks = least is not None and least < count
+        group = "" if shrinks else name  # where fewer go on, one that is lost is begun again alone
         address = ",".join(f"127.0.0.1:{port}" for port in free_ports(may_lead(count, least)))
         for process in range(count):
             environment = learner_environment(index * count + process, learners * count, per_process(devices, count))
-            own: dict[str, Any] = {"name": name, "mesh": mesh}
-            own["processes"] = {"count": count, "index": process, "address": address, "least": least}
+            processes = {"count": count, "index": process, "address": address, "least": least}
             service = name if process == 0 else f"{name}-p{process}"
-            self._start_service(service, program.module, values | own, environment, None, group=group)
+            own = values | {"name": name, "processes": processes}
+            self._start_service(service, program.module, own, environment, None, group=group)
 
     def _start_service(
         self,

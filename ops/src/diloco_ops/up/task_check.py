@@ -47,6 +47,11 @@ def check_task(directory: RunDirectory, fragment_map: FragmentMap | None = None)
             raise AdmissionError(f"--torch: {task}: {error}") from None
     for framework in {found["framework"], *([TORCH] if torch else [])}:
         _check_shape(directory, framework)
+    if directory.torch_processes is not None and not torch:
+        raise SettingsError(
+            f"--torch-processes {directory.torch_processes}: no learner of this run computes with PyTorch, since its task is "
+            f"one of {found['framework']}: leave the option out (of JAX it is --processes-per-learner)"
+        )
     short = too_short(directory.settings, found["step_tokens"])
     if short is not None:
         print(f"note: {short}", file=sys.stderr)
@@ -61,10 +66,17 @@ def _check_shape(directory: RunDirectory, framework: str) -> None:
     Raises:
         SettingsError: they cannot.
     """
-    if (directory.devices_per_learner or directory.processes_per_learner) and program_of(framework).one_process:
+    if not program_of(framework).one_process:
+        return
+    if directory.devices_per_learner or directory.processes_per_learner:
+        several = " (--torch-processes starts several)" if framework == TORCH else ""
         raise SettingsError(
             f"--devices-per-learner, --processes-per-learner: a learner of {framework} is a single process, and its task "
-            "chooses the device: leave these options out"
+            f"chooses the device: leave these options out{several}"
+        )
+    if directory.least_processes is not None:
+        raise SettingsError(
+            f"--least-processes: a learner of {framework} has a fixed number of processes: leave this option out"
         )
 
 
@@ -74,9 +86,9 @@ def _found(directory: RunDirectory, settings: RunSettings, fragment_map: Fragmen
     environment = learner_environment(0, len(directory.learner_names), devices)
     mesh = mesh_of(devices, 1 if devices is None else directory.replicas)
     request = {
-        "settings": settings.model_dump(), "data": directory.data, "mesh": mesh, "init": directory.init,
-        "names": directory.init_names, "map": None if fragment_map is None else fragment_map.pack().hex(),
-        "whole": whole,
+        "settings": settings.model_dump(), "data": directory.data, "mesh": mesh, "processes": directory.torch_processes,
+        "init": directory.init, "names": directory.init_names,
+        "map": None if fragment_map is None else fragment_map.pack().hex(), "whole": whole,
     }  # fmt: skip
     return ask("check", request, environment)
 

@@ -51,12 +51,14 @@ from diloco_ops.up.up_options import (
     Preset,
     ProcessesPerLearner,
     ResumeAt,
+    ResumeFrom,
     RunFolder,
     Seed,
     Set,
     Shards,
     TaskOptions,
     TokenBudget,
+    TorchProcesses,
 )
 
 MAX_LEARNERS = 4096
@@ -76,10 +78,7 @@ def up(
     preset: Preset = DEFAULT_PRESET,
     set_: Set = None,
     task: TaskOptions = None,
-    resume_from: Annotated[
-        Path | None,
-        typer.Option("--resume", help="Go on from a checkpoint, or from a run's directory, in a new directory (--run-dir)."),
-    ] = None,
+    resume_from: ResumeFrom = None,
     resume_at: ResumeAt = None,
     continue_from: Annotated[Path | None, typer.Option("--continue", help="Finished run that a new run continues.")] = None,
     archive: Annotated[bool, typer.Option("--archive", help="Keep every merged offer, so that merges can be audited.")] = False,
@@ -89,6 +88,7 @@ def up(
     processes_per_learner: ProcessesPerLearner = None,
     least_processes: LeastProcesses = None,
     torch: Annotated[list[str] | None, typer.Option(help="LEARNER=MODULE:MAKE: it computes with this PyTorch task.")] = None,
+    torch_processes: TorchProcesses = None,
     slow: Annotated[list[str] | None, typer.Option(help="LEARNER=FACTOR: its steps take FACTOR times as long.")] = None,
     nats_url: Annotated[str | None, typer.Option("--nats", help="Use this NATS server instead of an embedded one.")] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Plain lines instead of the live view.")] = False,
@@ -101,14 +101,15 @@ def up(
     given = {"learners": learners, "shards": shards, "tokens": tokens, "seed": seed, "log.archive": archive or None}
     overrides = overrides_of(set_, task) | {key: value for key, value in given.items() if value is not None}
     path = run_dir or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
-    _check_installed(track or [])
+    check_installed(track or [])
     source, directory = _source(_CameFrom(resume_from, resume_at, continue_from), path, preset, overrides, data, nats_url)
     directory = _beginning_with(directory, init, names, source)
     _check_server(nats_url, directory.settings)
     slowed = _slow_factors(slow or [], directory.learner_names)
-    directory = _shaped(directory, devices_per_learner, processes_per_learner, least_processes, torch or [])
+    directory = _shaped(directory, devices_per_learner, processes_per_learner, least_processes)
+    directory = _with_torch(directory, torch or [], torch_processes)
     metrics = metrics_addresses(service_count(directory, standbys, coordinators))
-    with _locked(directory, source, resume_at, nats_url, quiet=json_) as (directory, resumed):
+    with locked_run(directory, source, resume_at, nats_url, quiet=json_) as (directory, resumed):
         served = pages.addresses(page or (pages.NOWHERE if json_ else pages.ANYWHERE), coordinators)
         asked = LaunchRequest(
             standbys=standbys,
@@ -122,7 +123,7 @@ def up(
             metrics=metrics,
         )
         report = asyncio.run((launcher := Launcher(directory, slowed, asked)).run(resumed))
-    return _tell(report, directory, json_, launcher.services.failures.values())
+    return tell_end(report, directory, json_, launcher.services.failures.values())
 
 
 def overrides_of(set_: list[str] | None, options: list[str] | None) -> dict[str, Any]:
@@ -166,11 +167,11 @@ def _source(
     if came_from.continued is not None:
         return _continued(came_from.continued, path, preset, overrides, data, nats_url)
     settings = run_settings(preset, overrides, "diloco up")
-    return None, _directory(path, settings, bool(overrides) or preset != DEFAULT_PRESET, data, nats_url)
+    return None, directory_of(path, settings, bool(overrides) or preset != DEFAULT_PRESET, data, nats_url)
 
 
 @contextmanager
-def _locked(
+def locked_run(
     directory: RunDirectory,
     source: RunCheckpoint | continuing.ContinuationSource | None,
     at: int | None,
@@ -202,7 +203,7 @@ def _checked(
     Return the directory, with the units of its loss and its mix of data.
     """
     check_time_limits(directory.settings, "diloco up")
-    if not isinstance(source, continuing.ContinuationSource):  # a run that goes on is checked with its weights
+    if directory.starts_learners and not isinstance(source, continuing.ContinuationSource):  # which is checked with its weights
         directory = task_check.check_task(directory)
     if source is None and nats_url is not None:
         asyncio.run(_check_name(directory.name, nats_url))
@@ -259,10 +260,8 @@ def _beginning_with(
     return replace(directory, init=file, init_names=named)
 
 
-def _shaped(
-    directory: RunDirectory, devices: int | None, processes: int | None, least: int | None, torch: Sequence[str]
-) -> RunDirectory:
-    """Return a run's directory whose learners have so many devices and processes, and torch tasks, where these are given.
+def _shaped(directory: RunDirectory, devices: int | None, processes: int | None, least: int | None) -> RunDirectory:
+    """Return a run's directory whose learners have so many devices and processes, where these are given.
 
     Raises:
         SettingsError: the processes do not divide the devices; or ``least`` of them cannot go on alone.
@@ -272,11 +271,20 @@ def _shaped(
     per_process(devices, processes or 1)
     if least is not None:
         check_least(least, processes or 1, devices)
-    tasks = task_check.torch_tasks(torch, directory) or directory.torch
-    return replace(directory, devices_per_learner=devices, processes_per_learner=processes, least_processes=least, torch=tasks)
+    return replace(directory, devices_per_learner=devices, processes_per_learner=processes, least_processes=least)
 
 
-def _tell(report: dict[str, Any] | None, directory: RunDirectory, json_: bool, failures: Iterable[ServiceFailed]) -> int:
+def _with_torch(directory: RunDirectory, tasks: Sequence[str], processes: int | None) -> RunDirectory:
+    """Return a run's directory whose learners have torch ``tasks``, and so many processes each, where these are given.
+
+    Raises:
+        SettingsError: a task is given to no learner of the run.
+    """
+    found = task_check.torch_tasks(tasks, directory) or directory.torch
+    return replace(directory, torch=found, torch_processes=processes or directory.torch_processes)
+
+
+def tell_end(report: dict[str, Any] | None, directory: RunDirectory, json_: bool, failures: Iterable[ServiceFailed]) -> int:
     """Print how the run ended. Return the exit code.
 
     Raises:
@@ -300,7 +308,7 @@ def _tell(report: dict[str, Any] | None, directory: RunDirectory, json_: bool, f
     return 0
 
 
-def _check_installed(track: list[str]) -> None:
+def check_installed(track: list[str]) -> None:
     """Find out that the services are installed, and what is to track the run.
 
     Raises:
@@ -356,7 +364,9 @@ def data_source(data: str | None, settings: RunSettings) -> str | None:
     return data
 
 
-def _directory(path: Path, settings: RunSettings, given: bool, data: str | None, nats_url: str | None) -> RunDirectory:
+def directory_of(
+    path: Path, settings: RunSettings, given: bool, data: str | None = None, nats_url: str | None = None
+) -> RunDirectory:
     """Return the run's directory; a new one is not written yet."""
     if not (path / "run.json").exists():
         data = data_source(data, settings)

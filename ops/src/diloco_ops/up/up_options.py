@@ -36,6 +36,10 @@ Init = Annotated[
     Path | None, typer.Option(help="Weights to begin with: a safetensors file, or a folder as Hugging Face has them.")
 ]
 Names = Annotated[Path | None, typer.Option(help="JSON file that maps the model's tensor names to those in the weights.")]
+ResumeFrom = Annotated[
+    Path | None,
+    typer.Option("--resume", help="Go on from a checkpoint, or from a run's directory, in a new directory (--run-dir)."),
+]
 ResumeAt = Annotated[
     int | None, typer.Option(min=0, help="With --resume: begin again where every fragment's log stood at this version.")
 ]
@@ -44,6 +48,10 @@ DevicesPerLearner = Annotated[
 ]
 ProcessesPerLearner = Annotated[
     int | None, typer.Option(min=1, max=64, help="Processes per learner, which share its devices. Default: one.")
+]
+TorchProcesses = Annotated[
+    int | None,
+    typer.Option(min=1, max=64, help="Processes per learner that computes with PyTorch, one device each. Default: one."),
 ]
 LeastProcesses = Annotated[
     int | None,

@@ -1,4 +1,4 @@
-"""``diloco export``: the weights of a run, going on or over, as safetensors, for Hugging Face's libraries, or for Orbax.
+"""``diloco export``: the weights of a run, going on or over, as safetensors, for Hugging Face's libraries, peft, or Orbax.
 
 Fragments are read from the log one after another, as every learner folds them, and their state hashes are compared. Each is
 written at once. So a fragment's parameters are in memory, and the entry that is folded, whatever the model's size. Its
@@ -11,7 +11,7 @@ import asyncio
 import ctypes
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from diloco.core.log.chain import WrongEntries
 from diloco.core.log.fold import Replica
 from diloco.core.tensors.float_mode import exact
+from diloco.core.tensors.fragments import TensorSpec
 from diloco.errors import FormatError, HashError, MachineError, RunError, SettingsError
 from diloco.log.follower import LogFollower
 from diloco.log.reader import Room, in_memory
@@ -36,7 +37,7 @@ from diloco_ops.reading.asking import ask
 from diloco_ops.reading.local_runs import newest_run
 from diloco_ops.reading.run_reader import RunReader
 from diloco_ops.up.environment import learner_environment
-from diloco_ops.weights import orbax_weights, scratch, weights_file
+from diloco_ops.weights import orbax_weights, peft_weights, scratch, weights_file
 from diloco_ops.weights.versions import LATEST, Versions, WantedVersion, choose_versions, parsed_version, stated, version_of
 from diloco_ops.weights.weights_file import SHARD_BYTES, Precision, Weights
 from diloco_report.units import model_size, size
@@ -45,7 +46,27 @@ M_MMAP_THRESHOLD, BUFFER_BYTES = -3, 128 << 10  # glibc's mallopt; buffers of pa
 TASK = "diloco_task"  # in a file's metadata: the settings of the task, as JSON
 
 Vector = NDArray[np.float32]
-Format = Literal["safetensors", "hf", "orbax"]
+Format = Literal["safetensors", "hf", "peft", "orbax"]
+FormatOption = Annotated[
+    Format,
+    typer.Option(
+        "--format",
+        help="A safetensors file, a folder for Hugging Face's libraries, a folder with a LoRA adapter for peft, or a "
+        "folder of Orbax.",
+    ),
+]
+NamesOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="JSON file that maps tensor paths to names; other tensors keep their path. Or torch: the names that "
+        "PyTorch's state_dict() has."
+    ),
+]
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option(help="With --format hf: the config.json, if the task has none. With --format peft: the adapter_config.json."),
+]
+TORCH = Path("torch")  # as --names: the names that PyTorch's state_dict() has
 
 
 @dataclass(frozen=True)
@@ -70,10 +91,7 @@ def export(
             help="The run's directory (default: the newest in runs/), and the file or folder to write.",
         ),
     ],
-    format_: Annotated[
-        Format,
-        typer.Option("--format", help="A safetensors file, a folder for Hugging Face's libraries, or a folder of Orbax."),
-    ] = "safetensors",
+    format_: FormatOption = "safetensors",
     version: Annotated[
         str,
         typer.Option(
@@ -83,10 +101,8 @@ def export(
     ] = LATEST,
     average: Annotated[int, typer.Option(min=1, help="Average over so many versions, of which --version is the last.")] = 1,
     precision: Annotated[Precision, typer.Option(help="Dtype of the values.")] = "float32",
-    names: Annotated[
-        Path | None, typer.Option(help="JSON file that maps tensor paths to names; other tensors keep their path.")
-    ] = None,
-    config: Annotated[Path | None, typer.Option(help="With --format hf: the config.json, if the task has none.")] = None,
+    names: NamesOption = None,
+    config: ConfigOption = None,
     shard_bytes: Annotated[
         int | None, typer.Option(min=1, help=f"With --format hf: greatest size of a file. Default: {SHARD_BYTES}.")
     ] = None,
@@ -95,9 +111,7 @@ def export(
     if len(places) > 2:
         raise SettingsError(f"diloco export: {places[2]}: one argument too many; expected [DIR] OUT")
     *directories, out = places
-    for option, given in (("--config", config), ("--shard-bytes", shard_bytes)):
-        if given is not None and format_ != "hf":
-            raise SettingsError(f"{option} {given}: is for --format hf")
+    _check_options(format_, names, config, shard_bytes)
     if format_ == "orbax":
         orbax_weights.load()
     asked = ExportRequest(
@@ -119,6 +133,24 @@ def export(
         raise RunError(f"{out}: was not written: {error}") from None
     written = [out] if out.is_file() else [each for each in out.rglob("*") if each.is_file()]
     print(f"{out}: {size(sum(each.stat().st_size for each in written))}")
+
+
+def _check_options(format_: Format, names: Path | None, config: Path | None, shard_bytes: int | None) -> None:
+    """Find out that the options fit together.
+
+    Raises:
+        SettingsError: they do not.
+    """
+    for option, given, formats in (("--config", config, ("hf", "peft")), ("--shard-bytes", shard_bytes, ("hf",))):
+        if given is not None and format_ not in formats:
+            raise SettingsError(f"{option} {given}: is for --format {' and '.join(formats)}")
+    if format_ == "peft" and names is not None:
+        raise SettingsError(f"--names {names}: leave it out with --format peft, whose names are those of peft's files")
+    if format_ == "peft" and config is None:
+        raise SettingsError(
+            "--format peft: needs --config FILE, the adapter_config.json; model.peft_config['default'].save_pretrained(FOLDER) "
+            "writes it"
+        )
 
 
 def _give_buffers_back() -> None:
@@ -174,29 +206,44 @@ def _opened(seen: RunReader, draft: Path, asked: ExportRequest, versions: Versio
         SettingsError: the names do not fit the model; there is no configuration, or it is of another model.
         ServiceFailed: the task does not say them.
     """
-    metadata = metadata_of(seen, versions, asked.average)
-    source = "task: names()" if asked.names is None else f"--names {asked.names}"
-    names = Names({}, source) if asked.names is None else naming.read_names(asked.names, source)
+    metadata, tensors = metadata_of(seen, versions, asked.average), seen.map.tensors
+    config = None if asked.config is None else naming.read_object(asked.config, f"--config {asked.config}")[0]
+    if asked.format == "peft":
+        assert config is not None, "it was asked for"
+        named = peft_weights.adapter_naming(tensors, config, f"--config {asked.config}")
+        return peft_weights.peft(draft, named, asked.precision, metadata, config)
+    names = _given_names(tensors, asked.names)
     if asked.format == "hf":
-        config = None if asked.config is None else naming.read_object(asked.config, f"--config {asked.config}")[0]
-        if asked.names is None or config is None:
+        if names is None or config is None:
             said = _said_by_task(seen)
-            names = Names(said["names"] or {}, source) if asked.names is None else names
+            names = Names(said["names"] or {}, "task: names()") if names is None else names
             config = said["config"] if config is None else config
         if config is None:
             raise SettingsError(
                 f"task.name = {seen.run.created.task.name!r}: has no config(), which says how Hugging Face's libraries "
                 "make the model; give the config.json with --config FILE"
             )
-        named = Naming(seen.map.tensors, names)
+        named = Naming(tensors, names)
         _check_tied(named, config, "task: config()" if asked.config is None else f"--config {asked.config}")
         draft.mkdir()
         shard_bytes = asked.shard_bytes or SHARD_BYTES
         return weights_file.hugging_face(draft, named, asked.precision, metadata, config, shard_bytes)
-    named = Naming(seen.map.tensors, names)
+    named = Naming(tensors, names or Names({}, ""))
     if asked.format == "orbax":
         return orbax_weights.orbax(draft, named, asked.precision, metadata)
     return weights_file.one_file(draft, named, asked.precision, metadata)
+
+
+def _given_names(tensors: Sequence[TensorSpec], names: Path | None) -> Names | None:
+    """Return the names that ``--names`` says; None: it was not given.
+
+    Raises:
+        SettingsError: it is a file that cannot be read.
+    """
+    if names is None:
+        return None
+    source = f"--names {names}"
+    return naming.torch_names(tensors, source) if names == TORCH else naming.read_names(names, source)
 
 
 def _check_tied(named: Naming, config: Mapping[str, Any], source: str) -> None:

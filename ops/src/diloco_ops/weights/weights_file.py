@@ -149,7 +149,7 @@ def hugging_face(
             room = shard_bytes
         shards[-1][name] = shape
         room -= size
-    (folder / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
+    write_config(folder / "config.json", config)
     names = ["model.safetensors"]
     if len(shards) > 1:
         names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
@@ -164,6 +164,15 @@ def hugging_face(
             file = stack.enter_context(WeightsFile(folder / name, shard, precision, metadata))
             files |= dict.fromkeys(shard, file)
         yield NamedWeights(naming, files)
+
+
+def write_config(path: Path, config: Mapping[str, Any]) -> None:
+    """Write a model's configuration as a file of Hugging Face's libraries.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path.write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
 
 
 def size_bytes(shape: tuple[int, ...], precision: Precision) -> int:

@@ -1,5 +1,8 @@
 """``python -m diloco_coordinator``."""
 
-from diloco_coordinator.service import main
+from diloco.process.garbage import importing
+
+with importing():
+    from diloco_coordinator.service import main
 
 main()

@@ -80,6 +80,8 @@ def _ended(text: str, lasted_s: float) -> str:
 def conditions(monitor: Monitor, now_s: float) -> Iterator[str]:
     """Yield what is wrong with a run now, each in words that stay the same while it lasts."""
     yield from _of_learners(monitor, now_s)
+    for sender in monitor.reports.troubling(now_s):
+        yield f"{sender}: syncers refuse its messages, or wait for it in vain: see its refusals"
     for name, failure in sorted(monitor.failures.items()):
         yield f"{name}: {failure}"
     for region in sorted(monitor.presence.away()):
@@ -103,9 +105,14 @@ def _of_learners(monitor: Monitor, now_s: float) -> Iterator[str]:
         heartbeat = learner.heartbeat
         if heartbeat.state in ("finished", "left"):
             continue
-        if name in monitor.now.ejected or name in monitor.now.quarantined:
-            yield f"{name}: {'ejected' if name in monitor.now.ejected else 'quarantined, its outer gradients were outliers'}"
+        if name in monitor.now.excluded:
+            yield f"{name}: {'ejected' if name in monitor.now.ejected else _quarantined(monitor, name)}"
             continue
+        if name in monitor.now.outlying.suspected:
+            yield (
+                f"{name}: its outer gradients are outliers in most fragments; a syncer of an earlier version merges them: "
+                "eject the learner, or update the syncer"
+            )
         if now_s - learner.seen_s > monitor.gone_s:
             yield f"{name}{SILENT}"
             continue
@@ -113,6 +120,13 @@ def _of_learners(monitor: Monitor, now_s: float) -> Iterator[str]:
             yield f"{name}: takes steps, but none of its work is merged"
         if learner.spike:
             yield f"{name}: its loss has risen far above its earlier values"
+
+
+def _quarantined(monitor: Monitor, name: str) -> str:
+    """Return why a learner is quarantined: in words that stay the same, and with who says so."""
+    outlier = monitor.now.outlying.quarantined.get(name)
+    by = "" if outlier is None or name in monitor.now.quarantined else f", as {', '.join(outlier.syncers)} found"
+    return f"quarantined, its outer gradients were outliers{by}"
 
 
 def _stalled(monitor: Monitor, now_s: float) -> Iterator[int]:

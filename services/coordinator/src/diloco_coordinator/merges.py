@@ -10,20 +10,22 @@ from typing import Any
 
 from diloco.wire.entries import Record
 
-MAX_MERGES = 20_000  # that are kept
 MAX_DRAWN = 2500  # as many as a page draws
+MAX_MERGES = 2 * MAX_DRAWN  # that are kept: of more, every second one goes
+MAX_MEMBERS = 1 << 15  # of all that are kept together: merges of many learners are large
 
 
 class Merges:
     """Merges in the order in which they were heard of.
 
-    ``every``: versions that it divides are kept. It doubles when there are too many. An entry that an earlier process of this
-    run has counted is passed over: :attr:`newest` has each fragment's newest version. ``missed``: versions that the log had
-    dropped before they were read here, the last of them noticed at ``missed_until_s``.
+    ``every``: versions that it divides are kept. It doubles when there are too many, or too many members in them. An entry that
+    an earlier process of this run has counted is passed over: :attr:`newest` has each fragment's newest version. ``missed``:
+    versions that the log had dropped before they were read here, the last of them noticed at ``missed_until_s``.
     """
 
     def __init__(self, fragments: int) -> None:
         self.kept: list[dict[str, Any]] = []
+        self._members = 0  # of all that are kept
         self.every = 1
         self.newest = [0] * fragments
         self.missed, self.missed_until_s = 0, 0.0
@@ -39,9 +41,14 @@ class Merges:
         if record.version % self.every or record.rolled_back is not None:
             return
         self.kept.append(_described(record, now_s))
-        if len(self.kept) > MAX_MERGES:
+        self._members += len(record.members)
+        self._bound()
+
+    def _bound(self) -> None:
+        while len(self.kept) > MAX_MERGES or self._members > MAX_MEMBERS:
             self.every *= 2
             self.kept = _of_versions(self.kept, self.every)
+            self._members = _members(self.kept)
 
     def dump(self) -> dict[str, Any]:
         """Return all that :meth:`load` needs, as JSON has it."""
@@ -57,7 +64,7 @@ class Merges:
         """
         made = cls(fragments)
         made.kept = [dict(merge) | {"version": int(merge["version"])} for merge in series["merges"]]
-        sum(len(merge["members"]) for merge in made.kept)  # so that damage is noticed now
+        made._members = _members(made.kept)  # so that damage is noticed now
         made.every = max(1, int(series.get("merges_every", 1)))  # an older version keeps all, and names no versions
         newest = [int(version) for version in series.get("newest") or _newest(fragments, made.kept)]
         if len(newest) != fragments:
@@ -65,13 +72,14 @@ class Merges:
         made.newest = newest
         made.missed = int(series.get("merges_missed", 0))
         made.missed_until_s = float(series.get("merges_missed_until_s", 0.0))
+        made._bound()  # an older version kept more
         return made
 
 
 def thinned(series: Mapping[str, Any], most: int) -> dict[str, Any]:
     """Return the merges of dumped series, ``most`` of them at most, and as many members in all of them together."""
     kept, every = series["merges"], series["merges_every"]
-    while len(kept) > min(MAX_DRAWN, most) or sum(len(merge["members"]) for merge in kept) > most:
+    while len(kept) > min(MAX_DRAWN, most) or _members(kept) > most:
         every *= 2
         kept = _of_versions(kept, every)
     return {**_missed(series), "merges": kept, "merges_every": every, "newest": series["newest"]}
@@ -83,6 +91,10 @@ def _missed(series: Mapping[str, Any]) -> dict[str, Any]:
 
 def _of_versions(kept: Iterable[dict[str, Any]], every: int) -> list[dict[str, Any]]:
     return [merge for merge in kept if merge["version"] % every == 0]
+
+
+def _members(kept: Iterable[Mapping[str, Any]]) -> int:
+    return sum(len(merge["members"]) for merge in kept)
 
 
 def _newest(fragments: int, kept: Iterable[Mapping[str, Any]]) -> list[int]:

@@ -22,18 +22,19 @@ from diloco.wire.control import Heartbeat, Sample, ShardHeartbeat
 from diloco.wire.entries import Record
 from diloco.wire.fields import MAX_SYNCERS
 from diloco_coordinator.crossing import Crossing
-from diloco_coordinator.gauges import GaugeCurves
 from diloco_coordinator.goodput import TrainedTime, goodput
 from diloco_coordinator.long_rounds import SlowFragments
 from diloco_coordinator.merges import Merges
 from diloco_coordinator.presence import Absence, RegionPresence
-from diloco_coordinator.samples import Samples
+from diloco_coordinator.shown.gauges import GaugeCurves, note_validation
+from diloco_coordinator.shown.samples import Samples
+from diloco_coordinator.shown.sender_reports import MemberReports
 from diloco_coordinator.spikes import Spike
 from diloco_coordinator.thinning import evenly, halved
 from diloco_coordinator.time_left import RecentPace
 from diloco_coordinator.traffic import TrafficTotals
 
-MAX_POINTS = 2000  # of a learner's loss, or of the validation's; every second one goes when there are more
+MAX_POINTS = 2000  # of a learner's loss; every second one goes when there are more
 STATUS_POINTS = 120  # as many as a terminal's chart can show
 MAX_FAILURES = 16  # of so many evaluators
 MAX_TRAINED = 4096  # ranges that one learner's processes trained: one more for each break in the order of their batches
@@ -73,7 +74,7 @@ class Monitor:
         self.pace = RecentPace()
         self.validation: list[tuple[float, int, float]] = []
         self.failures: dict[str, str] = {}  # by member: why what it does is in vain, as it says
-        self.samples, self.gauges = Samples(), GaugeCurves()
+        self.samples, self.gauges, self.reports = Samples(), GaugeCurves(), MemberReports()
         self.merges = Merges(len(fragment_map.fragments))
         self.rollbacks: dict[int, dict[str, Any]] = {}  # by the number of the change that orders it
         self.versions = [0] * len(fragment_map.fragments)
@@ -111,9 +112,7 @@ class Monitor:
         if any(own < its for own, its in zip(self.versions, heartbeat.versions, strict=False)):
             return  # the log is not read so far, and with it the tokens of the model: a later heartbeat says the same loss
         if heartbeat.loss is not None and (not self.validation or self.validation[-1][2] != heartbeat.loss):
-            self.validation.append((now_s, self.tokens_merged(), heartbeat.loss))
-            if len(self.validation) > MAX_POINTS:
-                self.validation = self.validation[::2]
+            note_validation(self.validation, heartbeat.loss, self.tokens_merged(), now_s)
 
     def hear_sample(self, sample: Sample, now_s: float) -> None:
         """Take in text of an evaluator's, to be shown.
@@ -230,7 +229,8 @@ class Monitor:
 
     def tokens_processed(self) -> int:
         past = sum(int(learner["tokens"]) for learner in self.past.values())
-        return past + sum(learner.heartbeat.tokens for learner in self.learners.values())
+        heard = past + sum(learner.heartbeat.tokens for learner in self.learners.values())
+        return max(heard, self.tokens_merged())  # heartbeats are rarer than versions where these come often
 
     def tokens_per_s(self, now_s: float) -> float:
         """Return the rate of all learners that are not gone."""
@@ -266,12 +266,12 @@ class Monitor:
             return "closing"
         return "training" if any(learner.heartbeat.step for learner in self.learners.values()) else "waiting"
 
-    def status(self, now_s: float) -> dict[str, Any]:
-        """Return the status as in ``docs/report.md``."""
+    def status(self, now_s: float, points: int = STATUS_POINTS) -> dict[str, Any]:
+        """Return the status as in ``docs/report.md``, with about so many ``points`` of each curve."""
         return self.facts(now_s) | {
-            "validation": [_rounded(*point) for point in evenly(self.validation, STATUS_POINTS)],
+            "validation": [_rounded(*point) for point in evenly(self.validation, points)],
             "loss": {
-                name: [_rounded(at, tokens, loss) for at, tokens, _, loss in evenly(learner.points, STATUS_POINTS)]
+                name: [_rounded(at, tokens, loss) for at, tokens, _, loss in evenly(learner.points, points)]
                 for name, learner in sorted(self.learners.items())
             },
         }
@@ -299,7 +299,7 @@ class Monitor:
             "changes": self.now.number,
             "ejected": {name: change.label for name, change in sorted(self.now.ejected.items())},
             "failures": dict(sorted(self.failures.items())),
-            "quarantined": {name: change.label for name, change in sorted(self.now.quarantined.items())},
+            "quarantined": self.now.quarantines(),
             "learners": {
                 name: self._learner(learner, now_s) for name, learner in sorted(self.learners.items()) if name not in removed
             },
@@ -376,7 +376,7 @@ class Monitor:
         merged = self.merged.get(heartbeat.learner, {})
         rounds_merged = sum(versions for versions, _ in merged.values())
         said = of_learner(heartbeat, now_s - learner.seen_s, self.gone_s) | self.gauges.places.get(heartbeat.learner, {})
-        by_kind = (("ejected", self.now.ejected), ("quarantined", self.now.quarantined))
+        by_kind = (("ejected", self.now.ejected), ("quarantined", self.now.excluded))
         excluded = next((kind for kind, learners in by_kind if heartbeat.learner in learners), None)
         state, sent = excluded or said["state"], self.traffic.of(heartbeat.learner)
         return said | {

@@ -6,6 +6,7 @@ Pure: no clock, no network, no file. A coordinator that stands by makes it of wh
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -17,12 +18,13 @@ from diloco.settings.validation import value_of
 from diloco.wire.control import ShardHeartbeat
 from diloco_coordinator import merges
 from diloco_coordinator.alerts import Alerts
-from diloco_coordinator.monitor import Monitor
+from diloco_coordinator.monitor import STATUS_POINTS, Monitor
 from diloco_coordinator.thinning import evenly, fewer
 from diloco_report import regions, traffic
 
 FORMAT = 1  # docs/report.md
 MAX_POINTS = 1 << 14  # of all learners' losses together; as many spans of their activity, and as many members of merges
+MOST_STATUS_BYTES = 500_000  # fewer than a server takes from a coordinator (diloco_ops.keys.permissions)
 MAX_MEMBERS = 8  # of a fragment's last merge that are named
 
 _CURVES = ("points", "activity", "trained_time", "bytes_counted")
@@ -53,11 +55,21 @@ def picture(monitor: Monitor, alerts: Alerts, changes: Changes, now_s: float) ->
         "absences": [[absence.region, absence.from_s, absence.to_s] for absence in monitor.presence.absences()],
         "in_force": in_force(monitor.settings),
         "storage": [asdict(room) for room in monitor.rooms],
+        "refusals": monitor.reports.dump(),
         "links": links(monitor),
         **monitor.crossing.dump(),
         "steady": monitor.crossing.steady(),
         **alerts.dump(now_s),
     }
+
+
+def packed_status(monitor: Monitor, now_s: float) -> bytes:
+    """Return a run's status as JSON, with as few points of its curves as it takes to fit into ``MOST_STATUS_BYTES``."""
+    points, packed = STATUS_POINTS, b""
+    while points and not 0 < len(packed) <= MOST_STATUS_BYTES:
+        packed = json.dumps(monitor.status(now_s, points)).encode()
+        points //= 4
+    return packed
 
 
 def in_force(settings: RunSettings) -> dict[str, Any]:
@@ -180,6 +192,7 @@ def report(seen: Mapping[str, Any], settings: RunSettings, known_s_ago: float | 
             "regions": _islands(seen, settings),
             "links": seen.get("links", []),
             "storage": seen.get("storage", []),
+            "refusals": seen.get("refusals", []),  # which an older version's picture has not
             "open": [opened | {"syncer": name} for name, shard in facts["shards"].items() for opened in shard["open"]],
         },
     }

@@ -65,6 +65,11 @@ def _away(monitor: Monitor, now_s: float) -> Labelled:
     return {(name,): float(name in away) for name in monitor.presence.regions}
 
 
+def _outlying(monitor: Monitor, now_s: float) -> Labelled:
+    outlying = monitor.now.outlying
+    return {(name,): 1.0 for name in sorted({*outlying.quarantined, *outlying.suspected, *monitor.now.quarantined})}
+
+
 METRICS: tuple[Metric[CoordinatorMoment], ...] = (
     Metric(
         "diloco_coordinator_leader",
@@ -143,6 +148,13 @@ METRICS: tuple[Metric[CoordinatorMoment], ...] = (
         "1 for a region without a heartbeat of any process",
         _run(_away),
         ("other_region",),
+    ),
+    Metric(
+        "diloco_coordinator_outlying_learner",
+        "gauge",
+        "1 for a learner whose offers are outliers by norm: it is quarantined, or merged by syncers of earlier versions alone",
+        _run(_outlying),
+        ("learner",),
     ),
     Metric(
         "diloco_coordinator_page_viewers",

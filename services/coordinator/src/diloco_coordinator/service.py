@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import statistics
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -17,7 +16,7 @@ from diloco import __version__
 from diloco.control import creation
 from diloco.control.changes import ChangesFollower
 from diloco.control.creation import KnownRun
-from diloco.control.gate import HeartbeatGate
+from diloco.control.gate import HeartbeatGate, check_owned
 from diloco.control.hearing import hear
 from diloco.control.history import Past
 from diloco.core.run import tape as events
@@ -25,6 +24,7 @@ from diloco.core.run.leadership import Leadership
 from diloco.core.run.run_length import rounds_each, too_short
 from diloco.errors import AppendUncertainError, BrokerError, FenceError, FormatError, RewoundError
 from diloco.log.log import Log
+from diloco.log.shortening import RunShortener
 from diloco.log.stream import RefusedEntry
 from diloco.process import observe
 from diloco.process.observe import Counted, Logger, Progress
@@ -33,23 +33,23 @@ from diloco.process.tape import Recorder, TapeFile, Unrecorded
 from diloco.process.tasks import end
 from diloco.service import skeleton as service
 from diloco.service.metrics import Exporter
+from diloco.service.other_regions import ways_to_others
 from diloco.settings.service import CoordinatorSettings, check_region
-from diloco.transport import Heard, Transport
+from diloco.transport import Connect, Heard, Transport
 from diloco.wire import framing
-from diloco.wire.control import CoordinatorHeartbeat, Heartbeat, Sample, ShardHeartbeat
+from diloco.wire.control import CoordinatorHeartbeat, Heartbeat, ShardHeartbeat
 from diloco.wire.fields import MemberName
 from diloco.wire.subjects import Subjects
-from diloco_coordinator import gauges, overview
+from diloco_coordinator import overview
 from diloco_coordinator.alerts import Alerts
 from diloco_coordinator.history import RunHistory, pack
 from diloco_coordinator.monitor import Monitor
 from diloco_coordinator.origin import origin, preliminary_at_s
+from diloco_coordinator.page.page_of_run import serve_page
 from diloco_coordinator.run_metrics import ObservedCoordinator
 from diloco_coordinator.series import SeriesFile, as_text
+from diloco_coordinator.shown.listening import listen_to_members, report_refusals
 from diloco_report import page
-
-if TYPE_CHECKING:
-    from diloco_coordinator.page.page_server import PageServer
 
 HISTORY_EVERY_S = 10.0  # at least: a standby's page may be so old, and a successor knows no more of losses
 HISTORY_BYTES_S = 8192  # on average, which a thin link to the control store has room for
@@ -78,10 +78,18 @@ class Coordinator:
     """
 
     def __init__(
-        self, transport: Transport, run: KnownRun, settings: CoordinatorSettings, log: Logger, tape: Recorder | None = None
+        self,
+        transport: Transport,
+        run: KnownRun,
+        settings: CoordinatorSettings,
+        log: Logger,
+        tape: Recorder | None = None,
+        connect: Mapping[str, Connect] | None = None,
     ) -> None:
+        """``connect`` leads to the other regions, in a run with regions."""
         self.tape = tape or Unrecorded()
         self.transport, self.run, self.settings, self.log = transport, run, settings, log
+        self._connect = connect or {}
         self.subjects = Subjects(run.name)
         self.refused: Counted = Counted(log)
         self._versions = Counted(log, "version_differs")
@@ -90,13 +98,12 @@ class Coordinator:
         self._clock = asyncio.get_running_loop().time
         self._began_s = self._clock()
         self._leadership = Leadership(settings.name, transport.random_bytes(8), self._clock())
-        self.finished = False
         self.history = RunHistory(run.registry)
         self._alerts = Alerts()
         self.monitor: Monitor | None = None  # while this process leads
         self._gate: HeartbeatGate | None = None  # and of its heartbeats
         self._closed = asyncio.Event()  # of the run that it leads, all logs are closed
-        self._measured = False  # a learner has said how many tokens its steps have
+        self.finished = self._measured = False  # measured: a learner has said how many tokens its steps have
         self.ticked_s = self._clock()  # time of the last tick of the leadership
         self._heard: frozenset[str] = frozenset()  # members that the tape has as present
         self._away: dict[str, float] = {}  # by region that the logs have as away: since when
@@ -118,8 +125,7 @@ class Coordinator:
         await self.transport.subscribe(self.subjects.status, self._answer)
         await self.transport.subscribe(self.subjects.heartbeat(), self._hear)
         await hear(self.transport, self.subjects.shard(), ShardHeartbeat, identity, self._hear_shard, refused)
-        await hear(self.transport, self.subjects.sample(), Sample, identity, self._hear_sample, refused)
-        await gauges.listen(self)
+        await listen_to_members(self)
         while not self.finished:
             await self._tick()
             if self._leadership.leads:
@@ -193,21 +199,26 @@ class Coordinator:
         self._alerts = self._continued(past)
         self.monitor = monitor
         self._closed.clear()
+        home = Log(self.transport, self.run.name, self.run.identity, fragment_map, self.run.created)
+        shortener = RunShortener(home, self.run.created, self._connect, lambda: self.run.in_force.log, self.log)
         self._gate = gate = HeartbeatGate(self.run, fragment_map, self.refused, self._hear_learner, self._hear_evaluator)
         async with asyncio.TaskGroup() as group:
             work = (
-                self._follow(monitor),
+                self._follow(monitor, home, shortener),
+                shortener.work(),
                 self._save_regularly(monitor),
                 self._note_presence(monitor),
-                self._note_storage(monitor),
+                _note_storage(self.transport, self.subjects, monitor, self.log),
                 self._keep_history(monitor, self._leadership.revision),
                 self.follower.follow(),
                 gate.work(),
+                report_refusals(self),
             )
             tasks = [group.create_task(task) for task in work]
             try:
                 await self._closed.wait()
                 await asyncio.sleep(LAST_HEARTBEATS_S)
+                await shortener.finish()
             finally:
                 await end(*tasks)
         self.log.info("run_finished", wall_s=round(self.now_s(), 1), versions=sum(monitor.versions))
@@ -223,8 +234,10 @@ class Coordinator:
     async def _answer(self, message: Heard) -> None:
         if not self._leadership.leads:
             return
-        status = {"run": self.run.name, "state": "waiting"} if self.monitor is None else self.monitor.status(self.now_s())
-        await message.respond(json.dumps(status).encode())
+        if self.monitor is None:
+            await message.respond(json.dumps({"run": self.run.name, "state": "waiting"}).encode())
+        else:
+            await message.respond(overview.packed_status(self.monitor, self.now_s()))
 
     async def _hear(self, heard: Heard) -> None:
         if self._gate is not None:
@@ -243,12 +256,9 @@ class Coordinator:
 
     async def _hear_shard(self, heartbeat: ShardHeartbeat, _: Heard) -> None:
         if self.monitor is not None:
+            check_owned(heartbeat, len(self.monitor.versions))
             self._note_version(heartbeat.syncer, heartbeat.software)
             self.monitor.hear_shard(heartbeat, self.now_s())
-
-    async def _hear_sample(self, sample: Sample, _: Heard) -> None:
-        if self.monitor is not None:
-            self.monitor.hear_sample(sample, self.now_s())
 
     def _note_length(self, step_tokens: int) -> None:
         """Warn once if a run that begins is short: the first steps say how many tokens a step has, in any task."""
@@ -264,18 +274,18 @@ class Coordinator:
         if software != __version__:
             self._versions.note(member, software or "unknown", here=__version__)
 
-    async def _follow(self, monitor: Monitor) -> None:
+    async def _follow(self, monitor: Monitor, home: Log, shortener: RunShortener) -> None:
         while True:
             try:
-                await self._read_log(monitor)
+                await self._read_log(monitor, home, shortener)
             except RewoundError as error:
                 self.log.error("log_rewound", reason=str(error))
                 monitor.closed.clear()  # the entries that closed them may be lost
 
-    async def _read_log(self, monitor: Monitor) -> None:
-        log = Log(self.transport, self.run.name, self.run.identity, monitor.map, self.run.created)
-        async for head in log.entries.heads(self._refuse_entry):
+    async def _read_log(self, monitor: Monitor, home: Log, shortener: RunShortener) -> None:
+        async for head in home.entries.heads(self._refuse_entry):
             monitor.entry(head.record, self.now_s())
+            shortener.note(head.record)
             if monitor.state == "finished":
                 self._closed.set()
 
@@ -288,17 +298,6 @@ class Coordinator:
             self._note_members(monitor)
             self._note_regions(monitor)
             self._alerts.note(monitor, self.now_s())
-
-    async def _note_storage(self, monitor: Monitor) -> None:
-        names = (self.subjects.log_stream, self.subjects.offer_stream, self.subjects.archive_stream)
-        complaint = Complaint(self.log)
-        while True:
-            try:
-                monitor.rooms = await self.transport.rooms(names)
-                complaint.over()
-            except BrokerError as error:
-                complaint.warn("storage_unknown", reason=str(error))
-            await asyncio.sleep(STORAGE_EVERY_S)
 
     def _note_members(self, monitor: Monitor) -> None:
         """Note on the tape which members came, and which are gone."""
@@ -420,6 +419,19 @@ class Coordinator:
         return as_text(self.monitor, self._alerts, self.now_s(), self.transport.wall_s(), paused=paused)
 
 
+async def _note_storage(transport: Transport, subjects: Subjects, monitor: Monitor, log: Logger) -> None:
+    """Note how full the streams are, for ever."""
+    names = (subjects.log_stream, subjects.offer_stream, subjects.archive_stream)
+    complaint = Complaint(log)
+    while True:
+        try:
+            monitor.rooms = await transport.rooms(names)
+            complaint.over()
+        except BrokerError as error:
+            complaint.warn("storage_unknown", reason=str(error))
+        await asyncio.sleep(STORAGE_EVERY_S)
+
+
 def _holder(stored: bytes) -> tuple[str, bytes] | None:
     try:
         leader = _LEADER_DECODER.decode(stored)
@@ -444,44 +456,17 @@ async def _serve(settings: CoordinatorSettings, exporter: Exporter, log: Logger)
         run = await until_available(made, log)
         log.info("run_ready", preset=run.created.preset, tokens=run.created.tokens)
         tape = TapeFile.begin(settings, run.identity, transport.wall_s(), log)
-        coordinator = Coordinator(transport, run, settings, log, tape)
+        names = run.created.regions.names
+        connect = ways_to_others(settings, names, transport.identity, exporter, log, needs_all=False)
+        coordinator = Coordinator(transport, run, settings, log, tape, connect=connect)
         exporter.observed = ObservedCoordinator(coordinator, exporter.labels())
-        async with page_of(coordinator, settings, log) as server:
+        async with serve_page(coordinator, settings, log) as server:
             exporter.observed.page = server
             await coordinator.serve()
     finally:
         if coordinator is not None:
             coordinator.save()
         await transport.close()
-
-
-@contextlib.asynccontextmanager
-async def page_of(coordinator: Coordinator, settings: CoordinatorSettings, log: Logger) -> AsyncIterator[PageServer | None]:
-    """Serve the run's page, where an address is set.
-
-    Raises:
-        SettingsError: the address cannot be used, or needs a token.
-    """
-    if not settings.page_address:
-        yield None
-        return
-    # here rather than above: these take a fifth of a second to import
-    from diloco_coordinator.page.drawing import Drawing, nonce_of
-    from diloco_coordinator.page.guard import check, make_token
-    from diloco_coordinator.page.page_server import PageServer
-    from diloco_coordinator.page.source import CoordinatorSource
-
-    if settings.page_token_file is not None and make_token(settings.page_token_file):
-        log.info("page_token_made", file=str(settings.page_token_file))
-    token, tls = check(settings.page_address, settings.page_token_file, settings.page_tls)
-    nonce = nonce_of(coordinator.run.identity, coordinator.transport.random_bytes(6))
-    drawing = Drawing(CoordinatorSource(coordinator), nonce, log)
-    server = PageServer(drawing, settings.page_address, token, log, tls=tls, url=settings.page_url)
-    await server.start()
-    try:
-        yield server
-    finally:
-        await server.close()
 
 
 def _main() -> int:

@@ -1,5 +1,8 @@
 """``python -m diloco_learner``."""
 
-from diloco_learner.service import main
+from diloco.process.garbage import importing
+
+with importing():
+    from diloco_learner.service import main
 
 main()

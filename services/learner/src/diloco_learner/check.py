@@ -1,9 +1,9 @@
 """``python -m diloco_learner.check``: find out, before a run begins, that its task and data can be trained on.
 
-Reads ``{"settings": ..., "data": ..., "mesh": ..., "init": ..., "names": ..., "map": ..., "whole": ...}`` from stdin. The
-built-in task is known to be right, so that only its data is looked at, without JAX, which takes a second to import, unless
-learners are to have a mesh (``mesh`` is not null), the run begins with weights (``init``), or its fragment map is asked for
-(``whole``). The last line on stdout is a :class:`TaskFacts` as JSON, with that ``map``.
+Reads ``{"settings": ..., "data": ..., "mesh": ..., "processes": ..., "init": ..., "names": ..., "map": ..., "whole": ...}``
+from stdin. The built-in task is known to be right, so that only its data is looked at, without JAX, which takes a second to
+import, unless learners are to have a mesh (``mesh`` is not null), the run begins with weights (``init``), or its fragment map
+is asked for (``whole``). The last line on stdout is a :class:`TaskFacts` as JSON, with that ``map``.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from diloco_learner.mix.mix import Mix
 from diloco_learner.task_api import first_batches, units_of
 
 if TYPE_CHECKING:
+    from diloco_learner.api.examination import ProcessFacts
     from diloco_learner.api.model import Model
 
 LOOK_BATCHES, LOOK_S = 64, 1.0  # looked at for their end: so many, or for so long, so that the check stays short
@@ -41,12 +42,13 @@ class PlannedRun:
     """A run that is to begin, as far as its task concerns it.
 
     ``init``, ``names``: the file or folder of the weights that it begins with, and the file of their names.
-    ``fragment_map``: of the run that it continues.
+    ``fragment_map``: of the run that it continues. ``processes``: of each learner that computes with PyTorch.
     """
 
     settings: RunSettings
     data: str | None = None
     mesh: MeshSettings | None = None
+    processes: int | None = None
     init: Path | None = None
     names: Path | None = None
     fragment_map: FragmentMap | None = None
@@ -68,12 +70,16 @@ class TaskFacts:
 
 @dataclass(frozen=True)
 class Checked:
-    """A task that is fit, and all that was made to find that out: its model, and the first two batches of the first share."""
+    """A task that is fit, and all that was made to find that out: its model, and the first two batches of the first share.
+
+    ``processes``: what the first of a learner of several has, if that was asked about.
+    """
 
     found: TaskFacts
     loaded: LoadedTask
     model: Model
     batches: list[Any]
+    processes: ProcessFacts | None
 
 
 def check(plan: PlannedRun) -> TaskFacts:
@@ -123,9 +129,12 @@ def checked(plan: PlannedRun) -> Checked:
             weights.put(plan.init, model, fragments, plan.names)
         _check_step(loaded, settings, model, batches[0])
         model.check_evaluation()
-        task = loaded.task
+        task, processes = loaded.task, None
+        if plan.processes is not None and plan.processes > 1:
+            mesh = plan.mesh or MeshSettings()
+            processes = framework.examine_processes(task, settings, mesh, plan.processes, batches[0])
         found = _found(settings, task.tokens_per_batch, units_of(task)["loss"], getattr(task, "mix", None), framework)
-        return Checked(found, loaded, model, batches)
+        return Checked(found, loaded, model, batches, processes)
 
 
 def _first_batches(loaded: LoadedTask, settings: RunSettings) -> list[Any]:
@@ -176,6 +185,7 @@ def _plan(request: dict[str, Any]) -> PlannedRun:
         settings=parse(RunSettings, request["settings"], "the run"),
         data=request["data"],
         mesh=None if request["mesh"] is None else parse(MeshSettings, request["mesh"], "mesh"),
+        processes=request["processes"],
         init=None if request["init"] is None else Path(request["init"]),
         names=None if request["names"] is None else Path(request["names"]),
         fragment_map=None if request["map"] is None else unpack_map(bytes.fromhex(request["map"])),

@@ -22,7 +22,7 @@ from diloco_learner.api import members
 from diloco_learner.task_api import made
 
 if TYPE_CHECKING:
-    from diloco_learner.api.examination import TaskExamination
+    from diloco_learner.api.examination import ProcessFacts, TaskExamination
     from diloco_learner.api.model import JoinedParameters, Model
 
 GROUP = "diloco.frameworks"
@@ -64,6 +64,18 @@ class FrameworkChecks:
         """
         return model.rehearse(batch)
 
+    def examine_processes(
+        self, task: Task, settings: RunSettings, mesh: MeshSettings, count: int, batch: Any
+    ) -> ProcessFacts | None:
+        """Look at a task as a learner of so many processes, with the ``mesh`` over them, that compute with one device each.
+
+        None: the framework has no such learners, or looks at their devices in another way.
+
+        Raises:
+            SettingsError: the mesh, a batch or the task does not fit them.
+        """
+        return None
+
     def find_cause(self, task: Task, settings: RunSettings, model: Any, batch: Any) -> str:
         """Return why the loss of a batch is not finite, as the end of a sentence; empty where that is not known."""
         return ""
@@ -75,7 +87,8 @@ class Framework(FrameworkChecks, ABC):
     Attributes:
         wants: the member by which it claims a task, for messages.
         module: module that runs as a learner or an evaluator by ``python -m``.
-        one_process: a learner is a single process, and takes the device that its task chooses; else it may have a mesh.
+        one_process: a process takes the device that its task chooses, and a learner is one, or of PyTorch as many as
+            ``--torch-processes`` says; else it may have a mesh of devices.
     """
 
     wants: ClassVar[str]

@@ -18,6 +18,7 @@ from diloco_learner.jax.leaves import path_of
 from diloco_learner.jax.traced import company, out_of_bounds, traced
 from diloco_learner.task import Task
 from diloco_learner.task_api import STATE
+from diloco_learner.tensors import tensor_of
 
 LARGE_BYTES = 1 << 20  # a constant from here on is in the way: it is compiled again with each program, and copied
 
@@ -56,7 +57,12 @@ def examine(settings: RunSettings, task: Task, island: Island, batches: Sequence
         return TaskExamination(
             task=settings.task.name,
             parameters=fragments.parameters,
-            tensors=examination.tensor_facts(task, settings, fragments, set(island.rounded_tensors())),
+            tensors=examination.tensor_facts(
+                settings,
+                fragments,
+                set(island.rounded_tensors()),
+                lambda path, shape: tensor_of(task, path, shape).matrices(shape),
+            ),
             state=_state(island, fragments),
             fragments=examination.fragment_facts(fragments, settings),
             strategies=examination.strategy_facts(island.specs(), settings),

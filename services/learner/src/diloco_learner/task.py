@@ -199,9 +199,6 @@ def check_members(task: Any, source: str) -> None:
             "task: rows of batches(..., rows) needs the default None, which stands for whole "
             f"batches{members.place(task.batches)}"
         )
-    per_batch = getattr(task, "rows_per_batch", None)
-    if per_batch is not None and (not isinstance(per_batch, int) or per_batch < 1):
-        raise SettingsError(f"task: rows_per_batch = {per_batch!r}, expected a whole number above 0, or None")
 
 
 def named(task: object, member: str) -> frozenset[str]:

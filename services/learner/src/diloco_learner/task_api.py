@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from diloco.core.tensors.fragments import STATE_PATH
 from diloco.errors import SettingsError
 from diloco.settings.run import RunSettings, TaskSettings
 from diloco_learner.api import members, options
@@ -18,7 +19,7 @@ from diloco_learner.api import members, options
 METRIC_NAME = re.compile(r"[a-z0-9_]{1,48}")  # of all numbers that tasks name
 MAX_METRICS = 32  # of a loss
 RULES = ("average", "local")  # of state
-STATE = "state/"  # begins the paths of the arrays of a state that is merged
+STATE = STATE_PATH  # begins the paths of the arrays of a state that is merged
 EVALUATE_EVERY_S = 8.0  # often enough for a curve, seldom enough to leave the processor to learners
 
 
@@ -158,6 +159,9 @@ def check_called(task: Any, required: Collection[str], called: Mapping[str, tupl
     every_s = evaluate_every_s(task)
     if not isinstance(every_s, int | float) or not 0 < every_s < math.inf:
         raise SettingsError(f"task: evaluate_every_s = {every_s!r}, expected seconds above 0")
+    per_batch = getattr(task, "rows_per_batch", None)
+    if per_batch is not None and (not isinstance(per_batch, int) or per_batch < 1):
+        raise SettingsError(f"task: rows_per_batch = {per_batch!r}, expected a whole number above 0, or None")
 
 
 def said_of_files(task: object, member: str) -> dict[str, Any] | None:

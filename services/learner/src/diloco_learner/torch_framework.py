@@ -15,12 +15,12 @@ from diloco.settings.service import MeshSettings
 from diloco_learner.frameworks import Framework, Task
 
 if TYPE_CHECKING:
-    from diloco_learner.api.examination import TaskExamination
+    from diloco_learner.api.examination import ProcessFacts, TaskExamination
     from diloco_learner.api.model import JoinedParameters, Model
 
 
 class TorchFramework(Framework):
-    """Tasks with ``module`` that have no ``init``. A learner is one process, and its module chooses the device."""
+    """Tasks with ``module`` that have no ``init``. A process has one device, which the module chooses."""
 
     wants = "module()"
     module = "diloco_learner.pytorch"
@@ -60,3 +60,10 @@ class TorchFramework(Framework):
 
         assert isinstance(model, TorchIsland)
         return examine(settings, task, model, batches, units)
+
+    def examine_processes(
+        self, task: Task, settings: RunSettings, mesh: MeshSettings, count: int, batch: Any
+    ) -> ProcessFacts | None:
+        from diloco_learner.pytorch.processes.fake_mesh import examine_processes
+
+        return examine_processes(task, settings, mesh, count, batch)

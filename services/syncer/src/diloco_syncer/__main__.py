@@ -1,5 +1,8 @@
 """``python -m diloco_syncer``."""
 
-from diloco_syncer.service import main
+from diloco.process.garbage import importing
+
+with importing():
+    from diloco_syncer.service import main
 
 main()

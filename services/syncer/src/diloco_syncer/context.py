@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
 from diloco.control.creation import KnownRun
+from diloco.control.sender_reports import ReportEntry, entries
 from diloco.core.learner.refusals import Refusal, reason_of
 from diloco.core.syncer.roster import Roster
+from diloco.core.syncer.round_waits import RoundWaits
 from diloco.core.tensors.fragments import FragmentMap
 from diloco.errors import MessageError
 from diloco.log.log import Log
 from diloco.process.observe import Counted, Logger
+from diloco.process.sender_counts import SenderCounts
 from diloco.process.telemetry import Telemetry
 from diloco.service.metrics import Histogram
 from diloco.settings.service import SyncerSettings
@@ -35,6 +39,9 @@ class Counts:
     round_times: Histogram = field(default_factory=Histogram)
     unstored: set[int] = field(default_factory=set)  # fragments whose next entry waits because storage is full
     archive_full: bool = False
+    in_vain: Counter[str] = field(default_factory=Counter)  # by learner: rounds that waited for it in vain
+    refused_offers: SenderCounts = field(default_factory=SenderCounts)  # by sender and reason
+    missed_offers: SenderCounts = field(default_factory=SenderCounts)  # by sender and reason: those that came too late
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,34 @@ class Context:
         """The syncer's own region; empty in a run without regions."""
         return self.settings.region or ""
 
+    def counted(self, dropped: SenderCounts) -> list[ReportEntry]:
+        """Return all that this syncer has counted of others; ``dropped``: heartbeats, by sender."""
+        offers, in_vain = self.counts.refused_offers.counts(), self.counts.in_vain.items()
+        # a refused offer is counted among the messages, too, by the error
+        learners = {learner for learner, _ in offers}
+        messages = {pair: count for pair, count in self.refused.counts().items() if pair[0] not in learners}
+        return [
+            *entries("message", messages),
+            *entries("offer", offers),
+            *entries("missed", self.counts.missed_offers.counts()),
+            *entries("heartbeat", dropped.counts()),
+            *entries("in_vain", {(learner, "no_answer"): count for learner, count in in_vain}),
+        ]
+
+    def tell_in_vain(self, fragment: int, waits: RoundWaits) -> None:
+        """Count and log the learners that a fragment's round has given up since this was last called."""
+        for gone in waits.take_news():
+            self.counts.in_vain[gone.learner] += 1
+            self.log.warning(
+                "waited_in_vain",
+                learner=gone.learner,
+                fragment=fragment,
+                waited_s=round(gone.waited_s, 3),
+                patience_s=round(gone.left_s, 3),
+                reason="it does not answer, or takes no step, while others wait: rounds go on without it, and wait for it less "
+                "until it has answered many; look at its log, its step time and its link, or eject it: diloco eject DIR NAME",
+            )
+
     def refuse(self, sender: str, error: MessageError, **values: Any) -> None:
         """Count a message that does not fit; log the first of each sender and kind of error."""
         self.refused.note(sender, type(error).__name__, reason=str(error), **values)
@@ -71,7 +106,8 @@ class Context:
     def report_refusal(
         self, learner: str, fragment: int, offer: Offer | Answer | None, reason: RefusalReason, text: str
     ) -> None:
-        """Report a refused offer to its learner."""
+        """Count a refused offer, and report it to its learner."""
+        self.counts.refused_offers.add(learner, reason)
         incarnation, number = (0, 0) if offer is None else (offer.incarnation, offer.number)
         self.refusals.note(
             Refusal(learner=learner, incarnation=incarnation, fragment=fragment, number=number, reason=reason, text=text)

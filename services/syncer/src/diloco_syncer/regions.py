@@ -9,7 +9,7 @@ region may have been counted for (:meth:`Regions.bring_genesis`).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 
 from diloco.control.creation import KnownRun
@@ -23,7 +23,7 @@ from diloco.log.log import Log
 from diloco.process.observe import Logger
 from diloco.process.retry import Complaint
 from diloco.process.tasks import end, side_by_side
-from diloco.transport import Transport
+from diloco.transport import Connect
 from diloco.wire import framing
 from diloco.wire.entries import Genesis
 
@@ -36,8 +36,6 @@ CATCHING_UP = 2
 BROUGHT_AT_ONCE, BROUGHT_BYTES = 4, 1 << 20
 # after so long a region may have lost its log, and have been brought back: its server starts again, and others' logs are read
 COMES_BACK_S = 0.5
-
-Connect = Callable[[], Awaitable[Transport]]
 
 
 class Regions:
@@ -243,7 +241,7 @@ class Regions:
     async def _bring_fragment(self, others: list[str], genesis: Genesis, entry_hash: bytes, fragment: int) -> None:
         logs = [self._logs[region].region for region in others]
         # before the last entries, which they lead to, since the others go on meanwhile
-        notices = await asyncio.gather(*(log.last_notice(fragment) for log in logs))
+        notices = await asyncio.gather(*(log.furthest_notice(fragment) for log in logs))
         known_epoch = max((notice.epoch for notice in notices if notice is not None), default=0)
         ends = await asyncio.gather(*(log.log_end(fragment, entry_hash, known_epoch) for log in logs))
         highest = max(end.last.rank for end in ends)

@@ -102,7 +102,7 @@ class Replication:
             await source.region.install_snapshot(self.fragment, self.regions.home.region, self._places.own.fence)
             raise OutbidError(f"fragment {self.fragment}: this region was far behind, and now has a keyframe", self.epoch)
         if path:
-            notice = await until_available(partial(source.region.last_notice, self.fragment), self.log)
+            notice = await until_available(partial(source.region.furthest_notice, self.fragment), self.log)
             self._known = notice.entry_hash if notice is not None else b""
         return path
 
@@ -282,7 +282,7 @@ class Replication:
         log_head, place.fence = end.last, end.sequence
         if end.epoch > self.epoch:
             raise OutbidError(f"fragment {self.fragment}: region {place.region} is at epoch {end.epoch}", end.epoch)
-        notice = await log.region.last_notice(self.fragment)
+        notice = await log.region.furthest_notice(self.fragment)
         place.older.clear()
         place.untold = 0
         if log_head.entry_hash in self._wrong:  # it has all that leads up to them

@@ -14,7 +14,7 @@ from diloco.core.syncer.round import Merge
 from diloco.errors import FenceError, FormatError, NonFiniteError, RewoundError, UnmergeableError
 from diloco_syncer.context import Context, clock_s, wait
 from diloco_syncer.links import LinkWatch
-from diloco_syncer.offers.quarantine import Suspects
+from diloco_syncer.offers.quarantine import OutlierRecord
 from diloco_syncer.owning.governor import Governor
 from diloco_syncer.owning.owner import FragmentOwner
 
@@ -69,9 +69,11 @@ class RoundNews:
 class RoundLoop:
     """One syncer's rounds, until ``governor`` says that there is nothing left to do."""
 
-    def __init__(self, context: Context, governor: Governor, links: LinkWatch, suspects: Suspects, news: RoundNews) -> None:
+    def __init__(
+        self, context: Context, governor: Governor, links: LinkWatch, outliers: OutlierRecord, news: RoundNews
+    ) -> None:
         """``news`` tells which rounds may have to be looked at."""
-        self.context, self.governor, self.links, self.suspects, self.news = context, governor, links, suspects, news
+        self.context, self.governor, self.links, self.outliers, self.news = context, governor, links, outliers, news
         self._due_s: dict[int, float] = {}  # by fragment: when it is looked at without news
         self._too_short: set[int] = set()  # steps between two rounds that were found to be less than a round takes
 
@@ -106,9 +108,10 @@ class RoundLoop:
             round_.open(now_s)
             self.context.counts.rounds += 1
             owner.announced_at_s = -math.inf
+        merge = round_.poll(now_s)
+        self.context.tell_in_vain(owner.index, round_.waits)
         if round_.opened_at_s is None:
             return round_.next_look_s(now_s, steps)
-        merge = round_.poll(now_s)
         if merge is not None:
             owner.busy = True
             group.create_task(self._commit(owner, merge, group))
@@ -122,11 +125,10 @@ class RoundLoop:
 
     async def _commit(self, owner: FragmentOwner, merge: Merge, group: asyncio.TaskGroup) -> None:
         try:
-            outliers = await owner.outliers(merge)
-            if outliers:
-                owner.round.without({outlier.learner for outlier in outliers})
-                self.suspects.exclude(outliers)
-                group.create_task(self.suspects.record(owner.index, outliers))
+            judged, outliers = await owner.judge(merge)
+            self.outliers.note(owner.index, merge.version, judged)
+            if outliers is not None:
+                self._leave_out(owner, merge, outliers)
                 return
             await owner.commit(merge, self.links.bandwidth.record_bits)
             self._tell_long_round(owner)

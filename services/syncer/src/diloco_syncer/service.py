@@ -7,10 +7,6 @@ import sys
 from functools import partial
 
 from diloco.control import creation
-from diloco.control.creation import KnownRun
-from diloco.errors import SettingsError
-from diloco.nats.identity import Identity
-from diloco.nats.transport import NatsTransport
 from diloco.process import observe
 from diloco.process.observe import Logger
 from diloco.process.retry import until_available
@@ -18,8 +14,8 @@ from diloco.process.tape import TapeFile
 from diloco.process.tasks import end
 from diloco.service import skeleton as service
 from diloco.service.metrics import Exporter
+from diloco.service.other_regions import ways_to_others
 from diloco.settings.service import SyncerSettings
-from diloco_syncer.regions import Connect
 from diloco_syncer.shard import Shard
 from diloco_syncer.sweeper import Sweeper
 from diloco_syncer.syncer_metrics import ObservedShard
@@ -38,7 +34,8 @@ async def _serve(settings: SyncerSettings, exporter: Exporter, log: Logger) -> N
     transport = exporter.transport = await service.connect(settings, "syncer", log)
     try:
         run = await service.find_run(transport, settings, log)
-        connect = _ways(settings, run, transport.identity, exporter, log)
+        names = run.created.regions.names
+        connect = ways_to_others(settings, names, transport.identity, exporter, log, needs_all=True)
         tape = TapeFile.begin(settings, run.identity, transport.wall_s(), log)
         exporter.starting = "the first learner, which founds the run with its model"
         fragment_map = await until_available(partial(creation.find_map, run), log)
@@ -66,36 +63,6 @@ async def _serve(settings: SyncerSettings, exporter: Exporter, log: Logger) -> N
             await end(serving, sweeping)
     finally:
         await transport.close()
-
-
-def _ways(
-    settings: SyncerSettings, run: KnownRun, identity: Identity | None, exporter: Exporter, log: Logger
-) -> dict[str, Connect]:
-    """Return how to reach the other regions, by name.
-
-    Raises:
-        SettingsError: one of the others' servers is not known, or of a region that the run does not have.
-    """
-    names = run.created.regions.names
-    others = [name for name in names if name != settings.region]
-    unknown = sorted(settings.region_urls.keys() - set(names))
-    missing = [name for name in others if name not in settings.region_urls]
-    if unknown or missing:
-        raise SettingsError(
-            f"region_urls: expected the servers of {', '.join(others) or 'no region'}; "
-            f"{'missing: ' + ', '.join(missing) if missing else 'no such region: ' + ', '.join(unknown)}"
-        )
-
-    def way(region: str) -> Connect:
-        url, name = settings.region_urls[region], f"{settings.name}-{region}"
-
-        async def connect() -> NatsTransport:
-            exporter.far[region] = opened = await NatsTransport.open_bulk(url, name, log.bind(other_region=region), identity)
-            return opened
-
-        return connect
-
-    return {name: way(name) for name in others}
 
 
 def _main() -> int:

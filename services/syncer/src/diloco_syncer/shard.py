@@ -16,9 +16,10 @@ from diloco import __version__
 from diloco.control import creation
 from diloco.control.changes import ChangesFollower
 from diloco.control.creation import KnownRun
-from diloco.control.gate import HeartbeatGate
+from diloco.control.gate import HeartbeatGate, check_owned
 from diloco.control.genesis import await_genesis
 from diloco.control.hearing import hear
+from diloco.control.sender_reports import SenderReporter
 from diloco.core.syncer import claims
 from diloco.core.syncer.ownership import Ownership
 from diloco.core.syncer.roster import Roster
@@ -32,19 +33,19 @@ from diloco.process.tape import Recorder, Unrecorded
 from diloco.process.tasks import end, unbroken
 from diloco.process.telemetry import Telemetry
 from diloco.settings.service import SyncerSettings
-from diloco.transport import Heard, Transport
+from diloco.transport import Connect, Heard, Transport
 from diloco.wire import framing
 from diloco.wire.control import Announcement, Heartbeat, ShardHeartbeat, SnapshotMarker
 from diloco_syncer.context import Context, Counts, clock_s
 from diloco_syncer.links import LinkWatch, replications
 from diloco_syncer.offers.aggregator import RegionalAggregator
 from diloco_syncer.offers.intake import Intake
-from diloco_syncer.offers.quarantine import Suspects
+from diloco_syncer.offers.quarantine import OutlierRecord
 from diloco_syncer.offers.refusing import RefusalReporter
 from diloco_syncer.owning.copies import Copies
 from diloco_syncer.owning.governor import Governor
 from diloco_syncer.owning.owner import FragmentOwner
-from diloco_syncer.regions import Connect, Regions
+from diloco_syncer.regions import Regions
 from diloco_syncer.rounds import RoundLoop, RoundNews
 from diloco_syncer.speaker import PresenceSpeaker
 
@@ -100,22 +101,22 @@ class Shard:
             region=region,
             away_s=run.created.regions.away_s,
         )
+        self.follower = ChangesFollower(transport, run, log, self._change)
+        self.outliers = OutlierRecord(self.context, self.follower, incarnation, self._judged_here)
         self.aggregator: RegionalAggregator | None = None
         if run.created.regions.merge:
-            self.aggregator = RegionalAggregator(self.context, incarnation)
+            self.aggregator = RegionalAggregator(self.context, incarnation, self.outliers)
         self._news = RoundNews()
         self.intake = Intake(self.context, self.aggregator, self._news.tell_of)
         tape = tape or Unrecorded()
         self.governor = Governor(
             self.context, self.ownership, self.intake, tape, changed=self._news.tell, announce=self._send_heartbeat
         )
-        changed = self.governor.news.set
-        self.links = LinkWatch(self.context, self.owned, self.intake.collectors, self.ownership, changed)
-        self.follower = ChangesFollower(transport, run, log, self._change)
+        self.links = LinkWatch(self.context, self.owned, self.intake.collectors, self.ownership, self.governor.news.set)
         self.gate = HeartbeatGate(run, fragment_map, refused, self._hear_learner)
+        self.reporter = SenderReporter(transport, run, settings.name, lambda: self.context.counted(self.gate.dropped))
         self.speaker = PresenceSpeaker(self.context, self.ownership, self.gate, lambda: self._state() == "unable")
-        self.suspects = Suspects(self.context, self.follower, self._change)
-        self.rounds = RoundLoop(self.context, self.governor, self.links, self.suspects, self._news)
+        self.rounds = RoundLoop(self.context, self.governor, self.links, self.outliers, self._news)
         self._heartbeats = 0
 
     @property
@@ -159,7 +160,8 @@ class Shard:
         crossing: list[asyncio.Task[None]] = []
         async with asyncio.TaskGroup() as group:
             tasks = (self._send_heartbeats(), self.speaker.work(), self.follower.follow(), self.gate.work())
-            working = [group.create_task(task) for task in (*tasks, self.context.refusals.work())]
+            stating = (self.context.refusals.work(), self.outliers.work())
+            working = [group.create_task(task) for task in (*tasks, *stating, self.reporter.work())]
             if regions is not None:
                 crossing = await self._begin_regions(regions, group)
             await until_available(self.follower.look, self.log)  # before anything is owned
@@ -205,33 +207,37 @@ class Shard:
     def _change(self) -> None:
         """Go by the settings and the excluded learners that are in force now."""
         roster, settings, before = self.context.roster, self.run.in_force, self.context.roster.settings
-        excluded = self.suspects.excluded
-        if excluded != roster.excluded:
+        excluded, on_trial = self.run.now.excluded, self.run.now.on_trial
+        if (excluded, on_trial) != (roster.excluded, roster.on_trial):
             self.intake.read_again()
-        roster.change(settings, excluded)
+        roster.change(settings, excluded, on_trial)
         self.ownership.change(settings.shards, settings.liveness.takeover_s, settings.regions.away_s)
         self.links.change(before)
         for owner in self.owned.values():
             owner.round.drop_unfit()
         if self.aggregator is not None:
-            self.aggregator.change(excluded)
+            self.aggregator.change(excluded, on_trial)
+        self.outliers.look()
         self.governor.news.set()
         self._news.tell()
+
+    def _judged_here(self) -> set[int]:
+        return {*self.owned, *(self.aggregator.fragments if self.aggregator is not None else ())}
 
     # ---- what comes in
 
     async def _hear(self) -> None:
         """Hear syncers, learners, snapshot markers, and where offers are combined, announcements."""
         transport, run, refused = self.transport, self.run.identity, self.refused
-        await hear(transport, self.subjects.shard(), ShardHeartbeat, run, self._hear_syncer, refused)
+        count = len(self.context.map.fragments)
+        await hear(transport, self.subjects.shard(), ShardHeartbeat, run, self._hear_syncer, refused, count)
         await transport.subscribe(self.subjects.heartbeat(), self.gate.hear)
-        await hear(transport, self.subjects.marker, SnapshotMarker, run, self._hear_marker, refused)
+        await hear(transport, self.subjects.marker, SnapshotMarker, run, self._hear_marker, refused, count)
         if self.aggregator is not None:
             await hear(transport, self.subjects.round(), Announcement, run, self._hear_round, refused)
 
     async def _hear_syncer(self, heartbeat: ShardHeartbeat, heard: Heard) -> None:
-        if any(index >= len(self.context.map.fragments) for index in (*heartbeat.fragments, *heartbeat.closed)):
-            raise FormatError(f"heartbeat of {heartbeat.syncer} names fragments that the run does not have")
+        check_owned(heartbeat, len(self.context.map.fragments))
         if self.ownership.hear(heartbeat, clock_s()):
             self.governor.news.set()
             self._news.tell()

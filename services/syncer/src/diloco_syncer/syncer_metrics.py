@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from diloco.nats.transport import NatsTransport
-from diloco.service.metrics import SILENT_S, Labelled, Metric, by_kind, families, one_of
+from diloco.service.metrics import SILENT_S, Labelled, Metric, by_kind, by_sender, families, one_of
 from diloco.wire.control import ShardHeartbeat
 from diloco_syncer.shard import STATES, Shard
 
@@ -28,6 +28,11 @@ class SyncerMoment:
         for region, sent, received in self.heartbeat.crossing:
             sizes[region, "sent"], sizes[region, "received"] = sent, received
         return sizes
+
+    def in_vain(self) -> Labelled:
+        """Return how often a round went on without each learner, 0 for those that are heard."""
+        times = dict.fromkeys(self.shard.context.roster.learners, 0) | self.shard.counts.in_vain
+        return {(learner,): float(count) for learner, count in times.items()}
 
     def reached(self) -> Labelled:
         """Whether there is a connection to the server of each other region."""
@@ -107,6 +112,13 @@ METRICS: tuple[Metric[SyncerMoment], ...] = (
         "From a committed round's opening to its merge",
         lambda seen: seen.shard.counts.round_times,
     ),
+    Metric(
+        "diloco_syncer_waited_in_vain_total",
+        "counter",
+        "Times that a round went on without a learner that others had waited for",
+        SyncerMoment.in_vain,
+        ("learner",),
+    ),
     Metric("diloco_syncer_sent_bytes_total", "counter", "Payload sent to NATS", lambda seen: seen.heartbeat.bytes_up),
     Metric(
         "diloco_syncer_received_bytes_total", "counter", "Payload received from NATS", lambda seen: seen.heartbeat.bytes_down
@@ -155,6 +167,27 @@ METRICS: tuple[Metric[SyncerMoment], ...] = (
         "gauge",
         "1 if merged offers are no longer kept because their stream is full",
         lambda seen: float(seen.shard.counts.archive_full),
+    ),
+    Metric(
+        "diloco_syncer_refused_offers_total",
+        "counter",
+        "Offers that it refused for good, or left out of a merge, by sender and reason; at most 1024 pairs",
+        lambda seen: by_sender(seen.shard.counts.refused_offers),
+        ("sender", "reason"),
+    ),
+    Metric(
+        "diloco_syncer_missed_offers_total",
+        "counter",
+        "Offers that came too late to be merged, or again, by sender and reason; at most 1024 pairs",
+        lambda seen: by_sender(seen.shard.counts.missed_offers),
+        ("sender", "reason"),
+    ),
+    Metric(
+        "diloco_syncer_dropped_heartbeats_total",
+        "counter",
+        "Heartbeats of a sender that sends more than 200 a second, replaced by newer ones; at most 1024 senders",
+        lambda seen: {(sender,): count for (sender, _), count in by_sender(seen.shard.gate.dropped).items()},
+        ("sender",),
     ),
     Metric(
         "diloco_syncer_refused_messages_total",

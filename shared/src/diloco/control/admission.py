@@ -7,13 +7,14 @@ from dataclasses import dataclass
 import msgspec
 
 from diloco.control.creation import KnownRun, find_map
-from diloco.control.tables import BucketTable, decoded
+from diloco.control.tables import BucketTable
 from diloco.core.tensors.fragments import FragmentMap, check_same_map
 from diloco.errors import AdmissionError, FenceError, FormatError
 from diloco.nats import grants
 from diloco.nats.registry import MAX_WRITTEN_BYTES
 from diloco.wire.fields import Count, Hash, MemberName
 from diloco.wire.grants import Grant, SignedGrant
+from diloco.wire.plain import decoded
 
 
 class Admission(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):

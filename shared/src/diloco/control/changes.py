@@ -1,4 +1,7 @@
-"""The changes of a run: read, appended, and followed by every service, when the bell rings and every few seconds anyway."""
+"""The changes of a run: read, appended, and followed by every service, when the bell rings and every few seconds anyway.
+
+What syncers state of outliers (:mod:`diloco.control.quarantines`) is followed with them: both say who is excluded.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,10 @@ import contextlib
 from collections.abc import Callable, Sequence
 
 from diloco.control.creation import KnownRun
+from diloco.control.quarantines import StatementReader
 from diloco.control.tables import BucketTable
-from diloco.core.run.changes import Action, Change, Changes, Effective, described, in_force, unpack
+from diloco.core.run.changes import Action, Change, Changes, Effective, described, unpack
+from diloco.core.run.quarantine import Outlying, Statements
 from diloco.errors import BrokerError, MessageError, SettingsError
 from diloco.process.observe import Logger
 from diloco.transport import Heard, Transport
@@ -19,23 +24,48 @@ GAP_S = 0.2  # between two looks, however often it rings
 
 
 class ChangesFollower:
-    """Keeps ``run.now`` up to date with the list; calls ``changed`` after each new list."""
+    """Keeps ``run.now`` up to date with the list and with quarantines; calls ``changed`` when either is another one."""
 
     def __init__(self, transport: Transport, run: KnownRun, log: Logger, changed: Callable[[], None]) -> None:
         self.transport, self.run, self.log, self.changed = transport, run, log, changed
         self.known = Changes(run.identity)
+        self.statements: Statements = {}  # of outliers, as they were read last
+        self._reader = StatementReader(run)
+        self._told = Outlying()  # that was logged last
         self._rung = asyncio.Event()
         self._complaint = ""
         self._reading = asyncio.Lock()  # a list that was read first must not be taken in last
 
     async def look(self) -> None:
-        """Read the list; one that makes no sense here changes nothing, and is logged once.
+        """Read the list and the quarantines; a list that makes no sense here changes nothing, and is logged once.
 
         Raises:
             AppendUncertainError: the server is silent.
         """
         async with self._reading:
             await self._look()
+            if self.run.in_force.quarantine.factor:
+                await self._look_for_outliers()
+
+    async def _look_for_outliers(self) -> None:
+        statements, owners = await self._reader.read()
+        self.statements = statements
+        if any(seen.change > self.run.now.number for statement in statements.values() for seen in statement.outliers):
+            await self._look()  # their writer knew of a change that was made since the list was read
+        self.run.judge(statements, owners)
+        before, now = self._told, self.run.now.outlying
+        self._told = now
+        for learner in now.quarantined.keys() - before.quarantined.keys():
+            seen = now.quarantined[learner]
+            values = {"fragment": seen.largest.fragment, "norm": seen.largest.norm, "threshold": seen.largest.threshold}
+            author = ", ".join(seen.syncers)
+            self.log.warning("learner_quarantined", learner=learner, author=author, reason=seen.label, **values)
+        for learner in before.quarantined.keys() - now.quarantined.keys():
+            self.log.info("quarantine_over", learner=learner)
+        for learner in now.suspected.keys() - before.suspected.keys():
+            self.log.warning("outliers_suspected", learner=learner, reason=now.suspected[learner].label)
+        if (now.quarantined.keys(), now.suspected.keys()) != (before.quarantined.keys(), before.suspected.keys()):
+            self.changed()
 
     async def _look(self) -> None:
         try:
@@ -113,7 +143,7 @@ async def append_changes(
 
     def extended(listed: Changes) -> Changes | None:
         made.clear()
-        effective = in_force(run.created, listed.records)
+        effective = run.after(listed.records)
         for action in decide(effective):
             listed = listed.then(action, at_s=at_s, author=author, reason=reason)
             made.append(listed.records[-1])

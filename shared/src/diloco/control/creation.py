@@ -3,8 +3,9 @@
 A run is a small key-value bucket beside its streams. Keys: ``protocol`` (what members must speak), ``run`` (settings as JSON),
 ``map`` (the fragment map), ``member.<learner>`` (:mod:`~diloco.control.admission`), ``founder`` and ``genesis``
 (:mod:`~diloco.control.genesis`), ``owners`` (:mod:`~diloco.control.tables`), ``share.<learner>``
-(:mod:`~diloco.control.shares`), ``changes`` (:mod:`~diloco.control.changes`). All are written by compare-and-set or are
-idempotent, so that any member may do it, and a dead one is replaced.
+(:mod:`~diloco.control.shares`), ``changes`` (:mod:`~diloco.control.changes`), ``quarantine.<syncer>``
+(:mod:`~diloco.control.quarantines`). All are written by compare-and-set or are idempotent, so that any member may do it, and a
+dead one is replaced.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ import msgspec
 
 from diloco import __version__
 from diloco.core.run.changes import Change, Effective, in_force
+from diloco.core.run.quarantine import Statements
 from diloco.core.tensors.fragments import FragmentMap, unpack_map
 from diloco.errors import BrokerError, FenceError, FormatError, RunError, SettingsError
 from diloco.process import observe
 from diloco.process.observe import Logger
 from diloco.process.retry import until_available
-from diloco.settings.run import CONTINUES, TWO_BITS, RunSettings
+from diloco.settings.run import CONTINUES, REGIONAL_QUARANTINE, TWO_BITS, RunSettings
 from diloco.settings.time_limits import check_time_limits, contradiction
 from diloco.settings.validation import parse
 from diloco.transport import Bucket, Transport
@@ -47,7 +49,8 @@ class Protocol(msgspec.Struct, frozen=True):
     requires: Annotated[list[Feature], msgspec.Meta(max_length=MAX_FEATURES)] = []  # that each member must know beside it
 
 
-FEATURES = frozenset({TWO_BITS, CONTINUES})  # those that a run may require of this version (docs/protocol.md, section 16)
+# those that a run may require of this version (docs/protocol.md, section 16)
+FEATURES = frozenset({TWO_BITS, CONTINUES, REGIONAL_QUARANTINE})
 _PROTOCOL_DECODER = msgspec.json.Decoder(Protocol)
 
 
@@ -62,6 +65,8 @@ class KnownRun:
 
     def __post_init__(self) -> None:
         self._now = Effective(self.created)
+        self._statements: Statements = {}
+        self._owners: Sequence[str] | None = None
 
     @property
     def in_force(self) -> RunSettings:
@@ -79,7 +84,20 @@ class KnownRun:
         Raises:
             SettingsError: one sets what cannot be set; nothing has changed.
         """
-        self._now = in_force(self.created, changes)
+        self._now = self.after(changes)
+
+    def after(self, changes: Sequence[Change]) -> Effective:
+        """Return what is in force after these changes, all that were made, with what was read of outliers.
+
+        Raises:
+            SettingsError: one sets what cannot be set.
+        """
+        return in_force(self.created, changes).judged(self._statements, self._owners)
+
+    def judge(self, statements: Statements, owners: Sequence[str] | None) -> None:
+        """Go by what syncers have stated of outliers; ``owners``: of the fragments, None if they are not known."""
+        self._statements, self._owners = statements, owners
+        self._now = self._now.judged(statements, owners)
 
     @property
     def regions(self) -> bool:

@@ -8,16 +8,21 @@ from collections.abc import Awaitable, Callable
 from diloco.control.admission import admitted
 from diloco.control.creation import KnownRun
 from diloco.control.hearing import decoding, name_in
-from diloco.core.run.gate import Gate, HeartbeatVerdict
+from diloco.core.run.gate import Gate, HeartbeatVerdict, check_trained
+from diloco.core.run.sender_pace import SenderPace
+from diloco.core.syncer.claims import step_bounds
 from diloco.core.tensors.fragments import FragmentMap
 from diloco.errors import BrokerError, FormatError, MessageError
 from diloco.process.observe import Counted
 from diloco.process.retry import RETRY_S
+from diloco.process.sender_counts import SenderCounts
+from diloco.settings.run import RunSettings
 from diloco.transport import Heard
-from diloco.wire.control import Heartbeat
+from diloco.wire.control import Heartbeat, ShardHeartbeat
 
 READ_EVERY_S = 0.1  # admissions that wait for the gate's rate
 YIELD_EVERY = 100  # heartbeats dropped
+HEARTBEATS_PER_S, HEARTBEATS_AT_ONCE = 200.0, 200  # of each sender, that are decoded: a toy with steps of 5 ms sends as many
 
 
 class HeartbeatGate:
@@ -37,12 +42,32 @@ class HeartbeatGate:
         """
         self.run, self.map, self.refused = run, fragments, refused
         self._learner, self._evaluator = learner, evaluator
+        self._bounds = step_bounds(run.created, fragments)
         self._gate, self._held, self._dropped = Gate(), asyncio.Event(), 0
         self._clock = asyncio.get_running_loop().time
-        self._decoded = decoding(Heartbeat, run.identity, self._judge, refused)
+        self.dropped = SenderCounts()  # heartbeats beyond what is decoded of each sender: newer ones took their place
+        self._pace = SenderPace[Heard](HEARTBEATS_PER_S, HEARTBEATS_AT_ONCE)
+        self._late = asyncio.Event()  # set while a heartbeat waits for its sender's pace
+        self._decoded = decoding(Heartbeat, run.identity, self._judge, refused, len(fragments.fragments))
 
     async def work(self) -> None:
-        """Read the admissions that are wanted, until cancelled."""
+        """Read the admissions that are wanted, and decode heartbeats that were too early, until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._read_admissions())
+            group.create_task(self._decode_late())
+
+    async def _decode_late(self) -> None:
+        while True:
+            await self._late.wait()
+            left_s = self._pace.next_s(self._clock())
+            if left_s is None:
+                self._late.clear()
+                continue
+            await asyncio.sleep(left_s)
+            for heard in self._pace.due(self._clock()):
+                await self._decoded(heard)
+
+    async def _read_admissions(self) -> None:
         while True:
             await self._held.wait()
             names = self._gate.wanted(self._clock())
@@ -61,11 +86,21 @@ class HeartbeatGate:
         return self._gate.waits
 
     async def hear(self, heard: Heard) -> None:
-        """Take in a message on the heartbeats' subjects; it is decoded unless its name alone says that it is not heard."""
-        verdict = self._gate.glance(name_in(heard.subject), self._clock())
+        """Take in a message on the heartbeats' subjects; it is decoded unless its name alone says that it is not heard.
+
+        Of a sender with more than :data:`HEARTBEATS_PER_S` only the newest ones are decoded.
+        """
+        name, now_s = name_in(heard.subject), self._clock()
+        verdict = self._gate.glance(name, now_s)
         if verdict is None:
-            await self._decoded(heard)
-            return
+            passed, dropped = self._pace.take(name, heard, now_s)
+            if passed is not None:
+                await self._decoded(passed)
+            else:
+                self._late.set()
+            if not dropped:
+                return
+            self.dropped.add(name, "too_many")
         if verdict is HeartbeatVerdict.CROWDED:
             self._note(
                 "*", FormatError("heartbeats from too many names are waiting for the admissions to be read; some are dropped")
@@ -82,12 +117,13 @@ class HeartbeatGate:
                 await self._evaluator(heartbeat)
             return
         check_fragments(heartbeat, len(self.map.fragments))
+        check_trained(heartbeat, self._settings, self._bounds)
         await self._pass(heartbeat)
 
     @property
-    def _budget(self) -> int:
-        """The largest budget that learners may go by: some may not know yet that it was changed."""
-        return max(self.run.created.tokens, self.run.in_force.tokens)
+    def _settings(self) -> RunSettings:
+        """The settings with the largest budget that learners may go by: some may not know yet that it was changed."""
+        return max(self.run.created, self.run.in_force, key=lambda settings: settings.tokens)
 
     async def _read(self, name: str) -> None:
         standing = await admitted(self.run, name, self.map.digest)
@@ -104,7 +140,7 @@ class HeartbeatGate:
 
     async def _pass(self, heartbeat: Heartbeat) -> None:
         """Hand a learner's heartbeat on if it is let in."""
-        verdict = self._gate.hear(heartbeat, self._budget, self._clock())
+        verdict = self._gate.hear(heartbeat, self._settings.tokens, self._clock())
         if verdict is HeartbeatVerdict.HEARD:
             await self._learner(heartbeat)
         elif verdict is HeartbeatVerdict.HELD:
@@ -125,3 +161,14 @@ def check_fragments(heartbeat: Heartbeat, fragments: int) -> None:
     if any(len(values) != fragments for values in lists):
         lengths = ", ".join(str(len(values)) for values in lists)
         raise FormatError(f"heartbeat of {heartbeat.learner} has {lengths} values, the run has {fragments} fragments")
+
+
+def check_owned(heartbeat: ShardHeartbeat, fragments: int) -> None:
+    """Refuse a syncer's heartbeat that names fragments which the run does not have.
+
+    Raises:
+        FormatError: the syncer is named.
+    """
+    named = (*heartbeat.fragments, *heartbeat.closed, *(fragment for fragment, *_ in heartbeat.open))
+    if max(named, default=0) >= fragments:
+        raise FormatError(f"heartbeat of {heartbeat.syncer} names fragment {max(named)}, the run has {fragments}")

@@ -11,6 +11,7 @@ from diloco.control.creation import KnownRun
 from diloco.core.syncer.ownership import OwnersTable
 from diloco.errors import FenceError
 from diloco.transport import Bucket
+from diloco.wire.plain import decoded
 
 T = TypeVar("T")
 
@@ -73,9 +74,11 @@ def owners(run: KnownRun, fragments: int) -> BucketTable[OwnersTable | None]:
     return BucketTable(run.registry, "owners", unpack, msgspec.msgpack.encode)
 
 
-def decoded(stored: bytes, decoder: msgspec.msgpack.Decoder[T]) -> T | None:
-    """Decode a value of the bucket; None if it is none of ours."""
-    try:
-        return decoder.decode(stored)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
-        return None
+async def read_owners(run: KnownRun) -> OwnersTable | None:
+    """Read the table of the owners, of however many fragments it is; None: there is none.
+
+    Raises:
+        BrokerError: the server is away.
+    """
+    stored = await run.registry.get("owners")
+    return None if stored is None else decoded(stored[0], _OWNERS_DECODER)

@@ -12,6 +12,7 @@ import msgspec
 
 from diloco.errors import FenceError
 from diloco.transport import Bucket
+from diloco.wire.plain import decoded
 
 KEY = "whole_checkpoint"
 
@@ -36,14 +37,14 @@ _DECODER = msgspec.json.Decoder(WholeCheckpoints)
 async def read_whole(registry: Bucket) -> WholeCheckpoints | None:
     """Read the key; None: it is not there, or damaged, which is no reason to drop anything."""
     stored = await registry.get(KEY)
-    return None if stored is None else _decoded(stored[0])
+    return None if stored is None else decoded(stored[0], _DECODER)
 
 
 async def note_whole(registry: Bucket, number: int) -> None:
     """Note that the checkpoint of this number is whole."""
     while True:
         stored = await registry.get(KEY)
-        known = (None if stored is None else _decoded(stored[0])) or WholeCheckpoints(0)
+        known = (None if stored is None else decoded(stored[0], _DECODER)) or WholeCheckpoints(0)
         value = msgspec.json.encode(known.then(number))
         try:
             if stored is None:
@@ -53,10 +54,3 @@ async def note_whole(registry: Bucket, number: int) -> None:
             return
         except FenceError:
             continue  # another operator has noted one meanwhile
-
-
-def _decoded(stored: bytes) -> WholeCheckpoints | None:
-    try:
-        return _DECODER.decode(stored)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None

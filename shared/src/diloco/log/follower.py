@@ -58,7 +58,6 @@ class LogCopy:
     keyframe_version: int
     refused: tuple[int, ...] = ()  # sequences of newer keyframes, which are not whole
     log_bytes: int = 0  # of entries since the keyframe
-    vouched: int = 0  # sequence of the newest keyframe that does not stand after a wrong entry, for all that is known
     loaded_version: int = 0  # of the keyframe that it was loaded from
     loaded_entry: bytes = b""  # hash of the entry that this keyframe stands after
     loaded_sequence: int = 0  # of that entry
@@ -163,7 +162,7 @@ class LogFollower:
             loaded = await self.store.reader.load(fragment, *self.genesis, before, self.wrong[fragment], residual=self.in_place)
             chain, kept = loaded.replica.chain, loaded.residual if self.in_place else None
             copy = LogCopy(loaded.replica, kept, loaded.keyframe_sequence, chain.version, loaded.refused)
-            copy.loaded_version, copy.vouched = chain.version, copy.keyframe_sequence
+            copy.loaded_version = chain.version
             copy.loaded_entry, copy.loaded_sequence = chain.head, chain.sequence
             if chain.sequence and (before is None or chain.sequence < before):
                 copy.doubtful = chain.sequence

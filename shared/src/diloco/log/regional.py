@@ -130,15 +130,27 @@ class RegionalLog:
         frame = framing.pack(CommitNotice(fragment, version, epoch, entry_hash, sequence), self.stream.run)
         await self.writer.append(self.stream.subjects.commit_notice(fragment), frame, [], b"", None)
 
-    async def last_notice(self, fragment: int) -> CommitNotice | None:
-        """Return the newest true notice; None if there is none. Any syncer may store what is no notice, or a false one."""
-        stored = await self.stream.last(self.stream.subjects.commit_notice(fragment))
-        if stored is None:
+    async def furthest_notice(self, fragment: int) -> CommitNotice | None:
+        """Return the true notice of the furthest entry; None if there is none.
+
+        It need not be stored last: a server may store a notice long after its sender gave up, behind notices of later
+        entries. Any syncer may store messages that are no notices, or false ones.
+        """
+        newest = await self.stream.last(self.stream.subjects.commit_notice(fragment))
+        if newest is None:
             return None
-        newest = self._notice(stored)
-        if newest is not None and await self._is_true(newest):
-            return newest
-        return await self._newest_true([older async for older in self._notices(fragment)])
+        last = self._notice(newest)
+        if last is None or not await self._is_true(last):
+            return await self._furthest_true([notice async for notice in self._notices(fragment)])
+        notices = [last]
+        # a later entry stands behind this one's, and its notices behind the entry: usually there is only this notice
+        async for stored in self.stream.from_first(newest.subject, last.sequence + 1):
+            if stored.sequence >= newest.sequence:
+                break
+            notice = self._notice(stored)
+            if notice is not None:
+                notices.append(notice)
+        return last if len(notices) == 1 else await self._furthest_true(notices)
 
     async def before(self, fragment: int, version: int) -> int:
         """Return a stream sequence after which all entries of a committed version, and of later ones, are stored here."""
@@ -148,7 +160,7 @@ class RegionalLog:
                 earlier.append(notice)
             elif await self._is_true(notice):
                 break
-        found = await self._newest_true(earlier)
+        found = await self._furthest_true(earlier)
         return found.sequence if found is not None else 0
 
     async def _notices(self, fragment: int, start: int = 1) -> AsyncIterator[CommitNotice]:
@@ -157,20 +169,22 @@ class RegionalLog:
             if notice is not None:
                 yield notice
 
-    async def _newest_true(self, notices: list[CommitNotice]) -> CommitNotice | None:
-        for notice in reversed(notices):
+    async def _furthest_true(self, notices: list[CommitNotice]) -> CommitNotice | None:
+        """Return the true one of the entry that is furthest in the chain; of equal ones, that which is stored last."""
+        for notice in sorted(notices, key=lambda notice: (notice.epoch, notice.version, notice.sequence), reverse=True):
             if await self._is_true(notice):
                 return notice
         return None
 
     async def _is_true(self, notice: CommitNotice) -> bool:
-        """Whether the entry that a notice names is where it says; one that was purged is not."""
+        """Whether the entry that a notice names is where it says, with this epoch and version; one that was purged is not."""
         stored = await self.stream.get(notice.sequence)
         with contextlib.suppress(MessageError):
             if stored is not None:
                 head = self.stream.head(stored)
-                named = head.record.fragment, head.record.version, head.entry_hash
-                return named == (notice.fragment, notice.version, notice.entry_hash)
+                record = head.record
+                named = record.fragment, record.version, record.epoch, head.entry_hash
+                return named == (notice.fragment, notice.version, notice.epoch, notice.entry_hash)
         return False
 
     def _notice(self, stored: Stored) -> CommitNotice | None:
@@ -312,12 +326,13 @@ class RegionalLog:
     ) -> list[Packed] | None:
         """Return the entries that this log lacks of those up to another one's end; None: it goes on from nothing there.
 
-        Its last entry does not tell: a writer of before the loss may have stored it, out of place.
+        Its last entry does not tell: a writer of before the loss may have stored it, out of place. Nor do entries or claims
+        without a keyframe, since version 0 may be missing before them.
         """
         keyframe = await self.reader.newest_keyframe(fragment)
         if keyframe is not None:
             version, after = keyframe[0].version, keyframe[0].entry_hash
-        elif here.sequence and await self.reader.begins_with(fragment, entry_hash):
+        elif here.sequence and await self._begins_with_first(fragment, entry_hash):
             version, after = 0, entry_hash
         else:
             return None
@@ -326,6 +341,10 @@ class RegionalLog:
             held = {packed.entry_hash async for packed in self.reader.entries.stored(fragment, 1, here.sequence)}
             path = list(dropwhile(lambda packed: packed.entry_hash in held, path))
         return path
+
+    async def _begins_with_first(self, fragment: int, entry_hash: bytes) -> bool:
+        """Whether version 0 is here, and the first entry after it if there are entries."""
+        return await self.reader.oldest_keyframe(fragment) is not None and await self.reader.begins_with(fragment, entry_hash)
 
     async def _path_from_first(
         self, source: RegionalLog, fragment: int, genesis: Genesis, entry_hash: bytes, end: LogEnd

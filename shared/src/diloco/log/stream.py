@@ -177,9 +177,9 @@ class LogStream:
                 async for stored in self.pull([subject], start_sequence, newest.sequence, newest, headers_only=headers_only):
                     yield stored
 
-    async def from_first(self, subject: str) -> AsyncIterator[Stored]:
+    async def from_first(self, subject: str, start_sequence: int = 1) -> AsyncIterator[Stored]:
         """Yield messages as :meth:`by_now`, for a reader who rarely needs more than the first: it costs no more than itself."""
-        first = await self.transport.first(self.subjects.log_stream, subject, 1)
+        first = await self.transport.first(self.subjects.log_stream, subject, start_sequence)
         if first is not None:
             yield first
             async for stored in self.by_now(subject, first.sequence + 1):

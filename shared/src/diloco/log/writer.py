@@ -1,4 +1,4 @@
-"""Appending to a log: entries, keyframes, the genesis record; and dropping the part before a keyframe."""
+"""Appending to a log: entries, keyframes, the genesis record; and dropping the part before an entry."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from diloco.core.log import fold
 from diloco.core.log.chain import NO_ENTRY, Chain
 from diloco.core.log.fold import Replica
 from diloco.core.tensors import codec, outer
-from diloco.errors import AppendUncertainError, FenceError, MessageError
-from diloco.log.stream import LogStream, decode_keyframe
+from diloco.errors import AppendUncertainError, FenceError
+from diloco.log.stream import LogStream
 from diloco.process import observe
 from diloco.transport import Fence
 from diloco.wire import framing, subjects
@@ -138,24 +138,14 @@ class Writer:
         framing.unpack(frame, Keyframe, self.stream.run)
         return await self.append(head, frame, parts, body.attempt, fence)
 
-    async def purge_below(self, fragment: int, keyframe_sequences: Sequence[int]) -> None:
-        """Drop the part of a fragment's log that stands before its keyframes with these heads, the oldest first.
+    async def purge_below(self, fragment: int, entry_sequence: int) -> None:
+        """Drop the part of a fragment's log that stands before one of its entries.
 
-        A keyframe's parts stand before its head and after the entry that it was made of, which therefore bounds the purge.
-        Nothing is dropped if one of them is damaged, or lost with its server's last writes.
+        The parts of a keyframe stand before its head and after the entry that it was made of: with that entry they stay.
         """
-        names, entries = self.stream.subjects, []
-        for sequence in keyframe_sequences:
-            stored = await self.stream.get(sequence)
-            if stored is None or stored.subject != names.keyframe(fragment):
-                return
-            try:
-                entries.append(decode_keyframe(stored, self.stream.run)[0].entry_sequence)
-            except MessageError:
-                return
-        if entries[0]:
-            for tree in (names.record_tree(fragment), names.keyframe_tree(fragment)):
-                await self.stream.transport.purge(names.log_stream, tree, entries[0])
+        names = self.stream.subjects
+        for tree in (names.record_tree(fragment), names.keyframe_tree(fragment)):
+            await self.stream.transport.purge(names.log_stream, tree, entry_sequence)
 
     async def append(
         self, head: str, frame: bytes, parts: Sequence[bytes], attempt: bytes, fence: Fence | None, stream: str | None = None

@@ -5,6 +5,9 @@ What reads, quantises and stores is behind :class:`Encodes`: in this process, or
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from typing import Protocol
 
 from diloco.core.learner.delta import EncodedOffer, PendingDelta
@@ -12,6 +15,8 @@ from diloco.core.learner.fragment_state import DueOffer
 from diloco.core.run import tape as events
 from diloco.member.shared import SharedLearner
 from diloco.member.taping import LearnerTape
+
+SETTLE_S = 10.0  # to quantise a fragment takes less
 
 
 class Encodes(Protocol):
@@ -35,12 +40,15 @@ class Answering:
         self.shared, self.taped, self.arrays = shared, taped, arrays
         self._quantised: dict[int, DueOffer] = {}  # by fragment: being quantised
         self._began_s: dict[int, float] = {}  # by fragment: since when it is quantised or stored
+        self._half_made = set[int]()  # fragments whose offer is being quantised, or counted and not handed on yet
+        self._handed_on = asyncio.Event()
 
     def begin(self, index: int) -> None:
         """Answer the fragment's open round if that can be done now; the lock is held."""
         answer = self.shared.learner.try_answer(index) if self.arrays.may_encode else None
         if answer is not None:
             self._quantised[index], self._began_s[index] = answer, self.shared.loop.time()
+            self._half_made.add(index)
             self.arrays.encode(answer)
 
     def begin_soon(self, index: int) -> None:
@@ -51,12 +59,34 @@ class Answering:
         with self.shared.lock:
             self.begin(index)
 
+    @asynccontextmanager
+    async def paused(self) -> AsyncIterator[None]:
+        """Begin no offer within, once none is half made: all that the counts have of offers, the arrays have too.
+
+        Call it in the loop's thread.
+        """
+        learner, silent = self.shared.learner, self.shared.learner.silent
+        with self.shared.lock:
+            learner.silent = True
+        try:
+            with suppress(TimeoutError):  # as at the end: an offer that takes longer is left out
+                async with asyncio.timeout(SETTLE_S):
+                    while self._half_made:
+                        self._handed_on.clear()
+                        await self._handed_on.wait()
+            yield
+        finally:
+            with self.shared.lock:
+                learner.silent = silent
+                for state in learner.fragments:
+                    self.begin(state.index)
+
     def encoded(self, index: int, content_hash: bytes, encoded: EncodedOffer | None = None) -> None:
         """Count an offer that was quantised (``encoded``: its arrays, if they are here), and store it; the lock is held."""
         answer = self._quantised.pop(index)  # and with it its snapshot: to send may take long
         learner, tape = self.shared.learner, self.taped.tape
         pending = learner.encoded(answer, encoded)
-        ago = learner.accounts.step - self.taped.held_steps - answer.snapshot.step
+        ago = learner.accounts.step - answer.snapshot.step
         digest = content_hash[: events.DIGEST_BYTES]
         tape.record(
             events.TapeOffer(
@@ -69,10 +99,16 @@ class Answering:
     async def _store(self, index: int, offer: PendingDelta) -> None:
         self.taped.tape.flush()  # before it is sent: all that is merged of this learner is on its tape
         self.arrays.store(index, offer)
+        self._note_made(index)
+
+    def _note_made(self, index: int) -> None:
+        self._half_made.discard(index)
+        self._handed_on.set()
 
     def not_finite(self, index: int) -> None:
         """Give up an offer whose values are not finite; the lock is held."""
         del self._quantised[index]
+        self._note_made(index)
         self.shared.learner.not_finite(index)
         self.shared.tell()
 

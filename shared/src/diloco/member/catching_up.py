@@ -95,5 +95,5 @@ class Catching:
 
     async def _newest(self, fragment: int) -> int:
         """Return the newest committed version of a fragment that the region's log has."""
-        notice = await self.store.region.last_notice(fragment)
+        notice = await self.store.region.furthest_notice(fragment)
         return 0 if notice is None else notice.version

@@ -98,7 +98,7 @@ class Member:
         self.learner = Learner(settings.name, settings.role, settings.region or "", self.admission.incarnation, run.created)
         self.shared, self.taped = SharedLearner(self.learner), LearnerTape(self.tape)
         self._outbox, self._heartbeats = Outbox(transport, run, settings.name, self.shared), HeartbeatSchedule()
-        self.show = self._outbox.show
+        self.show, self.report_validation = self._outbox.show, self._outbox.report_validation
         self.traces = MemberTraces(telemetry, run.identity, settings.name, self.shared.loop.time, transport.wall_s)
         self.arrays: Arrays = OwnArrays(self) if arrays is None else arrays
         self.answering = Answering(self.shared, self.taped, self.arrays)
@@ -411,6 +411,21 @@ class Member:
         with self.shared.lock:
             self.learner.markers.answer(answer)
         self._outbox.send_soon(answer)
+
+
+async def copy_own_state(member: Member) -> Dump:
+    """Return the state as of the last boundary, in the midst of training: no boundary comes meanwhile.
+
+    Call it in the loop's thread. Arrays of other processes are not in it.
+
+    Raises:
+        DilocoError: a task of the loop's thread failed.
+    """
+    async with member.answering.paused():
+        with member.shared.lock:
+            if member.shared.failure is not None:
+                raise member.shared.failure
+            return _copied(member)
 
 
 def _copied(member: Member) -> Dump:

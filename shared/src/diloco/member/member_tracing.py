@@ -53,9 +53,11 @@ class MemberTraces:
 
         ``versions``: of fragments, (fragment, version) each.
         """
+        if self.telemetry is None:
+            return
         for version in versions:
             found = self._reads.pop(version, None)
-            if found is not None and self.telemetry is not None:
+            if found is not None:
                 (record, came_s, folded_s), shift_s = found, self.shift_s()
                 applied = self.clock() + shift_s, step
                 tell_of_read(self.telemetry, self.run, self.name, record, came_s + shift_s, folded_s + shift_s, applied)

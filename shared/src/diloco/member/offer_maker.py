@@ -1,4 +1,4 @@
-"""Makes offers: quantises and compresses a fragment in a thread of its own, and stores the result, however long that takes.
+"""Makes offers: quantises and compresses a fragment, and stores the result, however long that takes.
 
 A learner of one process has one for all fragments, and each process of a learner of several has one for those that it carries.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from diloco.control.creation import KnownRun
@@ -18,6 +19,7 @@ from diloco.log.offers import append_offer
 from diloco.member.member_tracing import OfferTrace
 from diloco.process.observe import Logger
 from diloco.process.retry import Complaint
+from diloco.process.tasks import computed
 from diloco.transport import Transport
 from diloco.wire.body import ATTEMPT_BYTES, describe_body
 from diloco.wire.offers import Offer
@@ -43,14 +45,22 @@ class OfferMaker:
         self.transport, self.run, self.log, self.subjects = transport, run, log, Subjects(run.name)
 
     async def quantise(
-        self, fragment: int, version: int, encode: Callable[[], EncodedOffer], trace: OfferTrace | None
+        self,
+        fragment: int,
+        version: int,
+        encode: Callable[[], EncodedOffer],
+        trace: OfferTrace | None,
+        size: int | None = None,
     ) -> QuantisedOffer | None:
-        """Return an offer's arrays as ``encode`` gives them in a thread, compressed; None if its values are not finite.
+        """Return an offer's arrays as ``encode`` gives them, compressed; None if its values are not finite.
 
-        ``version`` is for the log.
+        ``version`` is for the log. ``size`` is that of the fragment if its values are on the host; else ``encode`` waits for
+        a device.
         """
+        pack = partial(self._pack, encode)
         try:
-            encoded, packed, content_hash = await asyncio.to_thread(self._pack, encode)
+            packing = asyncio.to_thread(pack) if size is None else computed(size, pack)
+            encoded, packed, content_hash = await packing
         except NonFiniteError as error:
             self.log.warning("displacement_not_finite", fragment=fragment, version=version, reason=str(error))
             return None

@@ -9,7 +9,7 @@ from diloco.member.instruments import Instruments
 from diloco.member.shared import SharedLearner
 from diloco.transport import Transport
 from diloco.wire import framing
-from diloco.wire.control import Gauges, Heartbeat, MarkerAnswer, MarkerDeclined, Sample
+from diloco.wire.control import Gauges, Heartbeat, MarkerAnswer, MarkerDeclined, Sample, ValidationLoss
 from diloco.wire.fields import MAX_TEXT
 from diloco.wire.subjects import Subjects
 
@@ -19,8 +19,9 @@ _SUBJECTS = {
     MarkerAnswer: Subjects.marker_answer,
     MarkerDeclined: Subjects.marker_answer,
     Sample: Subjects.sample,
+    ValidationLoss: Subjects.gauges,
 }
-Sent: TypeAlias = Gauges | Heartbeat | MarkerAnswer | MarkerDeclined | Sample
+Sent: TypeAlias = Gauges | Heartbeat | MarkerAnswer | MarkerDeclined | Sample | ValidationLoss
 
 
 class Outbox:
@@ -37,6 +38,10 @@ class Outbox:
     def send_soon(self, message: Sent) -> None:
         """Send a message, from any thread."""
         self._shared.loop.call_soon_threadsafe(lambda: self._shared.tasks.spawn(self.send(message)))
+
+    def report_validation(self, loss: float) -> None:
+        """Send the loss that a learner's own loop has found on validation data. From any thread."""
+        self.send_soon(ValidationLoss(self._name, loss))
 
     def show(self, instruments: Instruments) -> None:
         """Send what a learner's instruments show, again and again. From any thread."""

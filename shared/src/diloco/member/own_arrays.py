@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diloco.core.learner.accounts import MemberTraffic, StepDone
-from diloco.core.learner.boundary import apply, decide
+from diloco.core.learner.boundary import pass_boundary
 from diloco.core.learner.delta import PendingDelta
 from diloco.core.learner.fragment_state import DueOffer, FragmentVersion, Reader
 from diloco.core.learner.schedule import Moment
@@ -79,9 +79,10 @@ class OwnArrays:
     async def _encode(self, answer: DueOffer) -> None:
         index, answering = answer.fragment, self._rounds.answering
         trace = self._rounds.traces.offer(index, answer.version)
+        size = self._rounds.map.fragments[index].size if answer.snapshot.is_on_host else None
         if trace is not None:
             answer = trace.take(answer)
-        quantised = await self._maker.quantise(index, answer.version, partial(self.learner.encode, answer), trace)
+        quantised = await self._maker.quantise(index, answer.version, partial(self.learner.encode, answer), trace, size)
         with self.shared.lock:
             if quantised is None:
                 answering.not_finite(index)
@@ -121,12 +122,11 @@ class OwnArrays:
                 learner.book(done)
                 self._rounds.shares.book(done.share, done.batch, done.tokens)
                 taped.step(done, now_s)
-            decision = decide(learner, now_s)
+            decision, applied = pass_boundary(learner, now_s)
             taped.decision(decision)
-            applied = apply(learner, decision)
             by_s = shared.leave_by_s
             ended = by_s is not None and (learner.left or now_s >= by_s)
-        self._rounds.traces.applied([(each.application.fragment, each.application.version) for each in applied], decision.step)
+        self._rounds.traces.applied(((each.application.fragment, each.application.version) for each in applied), decision.step)
         writes = [(each.application.fragment, each.write) for each in applied if each.write is not None]
         return Boundary(
             applies=writes,

@@ -170,15 +170,15 @@ class OwnData:
     Its offers state no batches, and the run's ledger says so.
     """
 
-    def __init__(self, incarnation: int) -> None:
-        self.incarnation = incarnation
-        self.batch_tokens = 0
+    def __init__(self, incarnation: int, batch_tokens: int) -> None:
+        """Begin; a step has ``batch_tokens`` at most."""
+        self.incarnation, self.batch_tokens = incarnation, batch_tokens
 
     def leased(self) -> dict[int, int]:
         return {}
 
     def book(self, share: int | None, batch: int, tokens: int) -> None:
-        self.batch_tokens = tokens
+        pass
 
     def trained(self) -> list[Range]:
         return []

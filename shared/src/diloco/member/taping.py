@@ -5,7 +5,7 @@ from __future__ import annotations
 from diloco.core.learner.accounts import StepDone
 from diloco.core.learner.boundary import Decision
 from diloco.core.run import tape as events
-from diloco.process.tape import Recorder
+from diloco.process.tape import Recorder, Unrecorded
 from diloco.wire.fields import Bits
 
 
@@ -14,7 +14,6 @@ class LearnerTape:
 
     def __init__(self, tape: Recorder) -> None:
         self.tape = tape
-        self.held: tuple[StepDone, float] | None = None  # a step that is booked and not on the tape, and when it was booked
         self._next: tuple[int | None, int] | None = None  # share and batch of the next step, as the tape has it
         self._changes = 0
         self._began_s = 0.0
@@ -28,24 +27,12 @@ class LearnerTape:
         self._began_s, self._noted_ms = now_s, 0
         self.tape.record(start)
         self.tape.record(events.ErrorBits(error_bits))
-
-    @property
-    def held_steps(self) -> int:
-        """Steps that are booked and not on the tape."""
-        return int(self.held is not None)
-
-    def hold(self, done: StepDone, now_s: float) -> None:
-        """Keep a step that is booked while it is in flight: the boundary after it has it recorded (:meth:`record_held`)."""
-        self.held = done, now_s
-
-    def record_held(self) -> None:
-        """Record the step that was kept, if there is one."""
-        if self.held is not None:
-            self.step(*self.held)
-            self.held = None
+        self.tape.record(events.SingleStepKept())
 
     def step(self, done: StepDone, now_s: float) -> None:
         """Record an inner step that has ended by now."""
+        if isinstance(self.tape, Unrecorded):  # of a joined loop: no step makes events that are thrown away
+            return
         if done.share is not None and (done.share, done.batch) != self._next:
             self.tape.record(events.Data(done.share, done.batch))
         self.tape.record(events.Step())
@@ -56,6 +43,8 @@ class LearnerTape:
 
     def decision(self, decision: Decision) -> None:
         """Record a boundary's decision."""
+        if isinstance(self.tape, Unrecorded):
+            return
         if decision.changes != self._changes:
             self._changes = decision.changes
             self.tape.record(events.Changed(decision.changes))

@@ -73,9 +73,7 @@ async def append(
     await wait_connected(link.bulk, timeout_s, subject)
     largest_bytes = max(len(data), *map(len, parts)) if parts else len(data)
     if largest_bytes + HEADER_BYTES > link.bulk.max_payload:
-        raise BrokerError(
-            f"{subject}: {largest_bytes} bytes in one message; the server's max_payload is {link.bulk.max_payload}"
-        )
+        raise _too_large(subject, largest_bytes, link.bulk)
     clock = asyncio.get_running_loop().time
     began_s = clock()
     while True:
@@ -139,6 +137,8 @@ async def append_one(
     client: Client, subject: str, data: bytes, *, message_id: str, fence: Fence | None, timeout_s: float
 ) -> int:
     """Store one message; return its stream sequence and raise as :func:`append`."""
+    if len(data) + HEADER_BYTES > client.max_payload:  # the server would close the connection for good
+        raise _too_large(subject, len(data), client)
     try:
         reply = await client.request(subject, data, timeout=timeout_s, headers=_headers(message_id, fence))
     except (nats.errors.Error, TimeoutError) as error:
@@ -220,6 +220,12 @@ class _Batch:
             )
         self.stream = str(self.result["stream"])
         return int(self.result["seq"])
+
+
+def _too_large(subject: str, size_bytes: int, client: Client) -> BrokerError:
+    return BrokerError(
+        f"{subject}: {size_bytes} bytes in one message; the server's max_payload is {client.max_payload} for this process"
+    )
 
 
 def _silence(subject: str, error: Exception, timeout_s: float) -> AppendUncertainError:

@@ -13,6 +13,8 @@ member                   what for
 ``_process_err``
 ``_process_headers``     headers of any bytes; the library's fails at some
 ``_process_info``        no byte is answered to a server that offers an identity no TLS
+``_max_payload``         limit of this identity's account, which the server states once it knows the identity: the library
+                         goes by the greeting, and the server closes the connection of a client that sends more
 ``_transport``           the way to a server (``tcp.py``); the library chooses between two of its own
 ``_public_nkey``         a key without the library's ``nkeys_seed_str``, which needs PyNaCl
 ``_pings_outstanding``   any packet is a sign of life, not only a pong, which waits behind all else on a thin link
@@ -115,6 +117,7 @@ class Client(library.Client):  # type: ignore[misc]  # nats-py is not typed
         self._identity = identity
         self._public_nkey = None if identity is None else identity.public_key
         self.has_jetstream = False  # by the server's configuration, which may still be starting it
+        self.largest_bytes = library.DEFAULT_MAX_PAYLOAD_SIZE  # of a message of any client: this one's may be smaller
         self.told_of_reconnects: set[asyncio.Queue[Any]] = set()  # each gets a None when the connection was remade
         self.asked: set[asyncio.Future[Any]] = set()  # requests under way: their answers would come by this connection alone
         self.denied = 0  # requests that the server denied to this identity
@@ -225,4 +228,9 @@ class Client(library.Client):  # type: ignore[misc]  # nats-py is not typed
             )
         if initial_connection:
             self.has_jetstream = bool(info.get("jetstream"))
+        most_bytes = info.get("max_payload")
+        if type(most_bytes) is int and most_bytes > 0:
+            self._max_payload = most_bytes
+            if initial_connection:
+                self.largest_bytes = most_bytes
         await super()._process_info(info, initial_connection=initial_connection)

@@ -11,7 +11,7 @@ A process has a few names for its consumers of a stream, since a server grants i
 with all of them in use it waits. A consumer that the process had before it was restarted, or that another process of its name
 has, is left alone where another name is free, and replaced otherwise. A reader whose consumer was replaced makes another one.
 
-A server takes an answer without a byte for the last one to a request that came from another account (docs/security.md), and
+A server takes an empty answer for the last one to a request that came from another account (docs/security.md), and
 drops those that follow. So an empty message in the stream ends a request, and others are lost on the way. The numbers
 of the consumer's deliveries tell. Until the reader has caught up, each of its requests is for one message: none can be lost.
 """
@@ -94,7 +94,7 @@ class Puller:
         self._headers_only = headers_only
         # a request that cannot hold the next message would be answered at once, for ever
         window_bytes = window_bytes or (FAR_WINDOW_BYTES if link.far else WINDOW_BYTES)
-        largest_bytes = link.bulk.max_payload + OVERHEAD_BYTES
+        largest_bytes = link.bulk.largest_bytes + OVERHEAD_BYTES
         self._least_bytes, self._most_bytes = largest_bytes, max(largest_bytes, window_bytes // REQUESTS)
         self._half_bytes = self._least_bytes
         self._first_silence_s = self._silence_s = FAR_SILENCE_S if link.far else SILENCE_S

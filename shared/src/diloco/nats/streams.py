@@ -1,4 +1,4 @@
-"""Streams: making them, reading single messages by direct get, purging."""
+"""Streams: making them, reading single messages, purging."""
 
 from __future__ import annotations
 
@@ -314,15 +314,14 @@ async def made_at(link: NatsLink, stream: str) -> str | None:
 
 
 async def _get(link: NatsLink, stream: str, subject: str | None = None, seq: int | None = None) -> Stored | None:
-    api = link.bulk.jetstream(timeout=TIMEOUT_S)
+    where = {} if subject is None else {"last_by_subj" if seq is None else "next_by_subj": subject}
+    which = where if seq is None else {"seq": seq} | where
     try:
-        # any replica answers a direct get, even one without the newest message
-        if await _replicas(link, stream) > 1:
-            where = {} if subject is None else {"last_by_subj" if seq is None else "next_by_subj": subject}
-            which = where if seq is None else {"seq": seq} | where
-            return (await _answer(look_up(link.bulk, stream, which), stream))[0]
-        following = seq is not None and subject is not None
-        message = await _answer(api.get_msg(stream, seq=seq, subject=subject, direct=True, next=following), stream)
+        # Of direct gets no role may use the form whose request is JSON, which may ask for thousands of messages at a time. Any
+        # replica answers a direct get, even one without the newest message.
+        if seq is None and await _replicas(link, stream) == 1:
+            return await _get_last_directly(link, stream, subject)
+        return (await _answer(look_up(link.bulk, stream, which), stream))[0]
     except nats.js.errors.NotFoundError as error:
         if error.err_code == _NO_STREAM:
             raise _missing(stream) from None
@@ -331,6 +330,12 @@ async def _get(link: NatsLink, stream: str, subject: str | None = None, seq: int
         if await exists(link, stream):  # a request about a stream that is not there has no answer
             raise
         raise _missing(stream) from None
+
+
+async def _get_last_directly(link: NatsLink, stream: str, subject: str | None) -> Stored:
+    """Return the last message on a subject, which is part of the request's own subject."""
+    api = link.bulk.jetstream(timeout=TIMEOUT_S)
+    message = await _answer(api.get_msg(stream, subject=subject, direct=True), stream)
     stored_at_s = message.time.timestamp() if message.time is not None else math.inf
     return Stored(str(message.subject), int(message.seq or 0), bytes(message.data or b""), stored_at_s=stored_at_s)
 

@@ -33,6 +33,7 @@ from structlog.typing import EventDict, FilteringBoundLogger
 from diloco.errors import DilocoError
 from diloco.process import logs
 from diloco.process.repeats import WriteOnce
+from diloco.process.sender_counts import MAX_PAIRS, SenderCounts
 
 Logger = FilteringBoundLogger
 Level = Literal["debug", "info", "warning", "error"]
@@ -136,56 +137,26 @@ def write_counts() -> None:
         _write_once.end()
 
 
-class Counted:
-    """Counts refusals, and logs the first of each (sender, kind).
-
-    A sender's name may come from the wire, so the number of distinct pairs is bounded: pairs beyond ``limit`` count under the
-    sender ``*``.
-    """
+class Counted(SenderCounts):
+    """Counts refusals, and logs the first of each (sender, kind)."""
 
     def __init__(
         self,
         logger: Logger,
         event: str = "message_refused",
         *,
-        limit: int = 1024,
+        limit: int = MAX_PAIRS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._log, self._clock = logger, clock
-        self._event = event
-        self._limit = limit
-        self._counts: dict[tuple[str, str], int] = {}
-        self._last_s: dict[str, float] = {}  # by sender
-        self._lock = threading.Lock()
+        super().__init__(limit, clock)
+        self._log, self._event = logger, event
 
     def note(self, sender: str, kind: str, **values: Any) -> int:
         """Count one; log it, with ``values``, if it is the first of this sender and kind. Return their count."""
-        with self._lock:
-            key = (sender, kind)
-            if key not in self._counts and len(self._counts) >= self._limit:
-                key = ("*", "*")
-            count = self._counts[key] = self._counts.get(key, 0) + 1
-            self._last_s[key[0]] = self._clock()
+        counted, count = self.add(sender, kind)
         if count == 1:
-            self._log.warning(self._event, sender=key[0], kind=key[1], **values)
+            self._log.warning(self._event, sender=counted[0], kind=counted[1], **values)
         return count
-
-    @property
-    def total(self) -> int:
-        """Number of all refusals."""
-        with self._lock:
-            return sum(self._counts.values())
-
-    def counts(self) -> dict[tuple[str, str], int]:
-        """Return the number of refusals by (sender, kind), as a copy."""
-        with self._lock:
-            return dict(self._counts)
-
-    def ages_s(self) -> dict[str, float]:
-        """Return the time since the last refusal of each sender."""
-        now_s = self._clock()
-        with self._lock:
-            return {sender: now_s - last_s for sender, last_s in self._last_s.items()}
 
 
 class Progress:

@@ -246,7 +246,7 @@ class Carrier:
         if carried.trace is not None:
             carried.trace.read()
         encode = partial(carried.values.encode, snapshot, carried.bits)
-        quantised = carried.quantised = await self._maker.quantise(index, carried.version, encode, carried.trace)
+        quantised = carried.quantised = await self._maker.quantise(index, carried.version, encode, carried.trace, len(snapshot))
         self.links.write(LEADER, island.Encoded(index, None if quantised is None else quantised.content_hash))
 
     def store_offer(self, store: Store) -> None:

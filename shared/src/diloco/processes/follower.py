@@ -35,6 +35,7 @@ class Follower:
     def __init__(self, part: Part, fragment_map: FragmentMap) -> None:
         self.part, self.map, self.store, self.tape = part, fragment_map, part.carrier.store, Unrecorded()
         self._moment = Moment(0, 1)
+        self.batch = 0, 0  # share and index of the next step's, by the decision that was carried out last
         self._changes = ChangesFollower(part.transport, part.run, part.log, lambda: None)
 
     async def join(self) -> None:
@@ -110,7 +111,7 @@ class Follower:
             DilocoError: as :meth:`Part.boundary`.
         """
         decided, writes = self.part.boundary()
-        self._moment = decisions.moment(decided)
+        self._moment, self.batch = decisions.moment(decided), decided.batch
         return Boundary(
             applies=writes,
             reads=list(decided.reads),

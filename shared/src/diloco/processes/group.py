@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import platform
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
+from diloco import __version__
+from diloco.control.creation import KnownRun
 from diloco.core.tensors.rows import LEADER
 from diloco.errors import IslandError, SettingsError
 from diloco.process import observe
@@ -40,6 +43,12 @@ if TYPE_CHECKING:
     from diloco.states.state import Content
 
 S = TypeVar("S", LeaderAnswer, LoanPeers, Candidate)
+
+
+def common_facts(run: KnownRun) -> dict[str, Any]:
+    """Return the facts that processes of every framework agree on when they meet: their software and the run."""
+    python = ".".join(platform.python_version_tuple()[:2])
+    return {"software": __version__, "python": python, "run": f"{run.name} {run.identity.hex()}"}
 
 
 class Renews(Protocol):

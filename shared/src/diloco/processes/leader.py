@@ -31,7 +31,7 @@ from diloco.member.arrays import Boundary, Initial
 from diloco.member.member import LEAVE_TIMEOUT_S, Member
 from diloco.member.peer import Layout, Loan
 from diloco.process.observe import Logger
-from diloco.process.tape import Recorder
+from diloco.process.tape import Recorder, Unrecorded
 from diloco.processes.lending import Owners, SharedState
 from diloco.processes.part import Part, Saving
 from diloco.settings.service import LearnerSettings
@@ -50,16 +50,19 @@ class Leader:
 
     leads = True
 
-    def __init__(self, part: Part, fragment_map: FragmentMap, settings: LearnerSettings, log: Logger, tape: Recorder) -> None:
-        """Begin; ``part`` is this process's own."""
-        self.part, self.settings, self.log, self.tape = part, settings, log, tape
+    def __init__(
+        self, part: Part, fragment_map: FragmentMap, settings: LearnerSettings, log: Logger, tape: Recorder | None
+    ) -> None:
+        """Begin; ``part`` is this process's own. Without a ``tape`` its processes save no states either, as those of a loop."""
+        self.part, self.settings, self.log, self.tape = part, settings, log, tape or Unrecorded()
         self.member = Member(
-            part.transport, part.run, fragment_map, settings, log, tape=tape, arrays=self, refused=part.refused
+            part.transport, part.run, fragment_map, settings, log, tape=self.tape, arrays=self, refused=part.refused
         )
         self.learner, self.shared = self.member.learner, self.member.shared
         part.lead = self._hear_process
         group = part.group
-        self.decisions = Decisions(self.learner, part.run.identity, group.generation, group.size, part.needed)
+        saves = tape is not None
+        self.decisions = Decisions(self.learner, part.run.identity, group.generation, group.size, part.needed, saves=saves)
         self._moment = Moment(0, 1)
         self._batch = 0, 0
         self.regroups = False  # whether the generation ends by the decision that was made last, so that a larger one begins
@@ -233,24 +236,21 @@ class Leader:
 
     # ---- trainer thread
 
-    def look_ahead(self, done: StepDone | None, batch: tuple[int, int]) -> None:
+    def look_ahead(self, flight: StepDone | None, batch: tuple[int, int]) -> None:
         """Make the next decision while a step is in flight, and tell all processes.
 
-        ``done`` counts that step (None: none is in flight), ``batch`` is share and index of the one after it.
+        ``flight`` counts that step (None: none is in flight), ``batch`` is share and index of the one after it.
         """
         self._batch = batch
-        now_s = self.shared.loop.time()
         with self.shared.lock:
-            if done is not None:
-                self.decisions.book(done)
-                self.member.shares.book(done.share, done.batch, done.tokens)
-                self.member.taped.hold(done, now_s)
-            self._decide(now_s)
+            self.decisions.flight = flight
+            self._decide(self.shared.loop.time())
 
     def _decide(self, now_s: float) -> None:
         self._stage()
         self.regroups = self._may_regroup()
-        ended = self.regroups or self._may_leave(now_s)
+        with decisions.presuming(self.learner, self.decisions.flight):
+            ended = self.regroups or self._may_leave(now_s)
         decided = self.decisions.make(now_s, self._batch, ended=ended, wanted=self.wanted())
         self.shared.loop.call_soon_threadsafe(self.part.links.write_all, decided)
 
@@ -271,7 +271,7 @@ class Leader:
         return self.learner.may_dump or now_s >= by_s + LEAVE_TIMEOUT_S
 
     def boundary(self, done: StepDone | None) -> Boundary:
-        """Carry the next decision out, which is made now if it was not made ahead; ``done`` has loss and times of its step.
+        """Book the step that ended, and carry the next decision out, which is made now if it was not made ahead.
 
         Raises:
             DilocoError: a task of the loop thread failed.
@@ -280,13 +280,14 @@ class Leader:
         with self.shared.lock:
             self.shared.begin_boundary()
             if done is not None:
-                self.learner.accounts.note_outcome(done)
+                self.learner.book(done)
+                self.member.shares.book(done.share, done.batch, done.tokens)
+                self.member.taped.step(done, now_s)
             if self.decisions.made is None:
                 self._decide(now_s)
         decided, writes = self.part.boundary()
         with self.shared.lock:
             decision = self.decisions.carry_out()
-            self.member.taped.record_held()
             self.member.taped.decision(decision)
             if decided.save is not None:
                 self.tape.record(events.Copied())
@@ -338,7 +339,7 @@ class Leader:
     def keep(self) -> tuple[Kept, dict[str, Any]]:
         """Let nothing change any more, and return the word for the state as of the last boundary, and its accounts.
 
-        The step since then has not ended. Call it in the loop's thread: what was said before is in the state.
+        Call it in the loop's thread: what was said before is in the state.
 
         Raises:
             IslandError: there is no state to go on from.
@@ -348,8 +349,7 @@ class Leader:
             if any(state.phase in (Phase.JOINING, Phase.INVALID) for state in self.learner.fragments):
                 raise IslandError("a fragment has not joined the log yet, or its value is not finite")
             self.tape.record(events.Copied())
-            held = self.member.taped.held
-            accounts, _ = self.learner.dump(self.member.shares.positions(), None if held is None else held[0])
+            accounts, _ = self.learner.dump(self.member.shares.positions())
             number, generation = self.decisions.course.number - 1, self.decisions.course.generation
         return Kept(set_name(generation, number, kept=True), number), accounts
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,7 +35,8 @@ RETRY_S = 0.2  # until a process listens at an address
 REACH_S = 5.0  # to connect: a host that is gone says nothing
 MAX_CONNECTIONS = 2048  # twice the processes that there may be
 STANDING_S = 0.5  # between two words on what a process does; several within the least `processes.silent_s`
-SIGNS = 2  # of a process that has come, after which it is there: one may have been under way when it ended
+SIGNS = 3  # of a process that has come, after which it is there: some may have been under way when it ended
+SIGN_APART_S = STANDING_S / 2  # signs that a network held back come at once, and count as one
 SIGNS_S = 3.0  # within so long they come, also from a busy host
 LOOK_S = 0.1  # between two looks for them
 WORDS: Mapping[str, type[Message]] = {kind.kind: kind for kind in (Standing, Welcome, Refused)}  # of one that listens
@@ -53,7 +55,13 @@ class _Arrived:
     arrival: Arrival
     stream: Stream
     signs: int = 0  # of life, since it has come
+    signed_s: float = -math.inf  # when the last one came
     gone: bool = False
+
+    def note_sign(self, now_s: float) -> None:
+        """Take in a sign of life."""
+        if now_s - self.signed_s >= SIGN_APART_S:
+            self.signs, self.signed_s = self.signs + 1, now_s
 
     async def is_there(self) -> bool:
         """Return whether the process is there yet, and not lost with its host."""
@@ -298,7 +306,7 @@ class Meeting:
         self._look()
         try:
             while await stream.heard():
-                arrived.signs += 1
+                arrived.note_sign(asyncio.get_running_loop().time())
         finally:  # it has been welcomed, or begins again
             self._go(arrived)
 

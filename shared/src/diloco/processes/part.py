@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 from diloco.control.creation import KnownRun
 from diloco.core.learner.decisions import Course
 from diloco.core.learner.delta import VersionWrite
-from diloco.core.learner.fragment_state import Reader
-from diloco.core.tensors.rows import LEADER, RowLayout
+from diloco.core.learner.fragment_state import HostReader, Reader
+from diloco.core.tensors.fragments import FragmentMap
+from diloco.core.tensors.rows import LEADER, RowLayout, carriers
 from diloco.errors import IslandError
 from diloco.log.log import Log
 from diloco.member.member_tracing import MemberTraces
@@ -40,6 +41,7 @@ from diloco.wire.framing import Message
 from diloco.wire.process_messages import Decided, PartSaved, Save, Write
 
 Vector = NDArray[np.float32]
+Deal = Callable[[Sequence[int]], Sequence[RowLayout]]  # of the carriers: the rows of all processes; both by fragment
 
 LOOK_S = 0.5  # whether a process that rows are awaited of has ended
 
@@ -108,6 +110,8 @@ class Part:
         self._decided: deque[_Due] = deque()  # not carried out; the lock is held
         self.saving: Saving | None = None  # as of the boundary that was carried out last
         self._failure: BaseException | None = None
+        self._copy: tuple[int, dict[str, NDArray[Any]]] | None = None  # the newest: number of the decision, and arrays
+        self._copied = asyncio.Event()
         self._readings: dict[tuple[int, int], Reader] = {}  # by fragment and decision
         self._asked: set[tuple[int, int]] = set()  # readings that are asked for and have not been made
         self._whole: dict[int, set[int]] = {}  # by fragment: processes whose rows came to a leader that gathers
@@ -161,6 +165,9 @@ class Part:
                 self._hand_over(message)
             case island.Store():
                 self.carrier.store_offer(message)
+            case island.CopyState():
+                self._copy = message.number, self.arrays(message.number)
+                self._copied.set()
             case island.AskSlice() | island.Slice() | island.DropLoan():
                 self.lent.hear(source, message, content)
             case island.Gather():
@@ -220,6 +227,28 @@ class Part:
             raise IslandError(f"process {self.links.place}: asked for decision {number}, but the newest is {self._newest}")
         return self.carrier.dump(before=number < self._newest)
 
+    async def copied(self, number: int, within_s: float) -> dict[str, NDArray[Any]]:
+        """Return the carried fragments' arrays, any dtype [...] by name, once the leader has had them copied.
+
+        They are as decision ``number`` leaves them.
+
+        Raises:
+            IslandError: the leader has none copied of then.
+        """
+        try:
+            async with asyncio.timeout(within_s):
+                while self._copy is None or self._copy[0] != number:
+                    self._copied.clear()
+                    await self._copied.wait()
+        except TimeoutError:
+            found = "has asked for none" if self._copy is None else f"has asked for that of boundary {self._copy[0]}"
+            raise IslandError(
+                f"{self.links.name(self.links.place)} asked for its state as of boundary {number}, and process 0 {found} "
+                f"within {within_s:g} s: ask for it in all processes, after the same step"
+            ) from None
+        (_, arrays), self._copy = self._copy, None
+        return arrays
+
     # ---- readings
 
     def _hand_over(self, encode: island.Encode) -> None:
@@ -238,7 +267,7 @@ class Part:
         carrier = self.carriers[fragment]
         if carrier != self.links.place and not self.shipping.rows(fragment, self.links.place, "snapshot").size:
             return
-        vector = await asyncio.to_thread(reader)
+        vector = reader() if isinstance(reader, HostReader) else await asyncio.to_thread(reader)
         if carrier == self.links.place:
             self.shipping.add(fragment, "snapshot", number, vector)
             self.carrier.receive_snapshot(carrier, fragment, number)
@@ -335,3 +364,36 @@ class Part:
         self._news.wait_for(lambda: self.is_decided)
         if self._failure is not None:
             raise self._failure
+
+
+def make_part(
+    transport: Transport,
+    run: KnownRun,
+    group: Group,
+    fragments: FragmentMap,
+    *,
+    deal: Deal,
+    read: Callable[[int], Vector],
+    log: Logger,
+    telemetry: Telemetry | None,
+) -> Part:
+    """Return a process's part in a group that has met. Call it in the loop's thread.
+
+    ``read`` gives a fragment as it is between steps, float32 [size], with this process's rows in it.
+    """
+    dealt, refused = carriers([fragment.size for fragment in fragments.fragments], group.size), Counted(log)
+    group.links.sign_of_life = lambda: island.Ping(transport.bytes_out, transport.bytes_in, refused.total)
+    part = Part(
+        transport,
+        run,
+        group,
+        store=Log(transport, run.name, run.identity, fragments, run.created),
+        layouts=deal(dealt),
+        carriers=dealt,
+        read=read,
+        refused=refused,
+        log=log,
+        telemetry=telemetry,
+    )
+    log.info("carries", fragments=part.carrier.fragments, parameters=part.carried_parameters)
+    return part

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 from diloco.core.learner.learner import ACCOUNTS
 from diloco.core.learner.saving import same_generation
@@ -29,13 +30,24 @@ Check = Callable[[State], None]  # raises one of them where this process does no
 
 @dataclass(frozen=True)
 class Fit:
+    """A state that this process can begin from."""
+
+    name: str  # that all its parts have
+    accounts: Mapping[str, Any]  # plain values, of the leader's part
+    offers: list[list[Pending]]  # by fragment: those whose fate it does not know
+    bare: list[int]  # fragments of whose accounts it has no arrays
+    carried: carrier.Restored
+
+
+@dataclass(frozen=True)
+class CheckpointFit(Fit):
     """A checkpoint that this process can begin from."""
 
     path: Path
     saved: State
-    offers: list[list[Pending]]  # by fragment: those whose fate it does not know
-    bare: list[int]  # fragments of whose accounts it has no arrays
-    carried: carrier.Restored
+
+
+F = TypeVar("F", bound=Fit)
 
 
 def own_place(
@@ -61,35 +73,63 @@ def own_place(
     return path, previous if state.is_of(path, run, settings.name, save.whole) else None
 
 
-async def begin_again(settings: LearnerSettings, part: Part, leader: Leader | None, check: Check, log: Logger) -> Fit | None:
+async def begin_again(
+    settings: LearnerSettings, part: Part, leader: Leader | None, check: Check, log: Logger
+) -> CheckpointFit | None:
     """Take over the accounts of the newest checkpoint that all processes can begin from; None: there is none.
 
-    Files are read in threads. The caller takes over the model's values: all processes do so, of the same checkpoint.
+    The caller takes over the model's values: all processes do so, of the same checkpoint.
     """
-    group = part.group
-    fits = iter(()) if leader is None else _fitting(settings, part, leader, check, log)
+
+    def refused(fit: CheckpointFit, reason: str) -> None:
+        log.warning("checkpoint_refused", file=str(fit.path), reason=reason)
+
+    if leader is None:
+        return await agree_on_state(part, None, named=lambda candidate: _named(settings, candidate, part, check))
+    return await agree_on_state(part, leader, fits=_fitting(settings, part, leader, check, log), refused=refused)
+
+
+async def agree_on_state(
+    part: Part,
+    leader: Leader | None,
+    *,
+    fits: Iterable[F] = (),
+    named: Callable[[Candidate], F] | None = None,
+    refused: Callable[[F, str], None] = lambda fit, reason: None,
+) -> F | None:
+    """Take over the accounts of the first state that all processes can begin from; None: there is none.
+
+    ``fits`` are the leader's, the best one first, and ``refused`` hears which one is not taken over and why. ``named`` gives
+    another process's part of one, or raises one of UNFIT. They may read files: they are called in threads.
+    """
+    group, fits = part.group, iter(fits)
     for number in itertools.count():
         stage, fit = f"checkpoint {number}", await asyncio.to_thread(next, fits, None)
         said = None
         if leader is not None:
-            said = Candidate(stage, None, [], []) if fit is None else Candidate(stage, fit.saved.set_name, fit.offers, fit.bare)
+            said = Candidate(stage, None, [], []) if fit is None else Candidate(stage, fit.name, fit.offers, fit.bare)
         candidate = await group.hear_leader(Candidate, stage, said)
         if candidate.name is None:
             return None
         problem = ""
-        if leader is None:
+        if named is not None:
             try:
-                fit = await asyncio.to_thread(_named, settings, candidate, part, check)
+                fit = await asyncio.to_thread(named, candidate)
             except UNFIT as error:
                 problem = str(error)
-        differs = await group.difference(stage, {"checkpoint": problem})
-        taken = None if leader is None or fit is None else _restored(leader, fit, differs, log)
+        reason = await group.difference(stage, {"checkpoint": problem})
+        taken = None
+        if leader is not None and fit is not None:
+            reason = reason or _restored(leader, fit)
+            taken = not reason
+            if reason:
+                refused(fit, reason)
         if not await group.hear_answer(f"{stage}, taken", taken):
             continue
         assert fit is not None
         part.carrier.restore(fit.carried)
         if leader is not None:
-            leader.note_restored(fit.saved.set_name)
+            leader.note_restored(fit.name)
         return fit
     raise AssertionError("a generation ends with the leader's last word")
 
@@ -111,7 +151,7 @@ def newest_first(settings: LearnerSettings, run: bytes) -> list[Path]:
     return sorted(times, key=lambda path: -times[path])  # of two of one time the one that is kept
 
 
-def _fitting(settings: LearnerSettings, part: Part, leader: Leader, check: Check, log: Logger) -> Iterator[Fit]:
+def _fitting(settings: LearnerSettings, part: Part, leader: Leader, check: Check, log: Logger) -> Iterator[CheckpointFit]:
     """Yield the checkpoints that the leader can begin from, the newest first; name those from which it cannot."""
     kept = StateFolder(settings.state_dir, settings.name).kept()
     for path in newest_first(settings, part.run.identity):
@@ -130,7 +170,7 @@ def _bare(saved: State, fragments: int) -> list[int]:
     return [index for index in range(fragments) if not saved.layout(f"{ACCOUNTS}{index}/")]
 
 
-def _named(settings: LearnerSettings, candidate: Candidate, part: Part, check: Check) -> Fit:
+def _named(settings: LearnerSettings, candidate: Candidate, part: Part, check: Check) -> CheckpointFit:
     """Return the checkpoint that the leader has named, as far as it is here.
 
     Raises:
@@ -141,7 +181,7 @@ def _named(settings: LearnerSettings, candidate: Candidate, part: Part, check: C
     return _fit(Path(candidate.name), saved, candidate.offers, candidate.bare, part, check)
 
 
-def _fit(path: Path, saved: State, offers: list[list[Pending]], bare: list[int], part: Part, check: Check) -> Fit:
+def _fit(path: Path, saved: State, offers: list[list[Pending]], bare: list[int], part: Part, check: Check) -> CheckpointFit:
     """Check that this process finds all that it needs in a state: for its devices, and of the fragments that it carries.
 
     Raises:
@@ -151,22 +191,19 @@ def _fit(path: Path, saved: State, offers: list[list[Pending]], bare: list[int],
     carrying = part.carrier
     arrays = {name: array for index in carrying.fragments for name, array in saved.arrays(f"{ACCOUNTS}{index}/").items()}
     try:
-        return Fit(path, saved, offers, bare, carrying.loaded(offers, arrays, bare))
+        carried = carrying.loaded(offers, arrays, bare)
     except LookupError as error:
         raise RunError(
             f"checkpoint: accounts of a fragment that this process carries are missing ({error}): another process of this "
             "learner saved them; give all its processes the same shared state_dir"
         ) from None
+    return CheckpointFit(saved.set_name, saved.accounts, offers, bare, carried, path=path, saved=saved)
 
 
-def _restored(leader: Leader, fit: Fit, differs: str, log: Logger) -> bool:
-    """Have the leader go on with a checkpoint's accounts; if it cannot, or others cannot begin from it, say so."""
-    reason = differs
-    if not reason:
-        try:
-            leader.member.restore(fit.saved.accounts, {}, fit.bare)
-        except UNFIT as error:
-            reason = str(error)
-    if reason:
-        log.warning("checkpoint_refused", file=str(fit.path), reason=reason)
-    return not reason
+def _restored(leader: Leader, fit: Fit) -> str:
+    """Have the leader go on with a state's accounts; return why it cannot, empty if it does."""
+    try:
+        leader.member.restore(fit.accounts, {}, fit.bare)
+    except UNFIT as error:
+        return str(error)
+    return ""

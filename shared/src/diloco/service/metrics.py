@@ -23,6 +23,7 @@ from diloco.nats import clock
 from diloco.nats.transport import NatsTransport
 from diloco.process import telemetry
 from diloco.process.observe import Counted, Logger
+from diloco.process.sender_counts import SenderCounts
 from diloco.process.tasks import end
 from diloco.process.telemetry import Telemetry
 from diloco.settings.service import ServiceSettings, host_and_port
@@ -119,6 +120,15 @@ def by_kind(refused: Counted) -> Labelled:
     for (_, kind), count in refused.counts().items():
         kinds[kind,] = kinds.get((kind,), 0) + count
     return kinds
+
+
+def by_sender(counted: SenderCounts) -> Labelled:
+    """Return counts by sender and reason. Senders' names may come from the wire: they are cut, and their number is bounded."""
+    found: dict[tuple[str, ...], float] = {}
+    for (sender, reason), count in counted.counts().items():
+        pair = _label(sender), _label(reason)
+        found[pair] = found.get(pair, 0.0) + count
+    return found
 
 
 def families(metrics: Iterable[Metric[T]], source: T, labels: Mapping[str, str]) -> Iterator[Family]:
@@ -353,20 +363,39 @@ def _certificate_s(exporter: Exporter) -> float | None:
     return exporter.transport.identity.expires.timestamp() - exporter.transport.wall_s()
 
 
+def _refused(exporter: Exporter) -> Labelled:
+    """Return the number of refused messages by sender and kind of error."""
+    refused = None if exporter.observed is None else exporter.observed.refused
+    beats, found = _beats(exporter), dict[tuple[str, ...], float]()
+    for (sender, kind), count in ({} if refused is None else refused.counts()).items():
+        pair = _sender(sender, beats), _label(kind)
+        found[pair] = found.get(pair, 0.0) + count
+    return found
+
+
+def _beats(exporter: Exporter) -> list[str]:
+    """Return what stands before a sender's name in the subjects of heartbeats."""
+    subjects = Subjects(exporter.settings.run)
+    return [subjects.heartbeat(""), subjects.shard("")]
+
+
 def _senders(exporter: Exporter) -> Labelled:
     """Return the time since a message of a sender was refused, for few senders: their names may come from the wire."""
     refused = None if exporter.observed is None else exporter.observed.refused
     ages_s = {} if refused is None else refused.ages_s()
     newest = sorted(ages_s.items(), key=lambda item: item[1])[:SENDERS]
     # a message that cannot be read is known by its subject, which ends in its sender's name
-    subjects = Subjects(exporter.settings.run)
-    beats = [subjects.heartbeat(""), subjects.shard("")]
+    beats = _beats(exporter)
     return {(_sender(text, beats),): age_s for text, age_s in newest if age_s < SENDERS_S}
 
 
 def _sender(text: str, prefixes: Iterable[str]) -> str:
     for prefix in prefixes:
         text = text.removeprefix(prefix)
+    return _label(text)
+
+
+def _label(text: str) -> str:
     return text.encode("ascii", "backslashreplace").decode()[:SENDER_LENGTH]
 
 
@@ -398,6 +427,12 @@ COMMON: tuple[Metric[Exporter], ...] = (
         "gauge",
         "Unix time at which the process started",
         lambda exporter: exporter.began_s,
+    ),
+    Metric(
+        "diloco_tasks",
+        "gauge",
+        "Asyncio tasks that have not ended, in the event loop that answers `/metrics`",
+        lambda _: float(len(asyncio.all_tasks())),
     ),
 )
 # of processes that are connected to NATS
@@ -443,6 +478,13 @@ CONNECTED: tuple[Metric[Exporter], ...] = (
         "gauge",
         "Time until the certificate of the process's identity expires",
         _certificate_s,
+    ),
+    Metric(
+        "diloco_refused_sender_messages_total",
+        "counter",
+        "Messages that were refused, by sender and kind of error; at most 1024 pairs",
+        _refused,
+        ("sender", "kind"),
     ),
     Metric(
         "diloco_refused_sender_age_seconds",

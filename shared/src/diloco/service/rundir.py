@@ -29,10 +29,11 @@ class RunDirectory:
     nats_url: str
     data: str | None
     settings: RunSettings
-    learners: int | None = None  # that are started here; None: as many as the data has shares
+    learners: int | None = None  # that are started here; None: as many as the data has shares; 0: they are loops elsewhere
     devices_per_learner: int | None = None  # None: as many as JAX finds
     processes_per_learner: int | None = None  # None: one
     least_processes: int | None = None  # of each learner, that go on where others are lost; None: all begin again together
+    torch_processes: int | None = None  # of each learner that computes with PyTorch; None: one
     nats_bulk_url: str | None = None  # of the region from which the log is read, in a run with regions
     region_urls: dict[str, str] | None = None  # of each region's own server, where all are known
     identity: str | None = None  # file of the identity of commands
@@ -48,7 +49,12 @@ class RunDirectory:
 
     @property
     def learner_names(self) -> list[str]:
-        return [f"learner-{i}" for i in range(self.learners or self.settings.learners)]
+        return [f"learner-{i}" for i in range(self.settings.learners if self.learners is None else self.learners)]
+
+    @property
+    def starts_learners(self) -> bool:
+        """Whether learners are started here, and an evaluator of their task; else they are loops that join by themselves."""
+        return self.learners != 0
 
     @property
     def shrinks(self) -> bool:
@@ -76,6 +82,7 @@ class RunDirectory:
             devices_per_learner=old.devices_per_learner,
             processes_per_learner=old.processes_per_learner,
             least_processes=old.least_processes,
+            torch_processes=old.torch_processes,
             torch=torch or None,
         )
 
@@ -104,6 +111,7 @@ def load(path: Path) -> RunDirectory:
         kinds: dict[str, Any] = {"name": str, "nats_url": str, "data": str | None, "init": str | None, "learners": int | None}
         kinds |= {"nats_bulk_url": str | None, "wan_control": str | None, "identity": str | None}
         kinds |= {"devices_per_learner": int | None, "processes_per_learner": int | None, "least_processes": int | None}
+        kinds |= {"torch_processes": int | None}
         kinds |= {"command": str | None, "host": str | None, "began_at_s": float | None, "framework": str | None}
         kinds |= {"region_urls": dict | None, "units": str | None, "init_names": str | None, "torch": dict | None}
         for key, kind in kinds.items():

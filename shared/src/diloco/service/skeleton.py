@@ -164,6 +164,8 @@ async def connect(
 ) -> NatsTransport:
     """Connect to NATS, and wait for it, by default without limit; as one of a learner's ``processes``.
 
+    The kernels are imported at the same time, in a thread of their own.
+
     Raises:
         SettingsError: the identity is not one for ``role`` and these settings.
         BrokerError: there is a limit, and no server within it.
@@ -171,12 +173,12 @@ async def connect(
     resolving.use_own_threads(asyncio.get_running_loop())
     caches = [settings.cache_dir] if isinstance(settings, LearnerSettings) else []
     kernel_cache.choose(*caches, settings.state_dir)
-    kernels.load()
     identity = None
     if settings.identity is not None:
         identity = of_service(settings.identity, settings.name, settings.run, settings.region, role, processes.count)
     name, index = process_name(settings), processes.index
-    transport = await NatsTransport.open(settings.nats_url, settings.bulk_url, name, log, give_up_after_s, identity, index)
+    opening = NatsTransport.open(settings.nats_url, settings.bulk_url, name, log, give_up_after_s, identity, index)
+    _, transport = await asyncio.gather(asyncio.to_thread(kernels.load), opening)
     transport.clock_file, transport.alive_file = settings.clock_file, settings.alive_file
     return transport
 

@@ -12,6 +12,7 @@ from diloco.settings.validation import all_names, nearest, parse
 
 # the optimizer that the papers name, with its best rate here (docs/quality.md)
 _ADAMW = {"optimizer": "adamw", "learning_rate": 0.016}
+_UNJUDGED = {"factor": 0.0}  # every offer is merged, as published
 
 _PRESETS: dict[str, dict[str, Any]] = {
     # ours: the published structure, four bits both ways, the overlap kept, defaults that measured best
@@ -24,6 +25,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
     # newest value (docs/user-guide.md): a limit of staleness of 0 would drop them, and with them what slow learners did.
     "published": {
         "inner": _ADAMW,
+        "quarantine": _UNJUDGED,
         "round": {"grace_capped": True},
         "merge": {"granularity": "tensor", "against": "current"},
         "outer": {"learning_rate": 0.4, "momentum": 0.9},
@@ -36,6 +38,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
     # E3M0, of 4 bits: ours are int4.
     "streaming": {
         "inner": _ADAMW,
+        "quarantine": _UNJUDGED,
         "fragments": {"count": 37, "strategy": "layers", "layers": 3},
         "round": {"steps": 100, "quorum": "all", "grace_factor": 0.0, "overlap_steps": 1.0},
         "merge": {"method": "average", "weights": "equal", "against": "current"},
@@ -47,6 +50,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
     # DiLoCo (arXiv 2311.08105): the whole model every 500 steps, and no learner goes on before the new version is there
     "diloco": {
         "inner": _ADAMW,
+        "quarantine": _UNJUDGED,
         "shards": 1,
         "fragments": {"count": 1},
         "round": {"steps": 500, "quorum": "all", "grace_factor": 0.0, "learners_wait": True},
@@ -59,6 +63,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
     # and an all-gather from them. So many fragments share the model evenly between the owners of two regions or three.
     "data-parallel": {
         "inner": _ADAMW,
+        "quarantine": _UNJUDGED,
         "fragments": {"count": 12},
         "round": {
             "steps": 1,

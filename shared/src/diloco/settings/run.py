@@ -32,7 +32,7 @@ AdaptiveBits = Literal[4, 8, 16, 32]
 # features that a run requires of its members
 TWO_BITS = "two_bits"  # an encoding of 2 bits
 CONTINUES = "continues"  # a version 0 that another run ended with, and shares that begin where that one's ended
-
+REGIONAL_QUARANTINE = "regional_quarantine"  # outliers are judged where a region merges its learners' offers
 
 MAX_NAME = 48  # characters
 NAME_PATTERN = rf"^[a-z0-9][a-z0-9_-]{{0,{MAX_NAME - 1}}}$"
@@ -247,14 +247,18 @@ class QuarantineSettings(_Section):
     """Offers left out of a merge, and exclusion of a learner whose outer gradients are outliers (off where ``factor`` is 0)."""
 
     factor: float = Field(
-        0.0,
+        5.0,
         ge=0,
         le=1e9,
-        description="an offer is an outlier if its norm is above so many times the median norm of the other learners' "
-        "recent offers; 0: never",
+        description="an offer is an outlier, and left out of the merge or cut, if its norm is above so many times the median "
+        "norm of the other learners' recent offers; 0: never",
     )
     offers: int = Field(
-        1, ge=1, le=1000, description="number of consecutive outliers in one fragment after which the learner is quarantined"
+        1,
+        ge=1,
+        le=1000,
+        description="number of consecutive outliers after which a fragment counts; a learner is quarantined while more than "
+        "half of the fragments count",
     )
     merge_factor: float = Field(
         100.0,
@@ -395,11 +399,6 @@ class RunSettings(_Section):
                 "regions.merge = true with merge.against = current: an owner can take only single offers against its "
                 "current value, and a region sends merged ones; set merge.against = base"
             )
-        if self.regions.merge and self.quarantine.factor:
-            raise ValueError(
-                "quarantine.factor with regions.merge: a region sends merged offers, so an owner cannot see the norms of "
-                "single ones; set only one of these settings"
-            )
         if self.offers_gradients:
             self._gradients_alone()
         if self.apply.at == "overlap":
@@ -448,7 +447,11 @@ class RunSettings(_Section):
     @property
     def requires(self) -> list[str]:
         """Names of the features that each member of such a run must know (docs/protocol.md, section 16)."""
-        needed = {TWO_BITS: 2 in (self.codec.offer_bits, self.codec.record_bits), CONTINUES: self.continues is not None}
+        needed = {
+            TWO_BITS: 2 in (self.codec.offer_bits, self.codec.record_bits),
+            CONTINUES: self.continues is not None,
+            REGIONAL_QUARANTINE: self.regions.merge and self.quarantine.factor > 0,  # earlier versions refuse the two together
+        }
         return [feature for feature, is_needed in needed.items() if is_needed]
 
     def quorum(self, live_learners: int) -> int:

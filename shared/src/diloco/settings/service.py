@@ -141,6 +141,11 @@ class MeshSettings(BaseModel):
     )
     tensor: int = Field(1, ge=1, description="devices that share the tensors whose partition names this axis")
 
+    def axes(self, devices: int) -> dict[str, int]:
+        """Return the sizes of its axes on so many devices, whose product is another number where they do not fit it."""
+        fsdp = self.fsdp or max(1, devices // (self.data * self.tensor))
+        return {"data": self.data, "fsdp": fsdp, "tensor": self.tensor}
+
     def of(self, present: int, count: int) -> MeshSettings | None:
         """Return the mesh of so many of ``count`` processes: of as many replicas less; None if a part of one would be left."""
         data, part = divmod(self.data * present, count)
@@ -288,6 +293,7 @@ class CoordinatorSettings(ServiceSettings):
     """The coordinator's own settings; ``settings`` is the run that it creates if the server does not have it yet."""
 
     settings: RunSettings = RunSettings()
+    region_urls: dict[RegionName, str] = Field({}, description="bulk servers of the other regions, whose logs it shortens")
     started_by: str = Field("", description="command line that started the run, for its page")
     report_follows: bool = Field(
         False, description="the page at the run's end is marked preliminary, because diloco up replaces it by the final report"
@@ -341,6 +347,13 @@ class ServerWatchSettings(ServiceSettings):
         description="file to which the server writes its PID (`-P`), for a container in the server's network: if the "
         "server is silent and was restarted, the watching process ends, so that it is restarted in the new "
         "network",
+    )
+
+    log_file: Path | None = Field(
+        None, description="file that the server logs to (`log_file` in its configuration), to count permission violations"
+    )
+    lists_file: Path | None = Field(
+        None, description="the server's `auth.conf`, for the names of identities in these counts; none: a hash of their keys"
     )
 
     @field_validator("monitor_address")

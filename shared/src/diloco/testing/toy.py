@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,8 @@ class ToyLearner:
     Without ``founds`` it waits for another learner's model, whatever that is, and trains a copy of it.
     """
 
+    tensors: Sequence[TensorSpec] = TENSORS
+
     def __init__(self, process: VirtualProcess, run_name: str, *, step_s: float, tokens: int, founds: bool) -> None:
         self.process, self.run_name = process, run_name
         self.step_s, self.tokens, self.founds = step_s, tokens, founds
@@ -42,7 +44,7 @@ class ToyLearner:
         """Join the run, and train to its end."""
         transport, log = self.process.transport, get_logger()
         run = await creation.find(transport, self.run_name, log)
-        fragments = cut_model(TENSORS, run.created.fragments) if self.founds else await creation.find_map(run)
+        fragments = cut_model(self.tensors, run.created.fragments) if self.founds else await creation.find_map(run)
         member = Member(transport, run, fragments, LearnerSettings(name=self.process.name, run=self.run_name), log)
         began(member)
         try:
@@ -66,16 +68,24 @@ class ToyLearner:
                 continue
             share, batch = dealt.next(member.leased())
             await asyncio.sleep(self.step_s)
-            for values in self.values:
-                values += RATE * (1 - values)
-            loss = float(np.mean([np.square(1 - values).mean() for values in self.values]))
+            loss = self.step(share, batch)
             done = StepDone(tokens=self.tokens, share=share, batch=batch, loss=loss, busy_s=self.step_s, blocked_s=0.0)
+
+    def step(self, share: int, batch: int) -> float:
+        """Take a step on a batch, and return its loss."""
+        for values in self.values:
+            values += RATE * (1 - values)
+        return float(np.mean([np.square(1 - values).mean() for values in self.values]))
+
+    def offered(self, index: int) -> Vector:
+        """Return what is offered of a fragment: its values, float32 [size of the fragment]."""
+        return self.values[index].copy()
 
     def _carry_out(self, member: Member, boundary: Boundary) -> None:
         for index, write in boundary.applies:
             self._write(index, write)
         for index in boundary.reads:
-            values = self.values[index].copy()
+            values = self.offered(index)
             member.submit(index, lambda values=values: values)  # type: ignore[misc]
 
     def _write(self, index: int, write: VersionWrite) -> None:

@@ -84,6 +84,7 @@ class VirtualRun:
         params: Callable[[], Any],
         tokens: int = 16,
         step_s: float = 0.1,
+        before: Callable[[Any], object] | None = None,
         **more: Any,
     ) -> None:
         """Begin a learner that is a loop of one's own: ``loop(run)`` is called in ``with diloco.join(...) as run``.
@@ -95,6 +96,7 @@ class VirtualRun:
             params: makes the parameters of each process of that name.
             tokens: of each step.
             step_s: seconds of each step.
+            before: is called with the run before it is entered, for ``run.load_state_dict``.
             more: other arguments of ``diloco.join``, such as ``data="own"``.
         """
         join = _installed("loop", "diloco-learner")
@@ -103,7 +105,10 @@ class VirtualRun:
             around = partial(_Surroundings, process, step_s, partial(self._members.__setitem__, name))
 
             def work() -> None:
-                with join(params(), run=RUN, name=name, tokens=tokens, surround=around, **more) as run:
+                joined = join(params(), run=RUN, name=name, tokens=tokens, surround=around, **more)
+                if before is not None:
+                    before(joined)
+                with joined as run:
                     loop(run)
 
             thread = threads.Thread(process.loop, work)
@@ -247,7 +252,7 @@ class _Process(VirtualProcess):
 
 
 class _Surroundings:
-    """The virtual surroundings of a loop (``diloco_learner.joining.Surroundings``): its process, its clock, its server."""
+    """Surroundings of a loop in virtual time (``diloco_learner.run.surroundings``): its process, its clock, its server."""
 
     def __init__(self, process: VirtualProcess, step_s: float, joined: Callable[[Member], None]) -> None:
         self._process, self._step_s, self._joined = process, step_s, joined
@@ -255,14 +260,15 @@ class _Surroundings:
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         result: T = threads.run_coroutine_threadsafe(work, self._loop).result()
-        if isinstance(result, Member):
-            self._joined(result)
+        member = getattr(result, "member", None)  # of the side that a loop of one process has
+        if isinstance(member, Member):
+            self._joined(member)
         return result
 
     async def connect(self, settings: LearnerSettings, log: Logger, within_s: float) -> VirtualTransport:
         return self._process.transport
 
-    def wait(self, member: Member, timeout_s: float) -> None:
+    def wait(self, steered: object, timeout_s: float) -> None:
         threads.sleep(min(timeout_s, LOOK_S))
 
     def end_step(self) -> None:

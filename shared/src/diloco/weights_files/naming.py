@@ -26,7 +26,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from diloco.core.tensors.arrangement import Arrangement
-from diloco.core.tensors.fragments import Fragment, Piece, TensorSpec
+from diloco.core.tensors.fragments import STATE_PATH, Fragment, Piece, TensorSpec
 from diloco.errors import SettingsError
 from diloco.settings.validation import nearest
 
@@ -141,6 +141,12 @@ def read_names(path: Path, source: str) -> Names:
             raise SettingsError(f"{source}, line {line}: {key!r} is already in line {lines[key]}")
         lines[key] = line
     return Names(found, source, lines)
+
+
+def torch_names(tensors: Sequence[TensorSpec], source: str) -> Names:
+    """Return the names that tensors have in the ``state_dict()`` of PyTorch's module, whose names became their paths."""
+    paths = {tensor.path: tensor.path.removeprefix(STATE_PATH) if tensor.state else tensor.path for tensor in tensors}
+    return Names({path: name.replace("/", ".") for path, name in paths.items()}, source)
 
 
 def read_object(path: Path, source: str) -> tuple[dict[str, Any], str]:

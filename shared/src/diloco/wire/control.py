@@ -8,6 +8,7 @@ from msgspec import Meta
 
 from diloco.wire.body import ATTEMPT_BYTES, Attempt
 from diloco.wire.fields import (
+    BY_FRAGMENT,
     MAX_FRAGMENTS,
     MAX_MEMBERS,
     MAX_REGIONS,
@@ -33,8 +34,13 @@ MAX_SAID = 500  # characters
 MAX_PARTS = 1023  # files of a learner's state, besides the first
 
 MAX_PLACE = 100  # characters
+MAX_REPORTED = 256  # pairs of sender and reason
+MAX_SENDER, MAX_REASON = 64, 32  # characters
 
 Said = Annotated[str, Meta(max_length=MAX_SAID)]  # for people
+SenderText = Annotated[str, Meta(max_length=MAX_SENDER)]  # may come from the wire: any characters
+ReasonText = Annotated[str, Meta(max_length=MAX_REASON)]
+Reported = Literal["message", "offer", "missed", "heartbeat", "in_vain"]  # refused; refused; late; dropped; waited for
 Place = Annotated[str, Meta(max_length=MAX_PLACE)]  # a device or a host, for people; may be empty
 
 
@@ -96,6 +102,19 @@ class Gauges(Message, frozen=True):
     host: Place
 
 
+class ValidationLoss(Message, frozen=True):
+    """Loss that a learner's own training loop has found on validation data. Not stored.
+
+    It has the subject of :class:`Gauges`.
+    """
+
+    kind = "validation_loss"
+    subject_field = "learner"
+
+    learner: MemberName
+    loss: float  # of one item, such as a token
+
+
 class ShardHeartbeat(Message, frozen=True):
     """A syncer's heartbeat, six times in ``liveness.takeover_s``. Not stored."""
 
@@ -112,7 +131,7 @@ class ShardHeartbeat(Message, frozen=True):
     closed: Counts  # fragments with a closed log, as far as it knows
     rounds: Count
     versions: Count
-    open: Annotated[list[tuple[FragmentIndex, Count, Count, Seconds]], Meta(max_length=MAX_FRAGMENTS)]
+    open: Annotated[list[tuple[FragmentIndex, Count, Count, Seconds]], Meta(max_length=MAX_FRAGMENTS, extra=BY_FRAGMENT)]
     # for each open round: fragment, answers, quorum, waited_s
     refused: Count
     bytes_up: Count
@@ -140,6 +159,17 @@ class PresenceSummary(Message, frozen=True):
     whole: bool  # it names every learner heard within `liveness.lease_s`; else only those that came, or came back
     learners: Annotated[list[tuple[MemberName, Seconds]], Meta(max_length=MAX_MEMBERS)]
     # each with the seconds since the syncer last heard it
+
+
+class SenderReport(Message, frozen=True):
+    """A member's counts of what it has refused, missed, dropped or waited for in vain since it began, by sender. Not stored."""
+
+    kind = "sender_report"
+    subject_field = "member"
+
+    member: MemberName  # that counts
+    entries: Annotated[list[tuple[SenderText, Reported, ReasonText, Number]], Meta(max_length=MAX_REPORTED)]
+    # sender as it is known, what is counted of it, the reason, and how often; the most frequent ones
 
 
 class CoordinatorHeartbeat(Message, frozen=True):

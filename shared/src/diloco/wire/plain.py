@@ -1,9 +1,13 @@
-"""JSON from others: answers of servers, coordinators and relays, and values of buckets."""
+"""Data from others without a frame: JSON of servers, coordinators and relays, and values of buckets."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
 
 
 def json_object(data: bytes) -> dict[str, Any] | None:
@@ -13,3 +17,11 @@ def json_object(data: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
+
+
+def decoded(stored: bytes, decoder: msgspec.msgpack.Decoder[T] | msgspec.json.Decoder[T]) -> T | None:
+    """Decode a value of the bucket; None if it is none of ours."""
+    try:
+        return decoder.decode(stored)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return None

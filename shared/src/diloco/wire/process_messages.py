@@ -328,6 +328,14 @@ class PartSaved(Message, frozen=True):
     size_bytes: Count
 
 
+class CopyState(Message, frozen=True):
+    """The leader to all, of which each has its part: copy the state as of decision ``number``, which was carried out last."""
+
+    kind = "copy_state"
+
+    number: Count
+
+
 class AskSlice(Message, frozen=True):
     """The leader to a process: give these values of the state that is lent as of decision ``number``, from its part."""
 
@@ -409,7 +417,7 @@ MESSAGES: dict[str, type[Message]] = {
     message.kind: message
     for message in (
         Ping, Agree, Agreed, LeaderAnswer, LoanPeers, Candidate, Gather, Folded, Stage, Rows, Staged, Encode, Encoded, Store,
-        OfferStored, Decided, Passed, PartSaved, AskSlice, Slice, DropLoan, Leaving, Again, Kept, Bye,
+        OfferStored, Decided, Passed, PartSaved, CopyState, AskSlice, Slice, DropLoan, Leaving, Again, Kept, Bye,
     )
 }  # fmt: skip  # once two processes have proved who they are
 

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from diloco.wire.fields import Count, FragmentIndex, MemberName
+from diloco.wire.plain import decoded
 
 MAX_REFUSALS = 1024  # pairs of fragment and reason: the newest are kept
 MAX_TEXT_CHARACTERS = 400
@@ -50,8 +51,5 @@ def unpack_refusals(stored: bytes | None, learner: str) -> Refusals | None:
     """Return the value of a learner's key; None if there is none that can be read."""
     if stored is None or len(stored) > MAX_REFUSALS_BYTES:
         return None
-    try:
-        refusals = _DECODER.decode(stored)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
-        return None
-    return refusals if refusals.learner == learner else None
+    refusals = decoded(stored, _DECODER)
+    return refusals if refusals is not None and refusals.learner == learner else None

@@ -87,19 +87,27 @@ class Subjects:
         """Return the subjects of a region's regional offers of a fragment, heads and parts."""
         return f"diloco.{self.run}.regional.{fragment}.>"
 
-    def archived(self, fragment: int, learner: str, incarnation: int, number: int) -> str:
-        """Return the subject of the head of a merged offer."""
-        return f"diloco.{self.run}.archive.{fragment}.{learner}.{incarnation}.{number}.head"
+    def archived(self, fragment: int, learner: str, incarnation: int, number: int, attempt: bytes | None) -> str:
+        """Return the subject of the head of a merged offer.
 
-    def archived_regional_offer(self, fragment: int, syncer: str, incarnation: int, number: int) -> str:
-        """Return the subject of the head of a merged regional offer."""
-        return f"diloco.{self.run}.archive.{fragment}.regional.{syncer}.{incarnation}.{number}.head"
+        ``attempt``: that of the version's body, which no other process knows before the offer is stored. None: the subject by
+        which earlier versions kept it.
+        """
+        return _archived_head(f"diloco.{self.run}.archive.{fragment}.{learner}.{incarnation}.{number}", attempt)
+
+    def archived_regional_offer(self, fragment: int, syncer: str, incarnation: int, number: int, attempt: bytes | None) -> str:
+        """Return the subject of the head of a merged regional offer, as :meth:`archived` does that of a learner's."""
+        return _archived_head(f"diloco.{self.run}.archive.{fragment}.regional.{syncer}.{incarnation}.{number}", attempt)
 
     def heartbeat(self, learner: str = "*") -> str:
         return f"diloco.{self.run}.heartbeat.{learner}"
 
     def sample(self, evaluator: str = "*") -> str:
         return f"diloco.{self.run}.sample.{evaluator}"
+
+    def sender_report(self, member: str = "*") -> str:
+        """Return the subject on which a member tells what it has counted of others."""
+        return f"diloco.{self.run}.sender_report.{member}"
 
     def gauges(self, learner: str = "*") -> str:
         return f"diloco.{self.run}.gauges.{learner}"
@@ -162,6 +170,10 @@ class Subjects:
     def offer_filters(self) -> list[str]:
         """Return the subjects that the offer stream stores."""
         return [f"diloco.{self.run}.delta.>", f"diloco.{self.run}.regional.>"]
+
+
+def _archived_head(offer: str, attempt: bytes | None) -> str:
+    return f"{offer}.head" if attempt is None else f"{offer}.attempt.{attempt.hex()}.head"
 
 
 def answer_to(subject: str, asker: str, nonce: str) -> str:

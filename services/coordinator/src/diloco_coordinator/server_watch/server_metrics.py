@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from diloco.service.metrics import Metric, Values
+from diloco.service.metrics import Labelled, Metric, Values
 from diloco_coordinator.server_watch.figures import ServerFigures
 
 
@@ -26,6 +26,7 @@ class ServerLook:
     healthy: bool
     disk: StreamDisk | None  # None: its folder cannot be looked at
     memory_limit_bytes: int
+    violations: Labelled = field(default_factory=dict)  # by identity, action and subject, as its log has them
 
 
 def _said(value: Callable[[ServerFigures], Values]) -> Callable[[ServerLook], Values]:
@@ -41,6 +42,13 @@ def _certificate_s(figures: ServerFigures) -> float | None:
     return None if figures.certificate_ends_s is None else figures.certificate_ends_s - time.time()
 
 
+VIOLATIONS = Metric[ServerLook](
+    "diloco_server_violations_total",
+    "counter",
+    "Messages and subscriptions that the server denied to an identity, by its log; at most 1024 identities and subjects",
+    lambda look: look.violations,
+    ("identity", "action", "subject"),
+)
 METRICS: tuple[Metric[ServerLook], ...] = (
     Metric("diloco_server_up", "gauge", "1 if the server answers", lambda look: float(look.figures is not None)),
     Metric("diloco_server_healthy", "gauge", "1 if the server reports that it is healthy", lambda look: float(look.healthy)),
@@ -111,6 +119,7 @@ METRICS: tuple[Metric[ServerLook], ...] = (
         "Requests to JetStream that the server refused",
         _said(lambda figures: figures.api_errors),
     ),
+    VIOLATIONS,
     Metric(
         "diloco_server_certificate_remaining_seconds",
         "gauge",

@@ -17,10 +17,11 @@ from diloco.errors import DilocoError, FormatError
 from diloco.process import observe
 from diloco.process.observe import Counted, Logger
 from diloco.service import skeleton as service
-from diloco.service.metrics import SILENT_S, Exporter, families
+from diloco.service.metrics import SILENT_S, Exporter, Labelled, families
 from diloco.settings.service import ServerWatchSettings, host_and_port
 from diloco_coordinator.server_watch.figures import MAX_ANSWER_BYTES, figures, read_answer
 from diloco_coordinator.server_watch.server_metrics import METRICS, ServerLook, StreamDisk
+from diloco_coordinator.server_watch.violations import ViolationLog
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric as Family
@@ -42,6 +43,7 @@ class ServerWatch:
     def __init__(self, settings: ServerWatchSettings, log: Logger, labels: Mapping[str, str]) -> None:
         self.settings, self.log, self.labels = settings, log, labels
         self.newest = ServerLook(None, False, None, settings.memory_bytes or _machine_bytes())
+        self._violations = None if settings.log_file is None else ViolationLog(settings.log_file, settings.lists_file)
         self._answers: bool | None = None  # as last logged
         self._began_s = _process_began_s()
         self._looked_s: float | None = None
@@ -75,7 +77,7 @@ class ServerWatch:
             self._note(os.strerror(error.errno) if error.errno else str(error))
         except FormatError as error:
             self._note(str(error))
-        self.newest = ServerLook(found, healthy, self._disk(), self.newest.memory_limit_bytes)
+        self.newest = ServerLook(found, healthy, self._disk(), self.newest.memory_limit_bytes, await self._violated())
         self._looked_s = asyncio.get_running_loop().time()
         if self.settings.alive_file is not None:
             with contextlib.suppress(OSError):  # no reason to be dead
@@ -115,6 +117,13 @@ class ServerWatch:
         finally:
             writer.transport.abort()
         return read_answer(answer)
+
+    async def _violated(self) -> Labelled:
+        """Return the violations that the server's log has."""
+        if self._violations is None:
+            return {}
+        await asyncio.to_thread(self._violations.read)
+        return self._violations.counts()
 
     def _note(self, trouble: str | None) -> None:
         """Log once that the server does not answer, and once that it does again."""

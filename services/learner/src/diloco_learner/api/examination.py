@@ -16,7 +16,7 @@ from diloco.settings.run import RunSettings, Strategy
 from diloco_learner.api import members
 from diloco_learner.api.model import Evaluated
 from diloco_learner.task_api import Batches, first_batches, next_batch
-from diloco_learner.tensors import tensor_of
+from diloco_learner.tensors import Shape
 
 SHARES = 4  # compared with each other
 DRAWN = 4  # tokens of text, which show that it can be drawn
@@ -61,6 +61,19 @@ class StrategyFacts:
 
 
 @dataclass(frozen=True)
+class ProcessFacts:
+    """The first process of a learner of several: none has more of the model. Sizes in bytes."""
+
+    count: int
+    mesh: dict[str, int]  # sizes of its axes
+    rows: int  # of the first batch
+    batch_rows: int
+    parameters_bytes: int
+    optimizer_bytes: int
+    whole: list[str]  # paths of the tensors that each process has whole
+
+
+@dataclass(frozen=True)
 class TaskExamination:
     """All that is known of a task before it is trained; sizes in bytes."""
 
@@ -78,6 +91,7 @@ class TaskExamination:
     warnings: list[str]
     framework: str = ""  # that claims the task, once it is known
     devices: list[str] = field(default_factory=list)  # kind of each that a process of it has here
+    processes: ProcessFacts | None = None  # where a learner of several was asked about
 
 
 def share_of(task: Batches, settings: RunSettings, share: int, start: int = 0) -> Iterator[Any]:
@@ -162,8 +176,13 @@ def strategy_facts(specs: Sequence[TensorSpec], settings: RunSettings) -> list[S
     return found
 
 
-def tensor_facts(task: object, settings: RunSettings, fragments: FragmentMap, rounded: set[str]) -> list[TensorFacts]:
-    """Return the trained tensors as the run treats them; those ``rounded`` are bfloat16 in the model."""
+def tensor_facts(
+    settings: RunSettings, fragments: FragmentMap, rounded: set[str], matrices: Callable[[str, Shape], Shape]
+) -> list[TensorFacts]:
+    """Return the trained tensors as the run treats them; those ``rounded`` are bfloat16 in the model.
+
+    ``matrices`` returns of a tensor, by path and shape in the model, the rows of each of its matrices.
+    """
     found = lies(fragments)
     return [
         TensorFacts(
@@ -173,7 +192,7 @@ def tensor_facts(task: object, settings: RunSettings, fragments: FragmentMap, ro
             size_bytes=4 * tensor.size,
             fragments=found[tensor.path],
             merge=_merge(settings, tensor.shape, embedding=tensor.embedding),
-            matrices=len(tensor_of(task, tensor.path, tensor.model_shape).matrices(tensor.model_shape)),
+            matrices=len(matrices(tensor.path, tensor.model_shape)),
         )
         for tensor in fragments.tensors
         if not tensor.state

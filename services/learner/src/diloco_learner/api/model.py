@@ -6,7 +6,8 @@ thread calls everything here, and nothing waits for the device but what says so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from diloco.core.learner.delta import Baseline
 from diloco.core.run import tape
+from diloco.core.tensors.boxes import Box
 from diloco.core.tensors.chunks import Chunk
 from diloco.core.tensors.fragments import FixedSpec, Fragment, FragmentMap, TensorSpec
 from diloco.core.tensors.rows import RowLayout
@@ -26,6 +28,7 @@ from diloco_learner.api.evaluation import Evaluation
 
 Vector = NDArray[np.float32]
 
+FINGERPRINT_VALUES = 64  # of each array
 COPY_BYTES = 1 << 28  # of a device whose memory is unknown: copied at once in any case
 
 
@@ -51,7 +54,11 @@ class Output(Protocol):
 
 
 class FragmentCopy(Protocol):
-    """A fragment's values as of when it was read, still on the device."""
+    """A fragment's values as of when it was read, on the device still or on the host."""
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the values are on the host already."""
 
     def to_host(self, out: Vector | None = None) -> Vector:
         """Wait for the values, and return them as float32 [size of the fragment], in ``out`` if given. From any thread."""
@@ -71,8 +78,61 @@ class SharedParameters(Protocol):
         """Queue a copy of what an offer of a fragment is made of."""
 
 
+class LoopRanks(Protocol):
+    """The processes of a loop, which are one learner together: ranks of its framework, by number."""
+
+    rank: int
+    count: int
+
+    @property
+    def software(self) -> dict[str, str]:
+        """The versions that all ranks have to have alike."""
+
+    def address(self) -> str:
+        """Return HOST:PORT at which this rank, the first one, is reached by the others.
+
+        Raises:
+            SettingsError: it cannot be found out.
+        """
+
+    def exchange(self, stage: str, said: bytes, within_s: float) -> list[bytes]:
+        """Say something to all other ranks, and return by rank what each has said.
+
+        Raises:
+            IslandError: some have said nothing in time.
+        """
+
+    def tell(self, stage: str, said: bytes) -> None:
+        """Say something to all other ranks, as the first one."""
+
+    def hear(self, stage: str, within_s: float) -> bytes:
+        """Return what the first rank has told.
+
+        Raises:
+            IslandError: it has told nothing in time.
+        """
+
+
+class RankedParameters(SharedParameters, Protocol):
+    """A rank's part of a loop's parameters."""
+
+    @property
+    def ranks(self) -> LoopRanks:
+        """The ranks."""
+
+    def boxes(self) -> dict[str, Box]:
+        """Return by path what this rank has of the tensors in the log."""
+
+    def deal(self, layouts: Sequence[RowLayout]) -> None:
+        """Hand over, from now on, only what the layouts, by fragment, deal to this rank."""
+
+
 class JoinedParameters(SharedParameters, Protocol):
     """The parameters of a loop that is not a task: those that ``diloco.join`` is given."""
+
+    @property
+    def ranked(self) -> RankedParameters | None:
+        """These, if they are what one rank of several has; None: this process has all of them."""
 
     @property
     def tree(self) -> Any:
@@ -95,8 +155,34 @@ class JoinedParameters(SharedParameters, Protocol):
             SettingsError: an array is missing, new, of another shape or type, or shares memory with another one.
         """
 
+    def swapped(self, values: Any) -> AbstractContextManager[None]:
+        """Return a ``with`` statement in which the arrays hold other values, in place.
+
+        Raises:
+            SettingsError: they are not those of all arrays, or the arrays are not written in place.
+        """
+
+    def fingerprint(self) -> str:
+        """Return a hash of a few values of each array here: values that a step has changed have another one."""
+
+    def shown(self, array: NDArray[Any]) -> Any:
+        """Return an array of the host, any dtype [...], in the same memory, as users of the framework save it."""
+
+    def rests(self) -> dict[str, Any]:
+        """Return by path what rounding has left over of each array that has fewer digits than the log, spread as it is."""
+
+    def put_rests(self, rests: Mapping[str, Any]) -> None:
+        """Take over what :meth:`rests` gave.
+
+        Raises:
+            SettingsError: it is of other arrays, or spread in another way.
+        """
+
     def sample(self) -> Any:
         """Return a number that is finite if the values of the smallest array are, which may be on its way from a device."""
+
+    def number(self, scalar: Any) -> Callable[[], float]:
+        """Have a scalar of any framework on its way to the host; return a function that waits for it and returns it."""
 
 
 class Stepping(SharedParameters, Protocol):
@@ -152,14 +238,14 @@ class SharedModel(Stepping, SavedModel, Protocol):
     def read(self, fragment: Fragment) -> FragmentCopy:
         """Queue a copy of a fragment's values with this process's rows, as of the steps and writes so far."""
 
-    def row_layout(self, fragment: Fragment, processes: int) -> RowLayout:
-        """Return which rows of a fragment each process of this learner has; all processes return the same."""
+    def deal_rows(self, fragments: Sequence[Fragment], carriers: Sequence[int]) -> list[RowLayout]:
+        """Return by fragment which rows each process of this learner has, and which it hands over from now on.
+
+        All processes return the same. ``carriers``: by fragment, the process that puts it together.
+        """
 
     def optimizer_owners(self) -> Mapping[str, Sequence[tuple[int, Chunk]]]:
         """Return by array of the optimizer state, which process captures which chunk of it; all processes return the same."""
-
-    def settled(self) -> Content:
-        """Return what this process has of the state, read without any program: devices may hang."""
 
 
 class Evaluated(SharedParameters, Protocol):
@@ -211,6 +297,14 @@ class Model(Stepping, SavedModel, Evaluated, Protocol):
 
     def measured(self, batch: Any) -> tuple[float, list[str]]:
         """Return a batch's loss, finite or not, and the paths of the tensors whose gradients are not finite."""
+
+
+def fingerprint_of(values: Iterable[NDArray[Any]]) -> str:
+    """Return a hash of arrays, any dtype [...], in their order."""
+    digest = blake3()
+    for each in values:
+        digest.update(np.ascontiguousarray(each, np.float32).tobytes())
+    return digest.hexdigest()
 
 
 def parameters_digest(model: Model, fragment_map: FragmentMap) -> bytes:

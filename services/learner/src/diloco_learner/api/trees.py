@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -16,6 +17,7 @@ from diloco.core.learner.delta import Baseline
 from diloco.core.tensors.arrangement import Arrangement
 from diloco.core.tensors.fragments import FixedSpec, Fragment, TensorSpec
 from diloco.errors import SettingsError
+from diloco_learner.api.model import FINGERPRINT_VALUES, fingerprint_of
 from diloco_learner.api.overlap import MemorySpan, check_apart
 from diloco_learner.jax.island import IslandReading
 from diloco_learner.jax.leaves import Leaf, path_of, read_rows, write_rows
@@ -46,6 +48,10 @@ class Tree:
         if not self._leaves:
             raise SettingsError("join: params have no arrays: pass the model's parameters, a pytree of float32 arrays")
         self._check_apart(self._leaves, [_buffer(leaf) for leaf in self._leaves])
+
+    @property
+    def ranked(self) -> None:
+        """Nothing: a loop of JAX is one process."""
 
     @property
     def tree(self) -> Any:
@@ -92,12 +98,51 @@ class Tree:
             self._check_apart(leaves, list(map(id, leaves)))
         self._leaves = leaves
 
+    def swapped(self, values: Any) -> NoReturn:
+        """Refuse: a loop evaluates any tree as it is.
+
+        Raises:
+            SettingsError: always.
+        """
+        raise SettingsError("averaged: parameters are arrays of JAX or NumPy: evaluate the averaged ones as they are")
+
+    def fingerprint(self) -> str:
+        """Return a hash of the first values of each array."""
+        firsts = [
+            leaf[(0,) * (leaf.ndim - 1)][:FINGERPRINT_VALUES] if leaf.ndim else leaf for leaf in self._leaves if leaf.size
+        ]
+        return fingerprint_of(np.asarray(first) for first in firsts)
+
+    def shown(self, array: NDArray[Any]) -> NDArray[Any]:
+        """Return the array, any dtype [...]."""
+        return array
+
+    def rests(self) -> dict[str, Any]:
+        """Return nothing: all arrays are float32."""
+        return {}
+
+    def put_rests(self, rests: Mapping[str, Any]) -> None:
+        """Find out that there is nothing to take over.
+
+        Raises:
+            SettingsError: there is.
+        """
+        if rests:
+            raise SettingsError(
+                f"load_state_dict: parameter {min(rests)!r} was bfloat16 when the state was taken: join with the same ones"
+            )
+
     def sample(self) -> Any:
         """Return the sum of the smallest array that has a value; it is NaN once a model is.
 
         The loss's gradients carry NaN to all arrays.
         """
         return min(self._leaves, key=lambda leaf: leaf.size or math.inf).sum()
+
+    def number(self, scalar: Any) -> Callable[[], float]:
+        """Return a function that waits for a scalar of any framework and returns it."""
+        # of PyTorch without what it was computed from, which would be kept for a step
+        return partial(float, scalar.detach() if hasattr(scalar, "detach") else scalar)
 
     def snapshot(self, fragment: Fragment) -> IslandReading:
         """Queue a copy of a fragment's values."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -12,12 +11,11 @@ import numpy as np
 from blake3 import blake3
 from jax.sharding import Mesh
 
-from diloco import __version__
 from diloco.control.creation import KnownRun
 from diloco.errors import SettingsError
 from diloco.nats.transport import NatsTransport
 from diloco.process.observe import Logger
-from diloco.processes.group import Group
+from diloco.processes.group import Group, common_facts
 from diloco.processes.proving import OPEN
 from diloco.settings.run import RunSettings
 from diloco.settings.service import LearnerSettings
@@ -48,11 +46,9 @@ def check(settings: LearnerSettings) -> None:
 def first_facts(settings: LearnerSettings, run: KnownRun) -> Facts:
     """Return what processes have to agree on before JAX begins."""
     return facts(
-        {
-            "software": __version__,
+        common_facts(run)
+        | {
             "jax": jax.__version__,
-            "python": ".".join(platform.python_version_tuple()[:2]),
-            "run": f"{run.name} {run.identity.hex()}",
             "mesh": settings.mesh.model_dump_json(),
             "slow": settings.slow,
             "least": settings.processes.least,

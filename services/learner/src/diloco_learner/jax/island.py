@@ -73,6 +73,7 @@ class IslandReading:
 
     fragment: Fragment
     pieces: tuple[list[tuple[shards.Where, jax.Array]], ...]  # of each piece: its parts, and where they lie in it
+    is_on_host = False  # NumPy arrays of a loop are, and are put together only when they are asked for
 
     def to_host(self, out: Vector | None = None) -> Vector:
         """Wait for the values and copy them to the host; return them as float32 [size of the fragment].
@@ -297,9 +298,9 @@ class Island(OnDevices):
             if self._gradients is not None and reference is None:
                 self._gradients[at] = shards.clear(self._gradients[at], piece)
 
-    def row_layout(self, fragment: Fragment, processes: int) -> RowLayout:
-        """Return which rows of a fragment each process of this learner has; all processes return the same."""
-        return shards.layout(fragment, self._leaf, processes)
+    def deal_rows(self, fragments: Sequence[Fragment], carriers: Sequence[int]) -> list[RowLayout]:
+        """Return by fragment which rows each process of this learner has and hands over; all processes return the same."""
+        return [shards.layout(fragment, self._leaf, jax.process_count()) for fragment in fragments]
 
     def evaluate(self) -> float:
         """Return the mean loss over the task's validation batches, in the task's units.

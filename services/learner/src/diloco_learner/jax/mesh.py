@@ -57,16 +57,15 @@ def axis_sizes(settings: MeshSettings, devices: int, platform: str) -> dict[str,
     Raises:
         SettingsError: the axes do not fit their number.
     """
-    others = settings.data * settings.tensor
-    fsdp = settings.fsdp or max(1, devices // others)
-    if others * fsdp != devices:
+    sizes = settings.axes(devices)
+    if math.prod(sizes.values()) != devices:
         left = "" if settings.fsdp else " (by default as many as are left)"
         raise SettingsError(
-            f"mesh: mesh.data = {settings.data}, mesh.fsdp = {fsdp}{left} and mesh.tensor = {settings.tensor} are "
-            f"{others * fsdp} devices, and JAX gives this learner {devices} ({platform}): change them, or the devices "
-            "that it sees (CUDA_VISIBLE_DEVICES; JAX_NUM_CPU_DEVICES for a CPU)"
+            f"mesh: mesh.data = {settings.data}, mesh.fsdp = {sizes['fsdp']}{left} and mesh.tensor = {settings.tensor} are "
+            f"{math.prod(sizes.values())} devices, and JAX gives this learner {devices} ({platform}): change them, or the "
+            "devices that it sees (CUDA_VISIBLE_DEVICES; JAX_NUM_CPU_DEVICES for a CPU)"
         )
-    return dict(zip(AXES, (settings.data, fsdp, settings.tensor), strict=True))
+    return sizes
 
 
 def partition_of(path: str, shape: Shape, said: PartitionSpec | None, sizes: Mapping[str, int]) -> PartitionSpec:

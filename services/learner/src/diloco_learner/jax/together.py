@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from types import TracebackType
-from typing import Any
 
 import jax
 
@@ -24,6 +22,7 @@ from diloco_learner.jax.beginning import Beginning, connect_jax, room_for_steps
 from diloco_learner.jax.mesh import make_mesh
 from diloco_learner.run import several
 from diloco_learner.run.process import LearnerProcess
+from diloco_learner.run.several import LettingGo, own_errors_first
 
 LOST = ("UNAVAILABLE:", "DEADLINE_EXCEEDED:", "ABORTED:", "CANCELLED:", "UNKNOWN:", "FAILED_PRECONDITION:", "INTERNAL: Gloo")
 # how JAX's errors begin where another process is gone
@@ -52,7 +51,7 @@ def work(process: LearnerProcess) -> None:
     group = process.wait(agreement.meet(settings, run, process.transport, process.log))
     if group is None:
         return
-    process.stack.push(LettingGo(group, process.thread.run))
+    process.stack.push(LettingGo(group, process.thread.run, jax.distributed.shutdown))
     begin_jax(group)
     smaller = settings.mesh.of(group.size, group.count)
     assert smaller is not None, "the leader knows the sizes of a generation"
@@ -74,45 +73,33 @@ def work(process: LearnerProcess) -> None:
         beginning.compile_step(step)
     process.wait(group.agree("compiled", {}))  # collectives connect at the first step, and wait for one another no minute long
     process.stack.enter_context(own_errors_first(group))
+    process.stack.enter_context(lost_processes())
     with room():
         island.rehearse(beginning.first)
     if process.wait(group.difference("room", {"steps wait for captures": island.holds})):
         island.hold()
     beginning.over()
     about = [replay.machine(), replay.mesh_event(mesh), events.Processes(group.size)]
-    several.train(process, side, island, task, tokens_per_batch=task.tokens_per_batch, rows=rows, about=about, mesh=smaller)
-
-
-class LettingGo:
-    """At the end of a ``with`` statement: let go of the other processes, unless it ends by an error, which they notice."""
-
-    def __init__(self, group: Group, run: Callable[[Coroutine[Any, Any, None], Callable[[], bool]], None]) -> None:
-        self.group, self.run = group, run
-
-    def __call__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Close the connections, and JAX's."""
-        self.group.ending()
-        if error is None:
-            self.run(self.group.close(), lambda: False)
-            jax.distributed.shutdown()
+    renewal = group.renewal
+    guard = None if renewal is None else partial(renewal.guard, side.its, island.settled, smaller, process.stopping)
+    tokens = task.tokens_per_batch
+    several.train(process, side, island, task, tokens_per_batch=tokens, rows=rows, about=about, guard=guard)
 
 
 @contextmanager
-def own_errors_first(group: Group) -> Iterator[None]:
-    """Let an error of this process be what it ends with, and not that others end because of it."""
+def lost_processes() -> Iterator[None]:
+    """Have an error of JAX say that a process may be gone, where it tells of that.
+
+    Raises:
+        IslandError: a collective failed.
+    """
     try:
         yield
     except (jax.errors.JaxRuntimeError, ValueError) as error:  # the latter where a program's call fails, and not its result
         if str(error).startswith(LOST):
-            group.end(
-                IslandError(f"a collective operation failed, perhaps because a process is gone: {str(error).splitlines()[0]}")
-            )
-        group.ending()
-        raise
-    except IslandError as error:
-        group.end(error)
-    except BaseException:
-        group.ending()
+            raise IslandError(
+                f"a collective operation failed, perhaps because a process is gone: {str(error).splitlines()[0]}"
+            ) from None
         raise
 
 

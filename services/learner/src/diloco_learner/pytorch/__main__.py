@@ -1,5 +1,8 @@
-"""``python -m diloco_learner``."""
+"""``python -m diloco_learner.pytorch``."""
 
-from diloco_learner.pytorch.service import main
+from diloco.process.garbage import importing
+
+with importing():
+    from diloco_learner.pytorch.service import main
 
 main()

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
-
-import numpy as np
-import torch
 
 from diloco.settings.run import RunSettings
 from diloco_learner.api import examination, members
 from diloco_learner.api.examination import StateFacts, TaskExamination
 from diloco_learner.api.model import parameters_digest
+from diloco_learner.pytorch.inner import matrices_of
 from diloco_learner.pytorch.island import TorchIsland
+from diloco_learner.pytorch.processes.batches import as_bytes
 from diloco_learner.pytorch.task import TorchTask
 from diloco_learner.task_api import STATE
 
@@ -30,7 +30,7 @@ def examine(
     """
     with members.users_errors(settings.task):
         first = batches[0]
-        warnings = list(examination.unsteady_data(task, settings, batches, _bytes))
+        warnings = list(examination.unsteady_data(task, settings, batches, as_bytes))
         where = members.place(task.loss)
         warnings += [examination.without_gradient(path, where) for path in checked.without_gradient(first)]
         warnings += examination.fails_to_draw(task, settings, checked)
@@ -45,7 +45,9 @@ def examine(
         return TaskExamination(
             task=settings.task.name,
             parameters=fragments.parameters,
-            tensors=examination.tensor_facts(task, settings, fragments, set(island.rounded_tensors())),
+            tensors=examination.tensor_facts(
+                settings, fragments, set(island.rounded_tensors()), partial(matrices_of, task, tables=island.tables)
+            ),
             state=[
                 StateFacts(tensor.path.removeprefix(STATE), list(tensor.shape), "float32", lies[tensor.path], "average")
                 for tensor in fragments.tensors
@@ -60,12 +62,3 @@ def examine(
             units=units,
             warnings=warnings + examination.two_results((loss, again), differing),
         )
-
-
-def _bytes(batch: Any) -> bytes:
-    """Return the bytes of all arrays in a batch: dicts, lists and tuples of arrays of torch or NumPy."""
-    if isinstance(batch, Mapping):
-        return b"".join(_bytes(batch[key]) for key in sorted(batch))
-    if isinstance(batch, list | tuple):
-        return b"".join(map(_bytes, batch))
-    return np.asarray(batch.cpu() if isinstance(batch, torch.Tensor) else batch).tobytes()

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from diloco.core.tensors.fragments import FixedSpec
-from diloco.errors import SettingsError
 from diloco_learner.pytorch.names import ModuleTensor
+from diloco_learner.pytorch.shards import is_sharded
+from diloco_learner.pytorch.tensor_checks import check_dense
 
 
 def fixed_specs(frozen: Iterable[ModuleTensor]) -> list[FixedSpec]:
@@ -20,26 +21,9 @@ def fixed_specs(frozen: Iterable[ModuleTensor]) -> list[FixedSpec]:
     return [spec for each in frozen for spec in _specs(each.path, each.tensor.detach())]
 
 
-def check_dense(what: str, tensor: torch.Tensor) -> None:
-    """Find out that a tensor has a place in memory for each value; ``what`` it is begins the sentence.
-
-    Raises:
-        SettingsError: it is sparse, nested or quantized, or of another layout with a form of its own.
-    """
-    if tensor.is_nested or tensor.layout is not torch.strided:
-        kind = "that is nested" if tensor.is_nested else f"of layout {str(tensor.layout).removeprefix('torch.')}"
-    elif tensor.is_quantized:
-        kind = "that is quantized"
-    else:
-        return
-    raise SettingsError(
-        f"{what} is a {type(tensor).__name__} {kind}, expected a plain dense tensor: hand over a dense one (to_dense(), "
-        "dequantize(), or a tensor for each part), or make it a plain attribute of the module, and it is no part of the "
-        "run"
-    )
-
-
 def _specs(path: str, tensor: torch.Tensor) -> Iterator[FixedSpec]:
+    if is_sharded(tensor):
+        tensor = tensor.full_tensor()  # all ranks do so at join, one tensor after another
     if hasattr(tensor, "__tensor_flatten__"):  # made of other tensors, as those of torchao are
         for name in tensor.__tensor_flatten__()[0]:
             yield from _specs(f"{path}/{name}", getattr(tensor, name))

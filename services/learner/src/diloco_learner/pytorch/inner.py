@@ -5,12 +5,15 @@ run of both frameworks all learners are to have the same.
 
 Neither is a ``torch.optim.Optimizer``: making one imports ``torch._dynamo``, which takes nine seconds of processor time in each
 process. AdamW's step is PyTorch's own function.
+
+Of a tensor that is spread over the processes of a learner each process moves its part. Muon gathers a matrix, and each process
+computes the whole update and takes its part of it, as in Liu et al. (arXiv 2502.16982, 2.3).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +23,7 @@ from diloco.core.tensors.outer import EPSILON
 from diloco.errors import SettingsError
 from diloco.settings.run import RunSettings
 from diloco_learner.api import members
+from diloco_learner.pytorch.shards import is_sharded, local_of, shards_of
 from diloco_learner.tensors import tensor_of
 
 MOMENTUM = 0.95  # as its author has it (Jordan 2024), like the five Newton-Schulz steps of these coefficients
@@ -77,10 +81,10 @@ class TorchAdamW(_BuiltIn):
                 moments = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
                 self.state[parameter] = {"step": step, **moments}
         states = [self.state[parameter] for parameter in params]
-        means, squares, steps = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step"))
+        means, squares, steps = ([local_of(state[key]) for state in states] for key in ("exp_avg", "exp_avg_sq", "step"))
         adamw(
-            list(params), list(gradients), means, squares, [], steps, fused=True, amsgrad=False, maximize=False,
-            beta1=self.beta1, beta2=self.beta2, lr=rate, weight_decay=decay, eps=EPSILON,
+            list(map(local_of, params)), list(map(local_of, gradients)), means, squares, [], steps, fused=True, amsgrad=False,
+            maximize=False, beta1=self.beta1, beta2=self.beta2, lr=rate, weight_decay=decay, eps=EPSILON,
         )  # fmt: skip
 
 
@@ -107,15 +111,30 @@ class Muon(_BuiltIn):
             state["step"], state["momentum"] = torch.zeros(()), torch.zeros_like(parameter)
         state["step"] += 1
         momentum, count = state["momentum"], int(state["step"])
-        momentum.lerp_(gradient, 1 - MOMENTUM)
+        local_of(momentum).lerp_(local_of(gradient), 1 - MOMENTUM)
         # Nesterov's, of which each part is corrected for its beginning with 0
         ahead = MOMENTUM / (1 - MOMENTUM ** (count + 1)) * momentum + (1 - MOMENTUM) / (1 - MOMENTUM**count) * gradient
-        flat, rows = ahead.reshape(-1, ahead.shape[-1]), self.matrices[parameter]
+        update = self._orthogonal(parameter, ahead)
+        local_of(parameter).mul_(1 - rate * decay).sub_(rate * update)
+
+    def _orthogonal(self, parameter: torch.Tensor, ahead: Any) -> torch.Tensor:
+        """Return the update of a parameter, float32 of the shape of what this process has of it."""
+        whole = ahead.full_tensor() if is_sharded(ahead) else ahead
+        flat, rows = whole.reshape(-1, whole.shape[-1]), self.matrices[parameter]
         alike = len(set(rows)) == 1
         split = [flat.reshape(len(rows), rows[0], -1)] if alike else [each[None] for each in flat.split(rows)]
         updates = [RMS * max(each.shape[1:]) ** 0.5 * orthogonal(each) for each in split]
-        update = updates[0] if alike else torch.cat(updates, dim=1)
-        parameter.mul_(1 - rate * decay).sub_(rate * update.reshape(parameter.shape))
+        update = (updates[0] if alike else torch.cat(updates, dim=1)).reshape(whole.shape)
+        for shard in shards_of({"": parameter}).values():
+            return update[shard.box.where]
+        return update
+
+
+def clip(gradients: list[torch.Tensor], most: float, norm: torch.Tensor) -> None:
+    """Scale gradients whose ``norm``, float32 [], all together, is above ``most`` down to it, as torch's own function does."""
+    if gradients:
+        with torch.no_grad():
+            torch._foreach_mul_(gradients, torch.clamp(most / (norm + 1e-6), max=1.0))
 
 
 def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
@@ -130,11 +149,23 @@ def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
     return x.mT if tall else x
 
 
-def built_in(settings: RunSettings, task: object, masters: Mapping[str, torch.Tensor], rate: float) -> Optimizers:
+def matrices_of(task: object, path: str, shape: tuple[int, ...], tables: Collection[str]) -> tuple[int, ...]:
+    """Return the rows of each of a tensor's matrices for Muon; (): it has none.
+
+    Where the task does not say which tensors are matrices, ``tables``, by path, are none: those of ``nn.Embedding``, and heads
+    that are tied to one.
+    """
+    if path in tables and not hasattr(task, "tensor") and not hasattr(task, "matrices"):
+        return ()
+    return tensor_of(task, path, shape).matrices(shape)
+
+
+def built_in(
+    settings: RunSettings, task: object, masters: Mapping[str, torch.Tensor], tables: Collection[str], rate: float
+) -> Optimizers:
     """Return the optimizers that the run's settings describe; weights of two or more axes decay, norms and biases do not."""
     inner = settings.inner
-    shapes = {path: tuple(master.shape) for path, master in masters.items()}
-    rows = {path: tensor_of(task, path, shape).matrices(shape) for path, shape in shapes.items()}
+    rows = {path: matrices_of(task, path, tuple(master.shape), tables) for path, master in masters.items()}
     muons = [path for path, its in rows.items() if its and inner.optimizer == "muon"]
     found: Optimizers = []
     if muons:
@@ -162,18 +193,20 @@ def own(settings: RunSettings, task: Any, masters: Sequence[torch.Tensor], rate:
 class Inner:
     """The optimizers of a model's masters, whose rates follow the run's schedule: each group's, times the run's by its peak.
 
-    Their state is arrays by name, ``optimizer/PATH/KEY``.
+    Their state is arrays by name, ``optimizer/PATH/KEY``. ``tables``: the paths of embeddings.
 
     Raises:
         SettingsError: a task's own optimizer is none, or the run has no place for one.
     """
 
-    def __init__(self, settings: RunSettings, task: object, masters: Mapping[str, torch.nn.Parameter]) -> None:
+    def __init__(
+        self, settings: RunSettings, task: object, masters: Mapping[str, torch.nn.Parameter], tables: Collection[str] = ()
+    ) -> None:
         if settings.offers_gradients:
             raise SettingsError(
                 "task: torch tasks do not support outer.optimizer = adamw, whose learners offer gradients: use another preset"
             )
-        self._settings, self._task, self.masters = settings, task, masters
+        self._settings, self._task, self.masters, self._tables = settings, task, masters, tables
         self._peak = settings.inner.learning_rate
         self._where = members.place(task.optimizer) if hasattr(task, "optimizer") else ""
         self.clips = not hasattr(task, "optimizer")
@@ -183,7 +216,7 @@ class Inner:
     def reset(self) -> None:
         """Begin with a fresh state."""
         if self.clips:
-            optimizers = built_in(self._settings, self._task, self.masters, self._peak)
+            optimizers = built_in(self._settings, self._task, self.masters, self._tables, self._peak)
         else:
             optimizers = own(self._settings, self._task, list(self.masters.values()), self._peak)
         self._optimizers = optimizers

@@ -7,36 +7,42 @@ alone, and each step computes with masters rounded.
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from blake3 import blake3
 from numpy.typing import NDArray
 
 from diloco.core.learner.delta import Baseline
+from diloco.core.tensors.boxes import Box, Boxes, row_layouts
 from diloco.core.tensors.chunks import Chunk
 from diloco.core.tensors.fragments import FixedSpec, Fragment, FragmentMap, TensorSpec, cut_model
+from diloco.core.tensors.rows import FragmentRows, RowLayout
 from diloco.errors import SettingsError
 from diloco.member.peer import Layout
 from diloco.settings.run import RunSettings
-from diloco.states.state import Content
 from diloco_learner.api import members
-from diloco_learner.api.evaluation import Evaluation, evaluated, own_values, validation_sets
-from diloco_learner.api.model import COPY_BYTES, Capture, Vector, compare_states
+from diloco_learner.api.evaluation import Evaluation
+from diloco_learner.api.model import COPY_BYTES, Capture, Vector
 from diloco_learner.pytorch import names
 from diloco_learner.pytorch.device import Queue
 from diloco_learner.pytorch.frozen import fixed_specs
-from diloco_learner.pytorch.inner import Inner
+from diloco_learner.pytorch.holding import HeldState
+from diloco_learner.pytorch.inner import Inner, clip
+from diloco_learner.pytorch.module_evaluation import TorchEvaluating
+from diloco_learner.pytorch.processes.process_mesh import OneProcess, Processes
+from diloco_learner.pytorch.processes.spread import SpreadModule
+from diloco_learner.pytorch.shards import local_of, shards_of
 from diloco_learner.pytorch.task import TorchTask, loss_of
-from diloco_learner.pytorch.tensors import TensorRows, check_module, check_views, merged_buffers, on_host, paths_of
-from diloco_learner.task_api import STATE
+from diloco_learner.pytorch.tensors import TensorRows, TorchFragmentCopy, check_module, merged_buffers
+from diloco_learner.pytorch.transfers import Transfers
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -60,47 +66,56 @@ class TorchStepOutput:
 
 @dataclass(frozen=True)
 class TorchReading:
-    """A fragment's values as of when it was read: a copy on the device, once its turn has come."""
+    """A fragment's values, or those that one process hands over, as of when it was read: a copy, once its turn has come."""
 
-    values: Future[torch.Tensor]
+    copy: Future[TorchFragmentCopy]
+    is_on_host = False  # it is queued behind a step
 
     def to_host(self, out: Vector | None = None) -> Vector:
-        """Wait for the values, and return them as float32 [size of the fragment], in ``out`` if given. From any thread."""
-        return on_host(self.values.result(), out)
+        """Wait for the values, and return them in their places, float32 [size of the fragment], in ``out`` if given.
+
+        From any thread.
+        """
+        return self.copy.result().to_host(out)
 
 
 class TorchIsland:
     """A model begins as ``task.module`` makes it, with torch's random numbers from the run's seed.
 
+    ``processes``: those of the learner, over which the module is spread. Each process has a part of the model, takes its rows
+    of each batch, and calls everything that the others call, in the same order.
+
     Raises:
-        SettingsError: a trained parameter is neither float32 nor bfloat16, or there are none; ``tensors`` are not views of all.
+        SettingsError: a trained parameter is neither float32 nor bfloat16, or there are none; ``tensors`` are not views of all;
+            the module cannot be spread over the processes.
     """
 
     apart = False
 
-    def __init__(self, task: TorchTask, settings: RunSettings) -> None:
+    def __init__(self, task: TorchTask, settings: RunSettings, processes: Processes | None = None) -> None:
         self.task, self._run, self._queue = task, settings, Queue()
+        self._processes = OneProcess() if processes is None else processes
         source = f"task = {settings.task.name!r}"
         torch.manual_seed(settings.seed)
         with members.users_errors(settings.task, task.module):
-            self._module = task.module()
-            check_module(self._module, source, members.place(task.module))
-        rounds = any(tensor.dtype != torch.float32 for tensor in self._module.parameters() if tensor.requires_grad)
-        self._masters = copy.deepcopy(self._module).float() if rounds else self._module
-        views, of_state = paths_of(self._masters), {}
-        if hasattr(task, "tensors"):
-            with members.users_errors(settings.task, task.tensors):
-                of_masters, of_module = task.tensors(self._masters), task.tensors(self._module)
-            views = check_views(_of(of_masters, state=False), self._masters, source, members.place(task.tensors))
-            of_state = _of(of_module, state=True)
-        self._rows = TensorRows(views)
-        self._inner = Inner(settings, task, _masters(self._masters, views))
-        self._buffers = {each.name: each.tensor for each in names.buffers_of(self._module) if each.persistent}
-        self._state = TensorRows(merged_buffers(task, self._buffers, of_state, source))
-        held = names.parameters_of(self._module)
+            module = task.module()
+            check_module(module, source, members.place(task.module))
+        held = names.parameters_of(module)
         self._convolutions = {} if hasattr(task, "tensors") else names.convolutions(held)
         self._frozen = [each for each in held if not each.tensor.requires_grad]
-        self._layout: dict[str, Chunk] = {}
+        if self._processes.size > 1:
+            self._fixed, self._frozen = fixed_specs(self._frozen), []  # while each is whole
+        found = SpreadModule(task, settings, self._processes, module, source)
+        self._module, self._masters, self._views = found.module, found.masters, found.views
+        self.tables = found.tables
+        transfers, views = Transfers(), {path: local_of(view) for path, view in found.views.items()}
+        self._rows = TensorRows(views, shards_of(found.views), transfers=transfers)
+        self._inner = Inner(settings, task, found.trained, found.tables)
+        self._buffers = {each.name: each.tensor for each in names.buffers_of(self._module) if each.persistent}
+        self._state = TensorRows(merged_buffers(task, self._buffers, found.named_state, source), transfers=transfers)
+        self._held, self._evaluating = HeldState(self._arrays), TorchEvaluating(task, settings)
+        self._boxes: list[Boxes] = []  # by process, once they have told each other
+        self._dealt: list[FragmentRows] = []  # by fragment: what this process hands over; none: it has all
 
     def specs(self) -> list[TensorSpec]:
         """Return the tensors that are in the log, state among them."""
@@ -141,6 +156,10 @@ class TorchIsland:
         trained = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
         pairs = zip(self._inner.masters, trained, strict=True)
         return [path for path, parameter in pairs if parameter.dtype == torch.bfloat16]
+
+    def whole_tensors(self) -> list[str]:
+        """Return the paths of the trained tensors that this process has whole."""
+        return [path for path, view in self._views.items() if local_of(view).shape == view.shape]
 
     def without_gradient(self, batch: Any) -> list[str]:
         """Return the trained parameters on which a batch's loss does not depend, near the first values, where zeros hide none.
@@ -186,7 +205,7 @@ class TorchIsland:
         self._restore(kept)
         self._inner.learn_layout()
         self._inner.reset()
-        self._layout = {name: _chunk(name, array) for name, array in self._arrays().items()}
+        self._held.learn()
         return loss
 
     def _kept(self, *, steps: bool) -> dict[str, torch.Tensor]:
@@ -223,31 +242,36 @@ class TorchIsland:
 
     def _step(self, batch: Any, learning_rate: float, at: tuple[int, int]) -> tuple[float, dict[str, float], float]:
         loss, metrics = self._measure(batch, at)
-        found = self._gradients()
-        norm = torch.nn.utils.get_total_norm([gradient for gradient in found if gradient is not None])
-        # read now: a question that comes after the optimizer's work waits for it, and holds up the next step
-        value, length = loss.item(), norm.item()
-        if not (math.isfinite(value) and math.isfinite(length)):
-            return math.nan, metrics, length
+        gradients = [gradient for gradient in self._gradients() if gradient is not None]
+        found = self._processes.summary(loss, metrics, gradients)
+        if not (math.isfinite(found.loss) and math.isfinite(found.length)):
+            return math.nan, found.metrics, found.length
         if self._inner.clips:
-            torch.nn.utils.clip_grads_with_norm_(list(self._inner.masters.values()), self._run.inner.clip_norm, norm)
-        with members.users_errors(self._run.task, getattr(self.task, "optimizer", None)):
+            clip(list(map(local_of, gradients)), self._run.inner.clip_norm, found.norm)
+        with members.users_errors(self._run.task, getattr(self.task, "optimizer", None)), self._processes.computing():
             self._inner.step(learning_rate)
-        return value, metrics, length
+        return found.loss, found.metrics, found.length
 
     def _measure(self, batch: Any, at: tuple[int, int]) -> tuple[torch.Tensor, dict[str, float]]:
-        """Return a batch's loss and metrics, and leave the gradients in the module."""
-        torch.manual_seed(_key(self._run.seed, *at))
+        """Return the loss and metrics of this process's rows of a batch, and leave the gradients in the module.
+
+        A mean of them over processes is one over the batch.
+        """
+        own, counts = self._processes.own_rows(self.task, batch)
+        torch.manual_seed(_key(self._run.seed, *at, self._processes.row_part))
         self._round()
         self._module.train()
         self._module.zero_grad()
-        with members.users_errors(self._run.task, self.task.loss):
-            loss, metrics = loss_of(self.task, self._module, batch)
+        with members.users_errors(self._run.task, self.task.loss), self._processes.computing():
+            loss, metrics = loss_of(self.task, self._module, own)
+            if counts != 1:
+                loss, metrics = loss * counts, {name: value * counts for name, value in metrics.items()}
             loss.backward()
+        self._processes.average_buffers(self._buffers.values())
         return loss, metrics
 
     def _gradients(self) -> list[torch.Tensor | None]:
-        """Return the gradients of masters, after a backward pass.
+        """Return the gradients of masters, after a backward pass, averaged over the processes.
 
         Raises:
             SettingsError: the module has another parameter than it was made with.
@@ -255,6 +279,7 @@ class TorchIsland:
         if self._masters is not self._module:
             for master, parameter in zip(self._masters.parameters(), self._module.parameters(), strict=True):
                 master.grad = None if parameter.grad is None else parameter.grad.float()
+        self._processes.average(self._inner.masters.values())
         gradients = [master.grad for master in self._inner.masters.values()]
         if any(gradient is None for gradient in gradients):  # so it is of a parameter that something else has replaced
             own = {id(parameter) for parameter in self._masters.parameters()}
@@ -271,13 +296,16 @@ class TorchIsland:
         with torch.no_grad():
             if self._masters is not self._module:
                 for master, parameter in zip(self._masters.parameters(), self._module.parameters(), strict=True):
-                    parameter.copy_(master)
+                    local_of(parameter).copy_(local_of(master))
 
     # ---- fragments
 
     def read(self, fragment: Fragment) -> TorchReading:
-        """Queue a copy of a fragment's values, as of the steps and writes so far."""
-        return TorchReading(self._queue.add(self._rows_of(fragment).read, fragment))
+        """Queue a copy of a fragment's values as of the steps and writes so far: all, or those dealt to this process."""
+        rows = self._rows_of(fragment)
+        if not self._dealt:
+            return TorchReading(self._queue.add(rows.read, fragment))
+        return TorchReading(self._queue.add(rows.read_rows, fragment, self._dealt[fragment.index]))
 
     snapshot = read  # an offer is made of the values
 
@@ -285,36 +313,50 @@ class TorchIsland:
         """Queue a fragment for writing (:class:`~diloco_learner.api.model.SharedParameters`); vectors: float32 [its size]."""
         self._queue.add(self._rows_of(fragment).write, fragment, theta, reference, alpha)
 
+    def exchange_parts(self) -> None:
+        """Learn which parts of tensors and arrays each process has, once a step was rehearsed. All processes call it."""
+        buffers = {path: Box.whole(tuple(view.shape)) for path, view in self._state.views.items()}
+        said = self._queue.do(self._processes.exchange, (self._rows.boxes | buffers, self._held.parts))
+        self._boxes = [boxes for boxes, _ in said]
+        self._held.note_parts(self._processes.place, [parts for _, parts in said])
+
+    def deal_rows(self, fragments: Sequence[Fragment], carriers: Sequence[int]) -> list[RowLayout]:
+        """Return by fragment which rows each process has and hands over; from now on this one reads those that it does."""
+        layouts = row_layouts(fragments, self._boxes, carriers)
+        self._dealt = [layout.read[self._processes.place] for layout in layouts]
+        return layouts
+
     def _rows_of(self, fragment: Fragment) -> TensorRows:
         return self._state if fragment.state else self._rows
 
     # ---- state
 
     def capture(self, *, optimizer_only: bool = False) -> Capture:
-        """Return the state as of the steps and writes so far, to be read in chunks; a copy, where there is room for one."""
-        chunks = self.wanted(optimizer_only=optimizer_only)
+        """Return what this process has of the state as of the steps and writes so far, to be read in chunks.
+
+        It is of a copy, where there is room for one. Of an optimizer's alone, which is lent, all processes together have each
+        value once.
+        """
+        chunks = self._held.lent() if optimizer_only else self._held.wanted()
         held = sum(chunk.size_bytes for chunk in chunks) > min(map(spare_bytes, self._devices()))
-        arrays = self._queue.add(self._copied, not held)
-
-        def values() -> Iterator[NDArray[Any]]:
-            for chunk in chunks:
-                yield np.asarray(_on_host(arrays.result()[chunk.name][chunk.where]), order="C")
-
-        return Capture(Content(chunks, values()), held)
+        arrays = self._queue.add(partial(self._held.local, copied=not held))
+        return Capture(self._held.content(chunks, arrays.result), held)
 
     def wanted(self, *, optimizer_only: bool = False) -> list[Chunk]:
         """Return the chunks of the state that :meth:`put` takes, in any order; a step has been rehearsed."""
-        kinds = ("optimizer/",) if optimizer_only else ("params/", "buffers/", "optimizer/")
-        return [chunk for name in sorted(self._layout) if name.startswith(kinds) for chunk in self._layout[name].cut()]
+        return self._held.wanted(optimizer_only=optimizer_only)
 
     def put(self, chunk: Chunk, values: NDArray[Any]) -> None:
         """Write a chunk of :meth:`wanted`: ``values``, any dtype [its lengths]."""
-        self._queue.do(self._put, chunk, values)
+        self._queue.do(self._held.put, chunk, values)
 
     def optimizer_layout(self) -> Layout:
         """Return names, shapes and types of the optimizer state."""
-        wholes = {chunk.name: self._layout[chunk.name] for chunk in self.wanted(optimizer_only=True)}
-        return Layout(tuple((name, wholes[name].shape, wholes[name].dtype) for name in sorted(wholes)))
+        return self._held.layout()
+
+    def optimizer_owners(self) -> Mapping[str, Sequence[tuple[int, Chunk]]]:
+        """Return by array of the optimizer state, which process captures which chunk of it; all processes return the same."""
+        return self._held.owners()
 
     def forget_optimizer(self) -> None:
         """Begin with a fresh optimizer state."""
@@ -326,22 +368,14 @@ class TorchIsland:
         Raises:
             RunError: an array is missing, not known, or of another shape or type.
         """
-        compare_states(self._layout, state)
+        self._held.check(state)
 
     def _arrays(self) -> dict[str, torch.Tensor]:
-        named = {f"params/{path}": view for path, view in self._rows.views.items()}
+        named = {f"params/{path}": view for path, view in self._views.items()}
         return named | {f"buffers/{name}": buffer for name, buffer in self._buffers.items()} | self._inner.arrays()
 
     def _devices(self) -> set[torch.device]:
         return {parameter.device for parameter in self._masters.parameters()}
-
-    def _copied(self, copies: bool) -> dict[str, torch.Tensor]:
-        return {name: array.clone() if copies else array for name, array in self._arrays().items()}
-
-    def _put(self, chunk: Chunk, values: NDArray[Any]) -> None:
-        with torch.no_grad():
-            array = self._arrays()[chunk.name]
-            array[chunk.where].copy_(torch.from_numpy(np.array(values)))
 
     # ---- evaluation
 
@@ -351,7 +385,7 @@ class TorchIsland:
         Raises:
             SettingsError: validation sets, or values of the task's own, are not what they can be.
         """
-        return self._queue.ask(self._evaluation)
+        return self._asked(self._evaluating.evaluation)
 
     def check_evaluation(self) -> None:
         """Find out that validation sets and values of the task's own are what they can be.
@@ -359,72 +393,30 @@ class TorchIsland:
         Raises:
             SettingsError: they are not.
         """
-        with members.users_errors(self._run.task):
-            sets = validation_sets(self.task, self._run.task)
-        self._queue.ask(self._tried, [batches[0] for batches in sets.values()])
-        self._queue.ask(self._own_values)
+        self._asked(self._evaluating.try_out, self._evaluating.first_batches())
+        self._asked(self._evaluating.own_values)
 
     def sample(self, seed: int, count: int, prompt: str | None = None) -> str | None:
         """Return text of ``count`` characters from the model, behind a ``prompt`` if given; None if the task draws none."""
-        return self._queue.ask(self._sample, seed, count, prompt)
+        return self._asked(self._evaluating.sample, seed, count, prompt)
 
-    def _evaluation(self) -> Evaluation:
-        with torch.no_grad(), members.users_errors(self._run.task):
-            self._begin_to_evaluate(self._run.seed)
-            sets = validation_sets(self.task, self._run.task)
-            found = {name: [self._loss_and_metrics(batch) for batch in batches] for name, batches in sets.items()}
-            return evaluated(found, self._own_values, self._run.task)
+    def _asked(self, question: Callable[..., T], *arguments: Any) -> T:
+        """Return the answer to a question about the module as of the steps and writes so far."""
 
-    def _tried(self, batches: Sequence[Any]) -> None:
-        with torch.no_grad(), members.users_errors(self._run.task, self.task.loss):
-            self._begin_to_evaluate(self._run.seed)
-            for batch in batches:
-                self._loss_and_metrics(batch)
+        def answer() -> T:
+            self._round()
+            return question(self._module, *arguments)
 
-    def _own_values(self) -> dict[str, float]:
-        with torch.no_grad(), members.users_errors(self._run.task):
-            self._begin_to_evaluate(self._run.seed)
-            return own_values(self.task, {}, self._module) if hasattr(self.task, "evaluate") else {}
-
-    def _loss_and_metrics(self, batch: Any) -> tuple[float, dict[str, float]]:
-        loss, metrics = loss_of(self.task, self._module, batch)
-        return loss.item(), metrics
-
-    def _sample(self, seed: int, count: int, prompt: str | None) -> str | None:
-        with torch.no_grad():
-            draw, given = getattr(self.task, "sample", None), {} if prompt is None else {"prompt": prompt}
-            self._begin_to_evaluate(seed)
-            return None if draw is None else str(draw(self._module, count, **given))
-
-    def _begin_to_evaluate(self, seed: int) -> None:
-        torch.manual_seed(seed)
-        self._round()
-        self._module.eval()
+        return self._queue.ask(answer)
 
 
-def _of(named: Any, *, state: bool) -> Any:
-    """Return those of a task's ``tensors`` that are of its state, or the others; what is no mapping as it is."""
-    if not isinstance(named, Mapping):
-        return {} if state else named
-    return {path: view for path, view in named.items() if str(path).startswith(STATE) is state}
+def _key(seed: int, share: int, index: int, row_part: int = 0) -> int:
+    """Return the seed of torch's random numbers in the step on a batch: the same when the step is done again.
 
-
-def _masters(module: torch.nn.Module, views: Mapping[str, torch.Tensor]) -> dict[str, torch.nn.Parameter]:
-    """Return the trained parameters by path: that of their view, if they have one, or else by their name."""
-    paths: dict[int, list[str]] = {}
-    for path, view in views.items():
-        paths.setdefault(view.untyped_storage().data_ptr(), []).append(path)
-    found = {}
-    for each in names.parameters_of(module):
-        if each.tensor.requires_grad:
-            own = paths[each.tensor.untyped_storage().data_ptr()]
-            found[own[0] if len(own) == 1 else each.path] = each.tensor
-    return found
-
-
-def _key(seed: int, share: int, index: int) -> int:
-    """Return the seed of torch's random numbers in the step on a batch: the same when the step is done again."""
-    return int.from_bytes(blake3(f"{seed} {share} {index}".encode()).digest()[:8], "little") >> 1
+    ``row_part``: numbers the parts of the batch's rows, each of which has numbers of its own.
+    """
+    text = f"{seed} {share} {index}" + (f" {row_part}" if row_part else "")
+    return int.from_bytes(blake3(text.encode()).digest()[:8], "little") >> 1
 
 
 def spare_bytes(device: torch.device) -> int:
@@ -437,13 +429,3 @@ def spare_bytes(device: torch.device) -> int:
     free_bytes: int = torch.cuda.mem_get_info(device)[0]  # other processes have taken theirs
     unused_bytes: int = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
     return max(COPY_BYTES, free_bytes + unused_bytes)
-
-
-def _chunk(name: str, array: torch.Tensor) -> Chunk:
-    return Chunk.whole(name, tuple(array.shape), _on_host(array[(slice(0, 0),) * array.ndim]).dtype.name)
-
-
-def _on_host(array: torch.Tensor) -> NDArray[Any]:
-    """Return values on the host; those of bfloat16, which NumPy does not have, as float32."""
-    found: NDArray[Any] = (array.float() if array.dtype == torch.bfloat16 else array).detach().cpu().numpy()
-    return found

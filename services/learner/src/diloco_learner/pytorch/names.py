@@ -26,7 +26,14 @@ WRAPPERS = {
     "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
     "torch.nn.parallel.distributed.DistributedDataParallel": "module",
     "torch.nn.parallel.data_parallel.DataParallel": "module",
+    "torch.optim.swa_utils.AveragedModel": "module",
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper": "_checkpoint_wrapped_module",
+}
+# by the type of a wrapper, or of a parameter, that keeps parameters in a form of its own
+NOT_SUPPORTED = {
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "FSDP1 (FullyShardedDataParallel)",
+    "torch.distributed.fsdp._flat_param.FlatParameter": "FSDP1 (FullyShardedDataParallel)",
+    "deepspeed.runtime.engine.DeepSpeedEngine": "DeepSpeed",
 }
 CONVOLUTIONS = (
     torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d,
@@ -60,6 +67,24 @@ class ModuleTensor(NamedTuple):
             return None
         # (in, out / groups, ...): with groups no axis has the output units, or the first one where each is a group
         return 1 if self.owner.transposed and self.owner.groups == 1 else 0
+
+
+def refuse_sharding_wrappers(module: torch.nn.Module) -> None:
+    """Find out that a module's parameters are what they seem, and no flat or empty stand-ins of a wrapper.
+
+    Raises:
+        SettingsError: they are those of FSDP1 or of DeepSpeed.
+    """
+    for prefix, owner in _modules(module, "", set()):
+        kinds = [*type(owner).__mro__, *(kind for each in vars(owner)["_parameters"].values() for kind in type(each).__mro__)]
+        found = next((NOT_SUPPORTED[name] for name in map(_type_name, kinds) if name in NOT_SUPPORTED), None)
+        if found is None and any(hasattr(each, "ds_id") for each in vars(owner)["_parameters"].values()):
+            found = "DeepSpeed ZeRO-3"
+        if found is not None:
+            raise SettingsError(
+                f"module {prefix.rstrip('.') or type(owner).__name__!r} is sharded by {found}, whose parameters cannot be read "
+                "where they lie: shard it by FSDP2 (torch.distributed.fsdp.fully_shard), or use DistributedDataParallel"
+            )
 
 
 def parameters_of(module: torch.nn.Module) -> list[ModuleTensor]:
@@ -99,6 +124,13 @@ def convolutions(held: Iterable[ModuleTensor]) -> dict[str, Tensor]:
     """Return by path what a run takes the weights of convolutions for, if a task or loop says nothing of its tensors."""
     axes = {each.path: each.conv_axis() for each in held}
     return {path: Tensor(kind="head", output_axis=axis) for path, axis in axes.items() if axis is not None}
+
+
+def tables(module: torch.nn.Module) -> set[str]:
+    """Return the names of a module's embeddings, and of parameters that are tied to one."""
+    kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    found = {id(one) for _, owner, _, one in _held(module, "_parameters") if isinstance(owner, kinds)}
+    return {each.name for each in parameters_of(module) if id(each.tensor) in found}
 
 
 def plain_path(name: str) -> str:

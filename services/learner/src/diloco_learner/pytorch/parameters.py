@@ -11,20 +11,22 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from numpy.typing import NDArray
 
 from diloco.core.learner.delta import Baseline
+from diloco.core.tensors.boxes import Box
 from diloco.core.tensors.fragments import FixedSpec, Fragment, TensorSpec
-from diloco.errors import SettingsError
-from diloco_learner.api.model import Vector
+from diloco.core.tensors.rows import FragmentRows, RowLayout
+from diloco.errors import DilocoError, SettingsError
+from diloco_learner.api.model import FINGERPRINT_VALUES, Vector, fingerprint_of
 from diloco_learner.api.overlap import MemorySpan, check_apart
-from diloco_learner.pytorch.frozen import check_dense, fixed_specs
+from diloco_learner.pytorch.frozen import fixed_specs
 from diloco_learner.pytorch.names import (
     ModuleTensor,
     buffers_of,
@@ -34,39 +36,63 @@ from diloco_learner.pytorch.names import (
     looks_at_buffers,
     parameters_of,
     plain_path,
+    refuse_sharding_wrappers,
 )
-from diloco_learner.pytorch.tensors import TensorRows, Views, on_host, shown
+from diloco_learner.pytorch.ranks import TorchRanks, ranks_of_loop
+from diloco_learner.pytorch.shards import is_sharded, local_of, shards_of, spread_as
+from diloco_learner.pytorch.swapping import check_rests, swapped
+from diloco_learner.pytorch.tensor_checks import check_present, check_type, is_plain
+from diloco_learner.pytorch.tensors import TensorRows, TorchFragmentCopy, Views, shown
+from diloco_learner.pytorch.transfers import Transfers
 from diloco_learner.task_api import STATE
 from diloco_learner.tensors import Tensor
 
-
-@dataclass(frozen=True)
-class TorchFragmentCopy:
-    """A fragment's values as of when it was read: a copy, on the device still."""
-
-    values: torch.Tensor
-
-    def to_host(self, out: Vector | None = None) -> Vector:
-        """Wait for the values, and return them as float32 [size of the fragment], in ``out`` if given. From any thread."""
-        return on_host(self.values, out)
+FLOAT_BYTES = 4  # of a value in a copy
 
 
 class TorchParameters:
-    """Float32 tensors on any device; of a module also the buffers that are averaged, and the parameters that are frozen.
+    """Tensors in float32 or bfloat16 on any device; of a module also buffers that are averaged, and parameters that are frozen.
+
+    In a process group they are what one rank has of the parameters.
 
     Raises:
-        SettingsError: there is no tensor, or one of another type or kind; two share memory; or the loop is one of several
-            processes.
+        SettingsError: there is no tensor, or one of another type or kind; or two share memory.
     """
 
-    def __init__(self, params: Any) -> None:
-        _check_alone()
+    def __init__(self, params: Any, transfers: Transfers | None = None) -> None:
+        """Begin; ``transfers``: from and to devices."""
         found = _find(params)
-        if not found.trained:
+        place = ranks_of_loop()
+        if not found.trained and place[1] == 1:
             raise SettingsError("join: the module has no parameter that requires a gradient, so there is nothing to train")
+        self._place, self._ranks = place, TorchRanks(*place) if place[1] > 1 else None
         self._joined, self._fixed = found, frozenset[FixedSpec]()
-        self._rows, self._state = TensorRows(_views(found.trained)), TensorRows(_views(found.state))
+        self._shards = shards_of(found.trained)
+        self._transfers = Transfers() if transfers is None else transfers
+        self._rows = TensorRows(_views(found.trained), self._shards, transfers=self._transfers)
+        self._state = TensorRows(_views(found.state), transfers=self._transfers)
+        self._devices = self._served()
         self.tree, self._watch = params, _Watch(params, found)
+        self._read: list[FragmentRows] | None = None  # by fragment: what this rank hands over; None: all
+
+    @property
+    def ranked(self) -> TorchParameters | None:
+        """These, if they are what one rank of several has; else None."""
+        return None if self._ranks is None else self
+
+    @property
+    def ranks(self) -> TorchRanks:
+        """The ranks of the loop, of several."""
+        assert self._ranks is not None, "the loop is one process"
+        return self._ranks
+
+    def boxes(self) -> dict[str, Box]:
+        """Return by path what this rank has of the tensors in the log."""
+        return self._rows.boxes | {path: Box.whole(tuple(view.shape)) for path, view in self._state.views.items()}
+
+    def deal(self, layouts: Sequence[RowLayout]) -> None:
+        """Hand over, from now on, only what the layouts, by fragment, deal to this rank."""
+        self._read = [layout.read[self._place[0]] for layout in layouts]
 
     def tensors(self, said: object) -> list[TensorSpec]:
         """Return each tensor as the log has it, state that is averaged among them.
@@ -88,16 +114,56 @@ class TorchParameters:
 
         Raises:
             SettingsError: a tensor is missing, new, of another shape or type, or shares memory with another one; or one that
-                was frozen is to be trained, or has other values.
+                was frozen is to be trained, or has other values; or a CUDA graph is being captured.
         """
-        _check_alone()
+        if ranks_of_loop() != self._place:
+            raise SettingsError(
+                f"step: this loop joined as rank {self._place[0]} of {self._place[1]}, and is rank {ranks_of_loop()[0]} of "
+                f"{ranks_of_loop()[1]} now: make the process group before diloco.join, and keep it until the run is left"
+            )
         if not self._watch.sees_no_change(params):
             found = _find(params, self._joined.trained.keys())
             self._check_same(found)
             self._watch = _Watch(params, found)
             self._rows = self._rows.moved(_views(found.trained))
             self._state = self._state.moved(_views(found.state)) if found.whole else self._state
+            self._devices = self._served()
+        if self._devices:
+            self._transfers.attach(self._devices)
         self.tree = params
+
+    def swapped(self, values: Any) -> AbstractContextManager[None]:
+        """Return a ``with`` statement in which the trained tensors hold the values of a module, or of tensors by name.
+
+        Raises:
+            SettingsError: a tensor is missing, or of another shape.
+        """
+        self.take(self.tree)
+        return swapped(self._rows.views, values)
+
+    def fingerprint(self) -> str:
+        """Return a hash of the first values that are here of each trained tensor."""
+        views = [view for view in self._rows.views.values() if view.numel()]
+        return fingerprint_of(_first_row(view)[:FINGERPRINT_VALUES].float().cpu().numpy() for view in views)
+
+    def shown(self, array: NDArray[Any]) -> torch.Tensor:
+        """Return an array of the host, any dtype [...], as a tensor in the same memory."""
+        return torch.from_numpy(array)
+
+    def rests(self) -> Views:
+        """Return by path what rounding to bfloat16 has left over of each tensor, float32, spread as the tensor is."""
+        return {path: spread_as(self._joined.trained[path], rest) for path, rest in self._rows.rests.items()}
+
+    def put_rests(self, rests: Mapping[str, Any]) -> None:
+        """Take over what :meth:`rests` gave.
+
+        Raises:
+            SettingsError: it is of other tensors, or spread in another way.
+        """
+        own = self.rests()
+        check_rests(own, rests)
+        for path, rest in own.items():
+            local_of(rest).copy_(local_of(rests[path]))
 
     def sample(self) -> torch.Tensor:
         """Return the sum of the smallest tensor that has a value; it is NaN once a model is.
@@ -106,9 +172,29 @@ class TorchParameters:
         """
         return min(self._rows.views.values(), key=lambda tensor: tensor.numel() or math.inf).sum()
 
+    def number(self, scalar: Any) -> Callable[[], float]:
+        """Queue a copy of a scalar of any framework to the host; return a function that waits for it and returns it."""
+        return self._transfers.number(scalar)
+
     def snapshot(self, fragment: Fragment) -> TorchFragmentCopy:
-        """Queue a copy of a fragment's values."""
-        return TorchFragmentCopy(self._rows_of(fragment).read(fragment))
+        """Queue a copy of a fragment's values; a rank copies the rows that it hands over.
+
+        Raises:
+            DilocoError: there is no room for it.
+        """
+        rows = self._rows_of(fragment)
+        try:
+            if self._read is None:
+                return rows.read(fragment)
+            return rows.read_rows(fragment, self._read[fragment.index])
+        except RuntimeError as error:
+            if not _is_lack_of_memory(error):
+                raise
+            raise DilocoError(
+                f"fragment {fragment.index}: {rows.device_of(fragment)} has no room for a copy of its {fragment.size:,} values "
+                f"({FLOAT_BYTES * fragment.size >> 20} MiB), of which an offer is made: take a smaller batch, spread the "
+                "model over more devices, or make a run with more fragments (fragments.count)"
+            ) from error
 
     def write(self, fragment: Fragment, theta: Vector, reference: Baseline | Vector | None = None, alpha: float = 0.0) -> None:
         """Write a fragment, as :class:`diloco_learner.api.model.SharedParameters` says; vectors are float32 [its size]."""
@@ -117,6 +203,11 @@ class TorchParameters:
     def _rows_of(self, fragment: Fragment) -> TensorRows:
         return self._state if fragment.state else self._rows
 
+    def _served(self) -> list[torch.device]:
+        """Return the devices of the tensors in the log whose copies the loop does not wait for."""
+        views = itertools.chain(self._rows.views.values(), self._state.views.values())
+        return [device for device in {view.device for view in views} if self._transfers.serves(device)]
+
     def _check_same(self, found: _Found) -> None:
         joined = self._joined
         for path in found.trained.keys() & joined.frozen.keys():
@@ -124,6 +215,14 @@ class TorchParameters:
                 f"step: parameter {path!r} requires a gradient, but was frozen when this loop joined: join with it "
                 "unfrozen, and set its learning rate to 0 until training of it begins"
             )
+        for path, shard in (shards_of(found.trained) | self._shards).items():
+            if path in found.trained and is_sharded(found.trained[path]) != (path in self._shards):
+                raise SettingsError(
+                    f"step: parameter {path!r} {'is whole' if path in self._shards else 'is sharded'}, but was not when this "
+                    "loop joined: after an evaluation call module.reshard() of FSDP2, and shard a module before diloco.join"
+                )
+            if path in found.trained and shard != self._shards[path]:
+                raise SettingsError(f"step: parameter {path!r} is sharded in another way than when this loop joined")
         differ = found.trained.keys() ^ joined.trained.keys()
         if found.whole and joined.whole:
             differ |= (found.state.keys() ^ joined.state.keys()) | (found.frozen.keys() ^ joined.frozen.keys())
@@ -131,11 +230,16 @@ class TorchParameters:
             first = ", ".join(sorted(differ)[:3])
             later = " (register a buffer that comes later with persistent=False)" if differ & found.state.keys() else ""
             raise SettingsError(f"step: params are not those that joined: {first}: hand over the same tensors{later}")
+        joined_tensors, views = joined.trained | joined.state, self._rows.views | self._state.views
         for path, tensor in (found.trained | (found.state if joined.whole else {})).items():
-            expected = (joined.trained | joined.state)[path].shape
+            expected = joined_tensors[path].shape
             if tensor.shape != expected:
                 raise SettingsError(
                     f"step: parameter {path!r} has shape {tuple(tensor.shape)}, expected {tuple(expected)} as at join"
+                )
+            if tensor.dtype != views[path].dtype:  # the views are of the memory before: a module changes its tensors' own types
+                raise SettingsError(
+                    f"step: parameter {path!r} is {shown(tensor.dtype)}, expected {shown(views[path].dtype)} as at join"
                 )
         moved = [each for path, each in found.frozen.items() if not self._watch.holds(path, each.tensor)]
         for spec in fixed_specs(moved) if self._fixed else ():
@@ -160,7 +264,7 @@ class _Found:
     def watched(self) -> Views:
         """All tensors that have memory of their own."""
         frozen = {path: each.tensor for path, each in self.frozen.items()}
-        return self.trained | self.state | {path: tensor for path, tensor in frozen.items() if _is_plain(tensor)}
+        return self.trained | self.state | {path: tensor for path, tensor in frozen.items() if is_plain(tensor)}
 
 
 class _Watch:
@@ -173,7 +277,8 @@ class _Watch:
     def __init__(self, params: Any, found: _Found) -> None:
         watched = found.watched
         self._params, self._tensors, self._names = params, list(watched.values()), None if found.whole else list(params)
-        self._views = _views(watched)
+        self._views, sharded = _views(watched), list(map(is_sharded, self._tensors))
+        self._sharded = sharded if any(sharded) else None
         self._all = list(self._views.values())
         self._frozen = [each.tensor for each in found.frozen.values()]
         if found.whole:
@@ -197,7 +302,7 @@ class _Watch:
 
     def holds(self, path: str, tensor: torch.Tensor) -> bool:
         """Whether a tensor is where the one of this path was."""
-        return path in self._views and _is_set_to(tensor, self._views[path])
+        return path in self._views and _is_set_to(local_of(tensor), self._views[path])
 
     def _present(self) -> Iterable[object]:
         """Yield all that the module has now: submodules and parameters, an end that shows new ones, and watched buffers.
@@ -208,8 +313,12 @@ class _Watch:
 
     def _are_in_place(self, tensors: Iterable[Any]) -> bool:
         try:
+            if self._sharded is not None:
+                tensors = [
+                    _local_tensor(each) if sharded else each for each, sharded in zip(tensors, self._sharded, strict=True)
+                ]
             return all(map(_is_set_to, tensors, self._all))
-        except TypeError:  # something else than a tensor
+        except (TypeError, AttributeError):  # something else than a tensor, or than a DTensor
             return False
 
 
@@ -217,21 +326,7 @@ _END = object()
 _is_set_to = torch.Tensor.is_set_to
 _requires_gradient = operator.attrgetter("requires_grad")
 _nbytes = operator.attrgetter("nbytes")
-
-
-def _check_alone() -> None:
-    """Find out that this process is the whole of its loop, without asking the others.
-
-    Raises:
-        SettingsError: it is one of several.
-    """
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and (world := distributed.get_world_size()) > 1:
-        raise SettingsError(
-            f"join: this is rank {distributed.get_rank()} of a process group of {world}, but a loop that joins must be a "
-            "single process, otherwise the ranks would have different models: make each process a separate learner, with "
-            "its own name and without a process group (torch.distributed.destroy_process_group() ends it)"
-        )
+_local_tensor = operator.attrgetter("_local_tensor")
 
 
 def _find(params: Any, joined: Collection[str] = ()) -> _Found:
@@ -245,12 +340,13 @@ def _find(params: Any, joined: Collection[str] = ()) -> _Found:
     if not isinstance(params, torch.nn.Module):
         found = _Found(by_path((str(name), plain_path(str(name)), tensor) for name, tensor in params.items()))
     else:
+        refuse_sharding_wrappers(params)
         held = parameters_of(params)
         paths = by_path((each.name, each.path, each) for each in held)
         trained = [each for each in held if each.tensor.requires_grad or each.path in joined]
         frozen = [each for each in held if not (each.tensor.requires_grad or each.path in joined)]
         for each in held:  # before types and sizes are asked of any, which some tensors cannot say
-            _check(f"parameter {each.path!r}", each.tensor)
+            check_present(f"parameter {each.path!r}", each.tensor)
         state = [each for each in buffers_of(params) if each.persistent and _is_averaged(each)]
         found = _Found(
             {each.path: each.tensor for each in trained},
@@ -261,9 +357,9 @@ def _find(params: Any, joined: Collection[str] = ()) -> _Found:
         )
     for path, tensor in found.trained.items():
         if not found.whole:
-            _check(f"parameter {path!r}", tensor)
-        _check_type(path, tensor)
-    watched = found.watched
+            check_present(f"parameter {path!r}", tensor)
+        check_type(path, tensor)
+    watched = {path: local_of(tensor) for path, tensor in found.watched.items()}
     if not _lie_apart(list(watched.values())):
         spans = {path: _span(tensor) for path, tensor in watched.items()}
         check_apart({path: spans.pop(path) for path in [*found.trained, *found.state]}, spans)
@@ -286,7 +382,12 @@ def _is_averaged(buffer: ModuleTensor) -> bool:
     """
     if not buffer.tensor.is_floating_point():
         return False
-    _check(f"buffer {buffer.path!r}", buffer.tensor)
+    check_present(f"buffer {buffer.path!r}", buffer.tensor)
+    if is_sharded(buffer.tensor):
+        raise SettingsError(
+            f"buffer {buffer.path!r} is a DTensor, and learners average their buffers: make it a plain tensor, or register it "
+            "with persistent=False, and each learner keeps its own"
+        )
     if not buffer.tensor.numel():
         return False
     if buffer.tensor.dtype != torch.float32:
@@ -315,64 +416,20 @@ def _by_state_path(state: Iterable[ModuleTensor], parameters: Mapping[str, Modul
     return {path: each.tensor for path, each in found.items()}
 
 
-def _check(what: str, tensor: Any) -> None:
-    """Find out that a tensor has values that can be read and written, and all of them here; ``what`` it is begins the sentence.
-
-    Raises:
-        SettingsError: it has not.
-    """
-    if not isinstance(tensor, torch.Tensor):
-        raise SettingsError(f"{what} is a {type(tensor).__name__}, expected a tensor like the others")
-    distributed = sys.modules.get("torch.distributed.tensor")  # a DTensor exists only once it is imported
-    if distributed is not None and isinstance(tensor, distributed.DTensor):
-        raise SettingsError(
-            f"{what} is a DTensor, which is spread over processes: join with the whole module in one process, "
-            "without fully_shard and parallelize_module"
-        )
-    if torch.nn.parameter.is_lazy(tensor):
-        raise SettingsError(f"{what} has no shape yet: call the module once on a batch, and join then")
-    if tensor.is_meta:
-        raise SettingsError(
-            f"{what} is on the meta device, so it has no values: give it some (module.to_empty, then its initialisation), "
-            "and join then"
-        )
-    check_dense(what, tensor)
-    if tensor.is_inference():
-        raise SettingsError(
-            f"{what} was made under torch.inference_mode(), so it can be neither trained nor written: make it without, or "
-            "hand over a copy that is made outside (copy.deepcopy)"
-        )
+def _is_lack_of_memory(error: RuntimeError) -> bool:
+    """Whether PyTorch has found no room for a tensor; its error for the host's memory has no type of its own."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
-def _check_type(path: str, tensor: torch.Tensor) -> None:
-    """Find out that a trained tensor is float32, in memory of its own.
-
-    Raises:
-        SettingsError: it is not.
-    """
-    if not _is_plain(tensor):
-        raise SettingsError(
-            f"parameter {path!r} is a {type(tensor).__name__}, which consists of other tensors, expected a plain dense "
-            "tensor: freeze it, and train float32 tensors beside it, such as adapters"
-        )
-    if tensor.dtype == torch.float32:
-        return
-    if tensor.is_floating_point():
-        do = "keep float32 masters (module.float(), or copies of yours by name), and compute in other types by autocast"
-    elif tensor.is_complex():
-        do = "pass torch.view_as_real(parameter) by name"
-    else:
-        do = "leave out what is not trained"
-    raise SettingsError(f"parameter {path!r} is {shown(tensor.dtype)}, expected float32: {do}")
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has memory of its own, with a place for each value."""
-    return tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
+def _first_row(view: torch.Tensor) -> torch.Tensor:
+    """Return the first values of a tensor with some, [any length]."""
+    while view.ndim > 1:
+        view = view[0]
+    return view.reshape(-1)
 
 
 def _views(tensors: Views) -> Views:
-    return {path: tensor.detach() for path, tensor in tensors.items()}
+    return {path: local_of(tensor).detach() for path, tensor in tensors.items()}
 
 
 def _span(tensor: torch.Tensor) -> MemorySpan:

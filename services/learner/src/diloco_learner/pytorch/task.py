@@ -27,6 +27,7 @@ CALLED: dict[str, tuple[int, tuple[str, ...]]] = {
     "tensors": (1, ()),
     "merge_state": (1, ()),
     "optimizer": (2, ()),
+    "parallelize": (2, ()),
     "evaluate": (1, ()),
     "sample": (2, ("prompt",)),
 }

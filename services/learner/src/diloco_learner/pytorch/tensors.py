@@ -6,25 +6,32 @@ a task's ``tensors(module)`` gives for each path a view of a parameter, such as 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
+from torch.autograd.graph import increment_version
 
 from diloco.core.learner.delta import Baseline
 from diloco.core.tensors.arrangement import Arrangement
+from diloco.core.tensors.boxes import Box
 from diloco.core.tensors.fragments import Fragment, Piece, TensorSpec
-from diloco.core.tensors.rows import at
+from diloco.core.tensors.rows import FragmentRows, Where, at
 from diloco.errors import SettingsError
 from diloco_learner.api import members
 from diloco_learner.api.model import Vector
 from diloco_learner.pytorch import names
+from diloco_learner.pytorch.shards import LocalShard
+from diloco_learner.pytorch.transfers import CopyEvent, Transfers
 from diloco_learner.task_api import STATE, is_merged
 from diloco_learner.tensors import Tensor, trained
 
 Views = dict[str, torch.Tensor]
 FLOATS = (torch.float32, torch.bfloat16)
+NO_SHARDS: Mapping[str, LocalShard] = MappingProxyType({})
 
 
 def paths_of(module: torch.nn.Module) -> Views:
@@ -116,13 +123,83 @@ def check_views(views: Any, module: torch.nn.Module, source: str, place: str) ->
     return {path: view.detach() for path, view in views.items()}
 
 
-class TensorRows:
-    """Rows of named tensors, float32 on any device, which are read and written at once, where they lie."""
+@dataclass(frozen=True)
+class TorchFragmentCopy:
+    """A fragment's values as of when they were read: all of them, in one part, or the ``rows`` that a rank hands over.
 
-    def __init__(self, views: Views) -> None:
+    ``parts`` are copies, each float32 [its size], where the tensors are, or on their way to the host, and there behind the
+    ``event``.
+    """
+
+    fragment: Fragment
+    rows: FragmentRows | None
+    parts: Sequence[torch.Tensor]
+    event: CopyEvent | None = None
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the values are on the host already."""
+        return self.event is None and all(map(is_on_host, self.parts))
+
+    def to_host(self, out: Vector | None = None) -> Vector:
+        """Wait for the values, and return them in their places, float32 [size of the fragment], in ``out`` if given.
+
+        From any thread. The vector may be written to.
+        """
+        if self.event is not None:
+            self.event.synchronize()
+        if self.rows is None and out is None:
+            [values] = self.parts
+            whole: Vector = values.cpu().numpy()
+            return whole
+        vector = np.empty(self.fragment.size, np.float32) if out is None else out
+        if self.rows is None:
+            vector[...] = self.parts[0].cpu().numpy()
+            return vector
+        for (piece, where), part in zip(self.rows.parts, self.parts, strict=True):
+            target = at(vector, piece, where)
+            target[...] = part.cpu().numpy().reshape(target.shape)
+        return vector
+
+
+@dataclass(frozen=True)
+class _HostRows:
+    """Rows of one fragment as NumPy arrays that share their memory: float32 [values], each with its offset in the fragment.
+
+    ``parts`` is empty where a row is not on the host, is not float32 or is not contiguous.
+    """
+
+    fragment: Fragment
+    tensors: list[torch.Tensor]
+    parts: list[tuple[Vector, int]]
+
+    @classmethod
+    def of(cls, fragment: Fragment, rows: list[torch.Tensor]) -> _HostRows:
+        if not rows or not all(is_on_host(each) and each.dtype == torch.float32 and each.is_contiguous() for each in rows):
+            return cls(fragment, [], [])
+        arrays = [each.numpy().reshape(-1) for each in rows]
+        return cls(fragment, rows, [(values, piece.offset) for values, piece in zip(arrays, fragment.pieces, strict=True)])
+
+
+class TensorRows:
+    """Rows of named tensors, float32 or bfloat16 on any device, which are read and written at once, where they lie.
+
+    Of a tensor that is spread over ranks, ``shards`` says by path which part is here. The value of a tensor in bfloat16 is
+    what lies there and a rest, float32, that rounding has left over of the last version: no version is rounded away.
+    """
+
+    def __init__(
+        self, views: Views, shards: Mapping[str, LocalShard] = NO_SHARDS, *, transfers: Transfers | None = None
+    ) -> None:
+        """Begin; ``transfers``: from and to devices, which may be shared with other rows."""
         self.views = views
+        self._shards, self._transfers = shards, Transfers() if transfers is None else transfers
         self._arrangements: dict[str, Arrangement] = {}
         self._stored = views  # as the log has them, output units first
+        self._rests = {path: torch.zeros_like(view, dtype=torch.float32) for path, view in views.items() if is_rounded(view)}
+        self._stored_rests = self._rests
+        self.boxes: dict[str, Box] = {}  # of these, what is here
+        self._host: dict[int, _HostRows] = {}  # by fragment, from its first use on
 
     def specs(
         self, said: object, frozen: str, convolutions: Mapping[str, Tensor] = MappingProxyType({}), *, optimized: bool = True
@@ -137,7 +214,7 @@ class TensorRows:
         """
         specs = []
         for path, view in self.views.items():
-            shape = tuple(view.shape)
+            shape = self._shards[path].shape if path in self._shards else tuple(view.shape)
             tensor = trained(said, path, shape, frozen)
             if path in convolutions and not hasattr(said, "tensor") and tensor.kind != "embedding":
                 tensor = convolutions[path]
@@ -150,32 +227,121 @@ class TensorRows:
             if kept is not None:
                 self._arrangements[path] = kept
             specs.append(tensor.spec(path, shape))
-        self._stored = self._as_stored(self.views)
+        self._stored, self._stored_rests, self._host = self._as_stored(self.views), self._as_stored(self._rests), {}
+        self.boxes = {spec.path: self._box(spec) for spec in specs}
         return specs
 
+    def _box(self, spec: TensorSpec) -> Box:
+        shard = self._shards.get(spec.path)
+        return Box.whole(spec.shape) if shard is None else shard.box.stored(spec)
+
     def moved(self, views: Views) -> TensorRows:
-        """Return the rows of other tensors, of the same paths and shapes, as the log has them."""
-        rows = TensorRows(views)
-        rows._arrangements, rows._stored = self._arrangements, self._as_stored(views)
+        """Return the rows of other tensors, of the same paths, shapes and shards, as the log has them."""
+        rows = TensorRows(views, self._shards, transfers=self._transfers)
+        rows._arrangements, rows._stored, rows.boxes = self._arrangements, self._as_stored(views), self.boxes
+        rows._rests = {path: rest.to(views[path].device) for path, rest in self._rests.items()}
+        rows._stored_rests = self._as_stored(rows._rests)
         return rows
 
-    def read(self, fragment: Fragment) -> torch.Tensor:
-        """Return a copy of a fragment's values, float32 [its size], on their device."""
-        return torch.cat([self._rows(piece).reshape(-1) for piece in fragment.pieces])
+    @property
+    def rests(self) -> Views:
+        """By path, float32 [shape of the view], what rounding to bfloat16 has left over of the last version."""
+        return self._rests
+
+    def device_of(self, fragment: Fragment) -> torch.device:
+        """Return the device of the first of a fragment's tensors that is here, on which it is copied."""
+        return next(self.views[piece.path].device for piece in fragment.pieces if piece.path in self.views)
+
+    def read(self, fragment: Fragment) -> TorchFragmentCopy:
+        """Queue a copy of a fragment's values, on the device of the first of them."""
+        device = self.device_of(fragment)
+        if self._transfers.serves(device):
+            return self._fetch(fragment, None, fragment.pieces, device)
+        values = torch.cat([self._value(piece).reshape(-1).to(device) for piece in fragment.pieces])
+        return TorchFragmentCopy(fragment, None, [values])
+
+    def read_rows(self, fragment: Fragment, rows: FragmentRows) -> TorchFragmentCopy:
+        """Queue a copy of rows of a fragment, each part on its own device, or with the first part on its device."""
+        pieces = [piece for piece, _ in rows.parts]
+        if pieces and self._transfers.serves(self.views[pieces[0].path].device):
+            return self._fetch(fragment, rows, pieces, self.views[pieces[0].path].device)
+        return TorchFragmentCopy(fragment, rows, [self._value(piece).reshape(-1).clone() for piece in pieces])
+
+    def _fetch(
+        self, fragment: Fragment, rows: FragmentRows | None, pieces: Sequence[Piece], device: torch.device
+    ) -> TorchFragmentCopy:
+        sizes = [self._part(piece, self._stored).numel() for piece in pieces]
+
+        def fill(values: torch.Tensor) -> None:
+            for piece, target in zip(pieces, values.split(sizes), strict=True):
+                value = self._value(piece)
+                target.view(value.shape).copy_(value)
+
+        found = self._transfers.fetch(sum(sizes), device, fill)
+        parts = [found.values] if rows is None else list(found.values.split(sizes))
+        return TorchFragmentCopy(fragment, rows, parts, found.event)
 
     def write(self, fragment: Fragment, theta: Vector, reference: Baseline | Vector | None, alpha: float) -> None:
         """Write a fragment, as :class:`diloco_learner.api.model.SharedParameters` says; vectors are float32 [its size]."""
-        with torch.no_grad():
+        shared = self._on_host(fragment)
+        if shared is not None and isinstance(reference, Baseline) and reference.offered is not None:
+            for values, start in shared.parts:
+                reference.keep_progress(values, theta, start, alpha)
+            increment_version(shared.tensors)  # as any write in place does: a backward pass may need the values before
+            return
+        with torch.no_grad(), self._transfers.computing():
             for piece in fragment.pieces:
-                rows = self._rows(piece)
-                new = _part(theta, piece, rows)
+                where = self._where(piece)
+                if where is None:
+                    continue
+                value = self._value(piece)
+                new = self._sent(theta, piece, where, value)
                 if reference is not None:
-                    new = new + (rows - _part(reference, piece, rows))
-                rows.copy_(new if alpha == 0 else alpha * rows + (1 - alpha) * new)
+                    new = new + (value - self._sent(reference, piece, where, value))
+                self._set(piece, new if alpha == 0 else alpha * value + (1 - alpha) * new)
 
-    def _rows(self, piece: Piece) -> torch.Tensor:
-        view = self._stored[piece.path]
-        return view[piece.row_start : piece.row_stop] if view.ndim else view
+    def _sent(self, vector: Baseline | Vector, piece: Piece, where: Where, rows: torch.Tensor) -> torch.Tensor:
+        """Return values of a fragment's vector as the ``rows`` of a piece are: of their shape, on their device."""
+        values = at(vector, piece, where)
+        if self._transfers.serves(rows.device):
+            return self._transfers.send(values, rows.device).reshape(rows.shape)
+        return torch.from_numpy(values if values.flags.writeable else values.copy()).to(rows.device).reshape(rows.shape)
+
+    def _value(self, piece: Piece) -> torch.Tensor:
+        """Return what is here of a piece, float32: a view, or of a tensor in bfloat16 a copy."""
+        rows = self._part(piece, self._stored)
+        return rows.float() + self._part(piece, self._stored_rests) if piece.path in self._rests else rows
+
+    def _set(self, piece: Piece, new: torch.Tensor) -> None:
+        rows = self._part(piece, self._stored)
+        rows.copy_(new)
+        if piece.path in self._rests:
+            self._part(piece, self._stored_rests).copy_(new - rows)
+
+    def _where(self, piece: Piece) -> Where | None:
+        """Return where what is here of a piece is in it; None if nothing is."""
+        if not self._shards:
+            return () if piece.path in self._stored else None
+        box = self.boxes.get(piece.path)
+        return None if box is None else box.overlap(piece)
+
+    def _part(self, piece: Piece, stored: Views) -> torch.Tensor:
+        """Return what is here of a piece: a view."""
+        view = stored[piece.path]
+        if not view.ndim:
+            return view
+        whole = piece.path not in self._shards
+        return view[slice(piece.row_start, piece.row_stop) if whole else self.boxes[piece.path].rows(piece)]
+
+    def _on_host(self, fragment: Fragment) -> _HostRows | None:
+        """Return the rows of a fragment, if all of them are blocks of float32 in the host's memory."""
+        found = self._host.get(fragment.index)
+        if found is None or found.fragment is not fragment:
+            held = all(piece.path in self._stored and piece.path not in self._shards for piece in fragment.pieces)
+            rows = [self._part(piece, self._stored) for piece in fragment.pieces] if held else []
+            found = _HostRows.of(fragment, [] if any(self._transfers.serves(each.device) for each in rows) else rows)
+            self._host[fragment.index] = found
+        return found if found.parts else None
 
     def _as_stored(self, views: Views) -> Views:
         return {path: _outputs_first(view, self._arrangements.get(path)) for path, view in views.items()}
@@ -188,18 +354,16 @@ def _outputs_first(view: torch.Tensor, kept: Arrangement | None) -> torch.Tensor
     return view.movedim(kept.outputs[0], 0) if kept.outputs else view[None]
 
 
-def _part(vector: Baseline | Vector, piece: Piece, rows: torch.Tensor) -> torch.Tensor:
-    values = at(vector, piece)
-    return torch.from_numpy(values if values.flags.writeable else values.copy()).to(rows.device).reshape(rows.shape)
+def is_on_host(tensor: torch.Tensor) -> bool:
+    """Whether a tensor lies in the host's memory."""
+    kind: str = tensor.device.type
+    return kind == "cpu"
 
 
-def on_host(values: torch.Tensor, out: Vector | None) -> Vector:
-    """Wait for values, float32 [n], and return them on the host, in ``out`` if given."""
-    vector: Vector = values.cpu().numpy()
-    if out is None:
-        return vector
-    out[...] = vector
-    return out
+def is_rounded(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has fewer digits than the log."""
+    rounded: bool = tensor.dtype == torch.bfloat16
+    return rounded
 
 
 def shown(dtype: torch.dtype) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain, islice
 
 from diloco.core.run import tape as events
 from diloco.core.tensors.fragments import FragmentMap
@@ -51,7 +52,11 @@ def work(
     ``about``: what a learner's tape says of its machine.
     """
     settings = process.settings
-    process.wait(member.join(lambda fragment: model.read(fragment).to_host()))
+    joining = process.thread.begin(member.join(lambda fragment: model.read(fragment).to_host()))
+    states = checkpoint.own_states(settings, model, process.run.identity, process.log)
+    # to read and hash the newest one may take as long as to read the log, and needs nothing of it
+    newest = list(islice(states, 1)) if settings.role == "learner" else []
+    process.thread.finish(joining, process.stopping)
     process.exporter.observed = ObservedMember(member, process.transport, process.exporter.labels())
     if settings.role != "learner":
         run = process.run.created
@@ -65,7 +70,7 @@ def work(
             stopping=process.stopping,
         ).run()
         return
-    if not checkpoint.restore(settings, model, member, process.log):
+    if not checkpoint.restore(chain(newest, states), model, member, process.log):
         member.count_steps(tokens_per_batch)
         wanted = model.wanted(optimizer_only=True)
         if not checkpoint.take_up(model, member, settings.state_dir, process.log) and (

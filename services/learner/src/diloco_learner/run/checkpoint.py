@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -167,17 +168,30 @@ class LentState:
         self._path.unlink(missing_ok=True)
 
 
-def restore(settings: LearnerSettings, island: SavedModel, member: Member, log: Logger) -> bool:
-    """Go on from the newest checkpoint that is whole and fits; False if there is none, and the learner begins from the log.
+def own_states(settings: LearnerSettings, island: SavedModel, run: bytes, log: Logger) -> Iterator[tuple[Path, State]]:
+    """Yield the learner's own checkpoints that are whole and fit its model, the newest first. ``run``: the run's identity.
 
-    One that is damaged or foreign is named and left alone.
+    Each file is read and checked when it is asked for. One that is damaged or foreign is named and left alone.
     """
     for path in StateFolder(settings.state_dir, settings.name).generations():
         if not path.exists():
             continue
         try:
-            saved = state.load(path, member.run.identity, settings.name)
+            saved = state.load(path, run, settings.name)
             check(saved, island)
+        except UNFIT as error:
+            log.warning("checkpoint_refused", file=str(path), reason=str(error))
+        else:
+            yield path, saved
+
+
+def restore(states: Iterable[tuple[Path, State]], island: SavedModel, member: Member, log: Logger) -> bool:
+    """Go on from the first of these checkpoints whose accounts fit the run; False if there is none.
+
+    One whose accounts do not is named and left alone. Without a checkpoint the learner begins from the log.
+    """
+    for path, saved in states:
+        try:
             member.restore(saved.accounts, saved.arrays(ACCOUNTS))
         except UNFIT as error:
             log.warning("checkpoint_refused", file=str(path), reason=str(error))

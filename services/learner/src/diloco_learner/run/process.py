@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
@@ -31,17 +32,31 @@ from diloco_learner.run.trainer import LookAhead, Steered, Trainer
 T = TypeVar("T")
 
 
+# for how long a training loop waits for Python's lock before the protocol's thread is asked for it; 5 ms is Python's own value,
+# and a loop of PyTorch takes the lock again after each operation
+LOCK_WAIT_S = 0.0002
+
+
 class LoopThread:
-    """An asyncio loop in a thread of its own."""
+    """An asyncio loop in a thread of its own, which hands Python's lock over soon while it is there."""
 
     def __init__(self) -> None:
+        self._lock_wait_s = sys.getswitchinterval()
+        sys.setswitchinterval(min(self._lock_wait_s, LOCK_WAIT_S))
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name="member", daemon=True)
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T], stopping: Callable[[], bool]) -> T:
         """Run ``work`` in the loop and wait for it; KeyboardInterrupt if this process is asked to end meanwhile."""
-        future: Future[T] = asyncio.run_coroutine_threadsafe(work, self.loop)
+        return self.finish(self.begin(work), stopping)
+
+    def begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Begin ``work`` in the loop."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def finish(self, future: Future[T], stopping: Callable[[], bool]) -> T:
+        """Wait for work that has begun; KeyboardInterrupt if this process is asked to end meanwhile."""
         while True:
             try:
                 return future.result(timeout=0.2)
@@ -62,6 +77,7 @@ class LoopThread:
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(5)
         self.loop.close()
+        sys.setswitchinterval(self._lock_wait_s)
 
 
 @dataclass(frozen=True, kw_only=True)

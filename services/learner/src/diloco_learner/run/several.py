@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from types import TracebackType
 from typing import Any
 
 from diloco.core.run import tape as events
 from diloco.core.tensors.fragments import FragmentMap
-from diloco.core.tensors.rows import LEADER, carriers
-from diloco.log.log import Log
+from diloco.core.tensors.rows import LEADER
+from diloco.errors import IslandError
 from diloco.member.peer import Borrower, Loan
-from diloco.process.observe import Counted
 from diloco.process.tape import TapeFile
 from diloco.processes.follower import Follower, ProcessSide
 from diloco.processes.group import Group
 from diloco.processes.leader import Leader
-from diloco.processes.part import Part
+from diloco.processes.part import Part, make_part
 from diloco.service import skeleton
-from diloco.settings.service import MeshSettings
-from diloco.wire.process_messages import Ping
 from diloco.wire.subjects import Subjects
 from diloco_learner.api.model import SharedModel
 from diloco_learner.run import checkpoint
@@ -29,32 +28,19 @@ from diloco_learner.task_api import Batches
 
 async def make_side(process: LearnerProcess, fragments: FragmentMap, group: Group, model: SharedModel) -> Side:
     """Return this process's side: it leads, or follows. Call it in the loop's thread."""
-    transport, run, log = process.transport, process.run, process.log
-    layouts = [model.row_layout(fragment, group.size) for fragment in fragments.fragments]
-    dealt, refused = carriers([fragment.size for fragment in fragments.fragments], group.size), Counted(log)
-
-    def read(index: int) -> Any:
-        return model.read(fragments.fragments[index]).to_host()
-
-    group.links.sign_of_life = lambda: Ping(transport.bytes_out, transport.bytes_in, refused.total)
-    store = Log(transport, run.name, run.identity, fragments, run.created)
-    part = Part(
-        transport,
-        run,
+    part = make_part(
+        process.transport,
+        process.run,
         group,
-        store=store,
-        layouts=layouts,
-        carriers=dealt,
-        read=read,
-        refused=refused,
-        log=log,
+        fragments,
+        deal=lambda carriers: model.deal_rows(fragments.fragments, carriers),
+        read=lambda index: model.read(fragments.fragments[index]).to_host(),
+        log=process.log,
         telemetry=process.exporter.telemetry,
     )
-    own = [index for index, carrier in enumerate(dealt) if carrier == group.place]
-    log.info("carries", fragments=own, parameters=sum(fragments.fragments[index].size for index in own))
     if group.place == LEADER:
-        tape = TapeFile(process.settings.state_dir, process.settings.name, run.identity, log)
-        return LeadingSide(process, Leader(part, fragments, process.settings, log, tape))
+        tape = TapeFile(process.settings.state_dir, process.settings.name, process.run.identity, process.log)
+        return LeadingSide(process, Leader(part, fragments, process.settings, process.log, tape))
     return FollowingSide(process, Follower(part, fragments))
 
 
@@ -67,11 +53,12 @@ def train(
     tokens_per_batch: int,
     rows: range | None,
     about: Sequence[events.TapeEvent],
-    mesh: MeshSettings,
+    guard: Callable[[], AbstractContextManager[object]] | None = None,
 ) -> None:
     """Join the run, and train until it is over, or until one of the processes is asked to end.
 
     ``rows``: those that this process makes of each batch (None: all). ``about``: what the learner's tape says of its machines.
+    ``guard``: is called before the first step; the trainer enters its result while it goes from one boundary to the next.
     """
     its, part = side.its, side.its.part
     renewal = part.group.renewal
@@ -81,7 +68,6 @@ def train(
         if not _take_up(process, its, model):
             _borrow(process, its, model)
     keeper = side.keeper(model)
-    changing = None if renewal is None else renewal.guard(its, model.settled, mesh, process.stopping)
     batches = side.batches(task, rows)
     trainer = make_trainer(
         process,
@@ -91,7 +77,7 @@ def train(
         batches,
         keeper.at_boundary,
         look_ahead=side.look_ahead,
-        changing=changing,
+        changing=None if guard is None else guard(),
     )
     side.show(trainer.instruments)
     try:
@@ -179,3 +165,37 @@ def _all_of_one(process: LearnerProcess, part: Part, stage: str, loan: Loan | No
     """Return a process's loan if all processes have one of the same copy; None if they do not."""
     found = None if loan is None else f"{loan.peer}, step {loan.step}, {loan.content_hash.hex()}"
     return None if process.wait(part.group.difference(stage, {"loan": found})) else loan
+
+
+class LettingGo:
+    """At the end of a ``with`` statement: let go of the other processes, unless it ends by an error, which they notice.
+
+    ``disconnect`` ends what the framework has between them.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        run: Callable[[Coroutine[Any, Any, None], Callable[[], bool]], None],
+        disconnect: Callable[[], None],
+    ) -> None:
+        self.group, self.run, self.disconnect = group, run, disconnect
+
+    def __call__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Close the connections, and the framework's."""
+        self.group.ending()
+        if error is None:
+            self.run(self.group.close(), lambda: False)
+            self.disconnect()
+
+
+@contextmanager
+def own_errors_first(group: Group) -> Iterator[None]:
+    """Let an error of this process be what it ends with, and not that others end because of it."""
+    try:
+        yield
+    except IslandError as error:
+        group.end(error)
+    except BaseException:
+        group.ending()
+        raise

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from diloco.core.learner.accounts import StepDone
-from diloco.core.learner.fragment_state import Reader
+from diloco.core.learner.fragment_state import HostReader, Reader
 from diloco.core.learner.schedule import Moment, learning_rate
 from diloco.core.run.pace import MovingAverage
 from diloco.core.tensors.fragments import FragmentMap
@@ -99,7 +99,8 @@ def carry_out(boundary: Boundary, parameters: SharedParameters, member: Steered,
         alpha = 0.0 if applied.reset else settings.apply.alpha
         parameters.write(member.map.fragments[fragment], applied.theta, applied.reference, alpha)
     for fragment in boundary.reads:
-        member.submit(fragment, parameters.snapshot(member.map.fragments[fragment]).to_host)
+        copy = parameters.snapshot(member.map.fragments[fragment])
+        member.submit(fragment, HostReader(copy.to_host) if copy.is_on_host else copy.to_host)
 
 
 class Trainer:
@@ -207,7 +208,7 @@ class Trainer:
             return
         middle_s = self._meter.began_s(flight.called_s) + LOOK_AHEAD_SHARE * self._busy.get()
         wait([flight.end], max(0.0, middle_s - time.perf_counter()))
-        done = StepDone(
+        in_flight = StepDone(
             tokens=self.tokens_per_batch,
             share=flight.batch.share,
             batch=flight.batch.index,
@@ -215,7 +216,7 @@ class Trainer:
             busy_s=0.0,
             blocked_s=0.0,
         )
-        self.look_ahead(done, (batch.share, batch.index))
+        self.look_ahead(in_flight, (batch.share, batch.index))
 
     def _watch(self, output: Output, shown: bool) -> _End:
         """Wait for a step's end; a slow learner is asleep for the rest of its step. ``shown``: with its gradients' norm."""

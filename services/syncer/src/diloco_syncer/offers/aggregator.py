@@ -7,8 +7,9 @@ the region's own stream, where the owner reads them.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from msgspec import structs
@@ -26,10 +27,16 @@ from diloco.wire.control import Announcement, Heartbeat
 from diloco.wire.entries import Record
 from diloco.wire.offers import Answer, RegionalOffer
 from diloco_syncer.context import Context, clock_s, wait
+from diloco_syncer.offers.judging import UNKNOWN_THETA, OfferJudge
+from diloco_syncer.offers.quarantine import OutlierRecord
 from diloco_syncer.syncer_tracing import RegionalTrace
 
 LOOK_S = 0.25  # at all fragments, if nothing is heard: a round's announcement comes as often
 STORE_TIMEOUT_S = 5.0  # for the own region's server to acknowledge an offer
+
+
+def _unknown() -> float:
+    return math.inf
 
 
 @dataclass(eq=False)
@@ -38,26 +45,28 @@ class Aggregated:
 
     fragment: Fragment
     round: RegionalRound
+    judge: OfferJudge
     busy: bool = False
 
 
 class RegionalAggregator:
     """One syncer's. :meth:`serve` says which fragments' offers are combined, and :meth:`work` combines them."""
 
-    def __init__(self, context: Context, incarnation: int) -> None:
+    def __init__(self, context: Context, incarnation: int, outliers: OutlierRecord) -> None:
         """``incarnation``: of the syncer's process."""
-        self.context, self.run, self.log = context, context.run, context.log
+        self.context, self.run, self.log, self.outliers = context, context.run, context.log, outliers
         self.syncer, self.incarnation = context.settings.name, incarnation
         self.roster = Roster(context.run.in_force, context.roster.bounds, context.roster.grants)
         self.fragments: dict[int, Aggregated] = {}
         self.news = asyncio.Event()
         self._chains: dict[int, Chain] = {}  # of all fragments that are followed, as of their newest entry
         self._usual: dict[int, float] = {}  # norms of their merges
+        self._own_norms: dict[int, Callable[[], float]] = {}  # of their newest versions
         self._numbers: Counter[int] = Counter()  # by fragment: of the newest regional offer
 
-    def change(self, excluded: frozenset[str]) -> None:
-        """Go by the settings in force, and without these learners."""
-        self.roster.change(self.run.in_force, excluded)
+    def change(self, excluded: frozenset[str], on_trial: frozenset[str]) -> None:
+        """Go by the settings in force, and without these learners; those ``on_trial`` are judged all the same."""
+        self.roster.change(self.run.in_force, excluded, on_trial)
         for aggregated in self.fragments.values():
             aggregated.round.changed()
         self.news.set()
@@ -68,7 +77,8 @@ class RegionalAggregator:
 
     def _begin(self, index: int) -> Aggregated:
         fragment = self.context.map.fragments[index]
-        aggregated = Aggregated(fragment, RegionalRound(self.roster, fragment))
+        judge = OfferJudge(self.context, fragment, lambda: self._own_norms.get(index, _unknown)())
+        aggregated = Aggregated(fragment, RegionalRound(self.roster, fragment), judge)
         if index in self._chains:
             self._follow(aggregated, self._chains[index], None)
         return aggregated
@@ -86,13 +96,14 @@ class RegionalAggregator:
             aggregated.round.hear(structs.replace(announced, closing=near), clock_s())
             self.news.set()
 
-    def follow(self, chain: Chain, record: Record | None, usual: float) -> None:
+    def follow(self, chain: Chain, record: Record | None, usual: float, own_norm: Callable[[], float]) -> None:
         """Take in that a fragment's log has the entry ``record``, or (None) was loaded; no thread may be folding ``chain``.
 
         ``usual``: the norm that a merge of it usually has (:func:`diloco.core.syncer.excess.usual`); 0: not known.
+        ``own_norm`` returns the norm of its newest version, as far as that is folded.
         """
         self._chains[chain.fragment] = known = replace(chain, cursors=dict(chain.cursors))
-        self._usual[chain.fragment] = usual
+        self._usual[chain.fragment], self._own_norms[chain.fragment] = usual, own_norm
         aggregated = self.fragments.get(chain.fragment)
         if aggregated is not None:
             self._follow(aggregated, known, record)
@@ -110,6 +121,7 @@ class RegionalAggregator:
                 wait_s = LOOK_S
                 for aggregated in self.fragments.values():
                     held = () if aggregated.busy else aggregated.round.poll(clock_s())
+                    self.context.tell_in_vain(aggregated.fragment.index, aggregated.round.waits)
                     if held:
                         aggregated.busy = True
                         group.create_task(self._combine(aggregated, held))
@@ -122,6 +134,7 @@ class RegionalAggregator:
         index, round_ = aggregated.fragment.index, aggregated.round
         trace = RegionalTrace.begin(self.context, index, round_.round)
         try:
+            await self._judge(aggregated, held)
             raw, rest = await asyncio.to_thread(round_.combine, held, round_.residual)
             packed = await asyncio.to_thread(codec.pack, raw, self.run.created.codec.zstd_level)
         except UnmergeableError as error:
@@ -155,6 +168,22 @@ class RegionalAggregator:
         finally:
             aggregated.busy = False
             self.news.set()
+
+    async def _judge(self, aggregated: Aggregated, held: Sequence[HeldOffer]) -> None:
+        """Judge the region's offers of a fragment by each other.
+
+        Raises:
+            UnmergeableError: some are outliers. None is cut here, where Theta is not at hand.
+        """
+        round_ = aggregated.round
+        live = {seen.heartbeat.learner for seen in self.roster.live(clock_s())}
+        if round_.chain is None:
+            return  # nothing is due then
+        judged = await aggregated.judge.judge(round_.chain, held, round_.on_trial.values(), live)
+        self.outliers.note(aggregated.fragment.index, round_.round, judged)
+        left_out = await aggregated.judge.left_out(round_.round, held, judged, UNKNOWN_THETA)
+        if left_out is not None:
+            raise left_out
 
     async def _store(self, aggregated: Aggregated, offer: RegionalOffer, inline: bytes, parts: Sequence[bytes]) -> bool:
         """Store a regional offer, however often it has to be tried. Return False if it is no longer wanted here."""

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from diloco.control.admission import LearnerStanding, admitted
 from diloco.core.log.regional_round import HeldOffer
 from diloco.core.syncer import bandwidth
+from diloco.core.syncer.offer_fit import OF_ANOTHER_LOG, MissedOffer
 from diloco.core.syncer.round import RoundOffer
 from diloco.core.tensors import codec, quantise
 from diloco.core.tensors.fragments import Fragment
@@ -34,9 +35,9 @@ from diloco_syncer.owning.owner import FragmentOwner
 class OfferKeeper(Protocol):
     """Decides which offers of a fragment are kept. One that combines a region's offers is given learners' own alone."""
 
-    def refuse(self, offer: Any, elapsed_s: float) -> str | None: ...
+    def refuse(self, offer: Any, elapsed_s: float) -> MissedOffer | None: ...
 
-    def hold(self, held: Any) -> str | None: ...
+    def hold(self, held: Any) -> MissedOffer | None: ...
 
 
 class Taker(Protocol):
@@ -178,6 +179,10 @@ class Collector:
         if body is not None:
             held = HeldOffer(offer, body, elapsed_s) if isinstance(offer, Offer) else RoundOffer(offer, body, elapsed_s)
             self._tell(offer, sender, round_.hold(held))
+            outlier = self.run.now.outlying.quarantined.get(sender)
+            if isinstance(offer, Offer) and outlier is not None and sender in self.context.roster.on_trial:
+                text = f"{sender} is quarantined ({outlier.label}); its offers are merged again after a cycle of sound ones"
+                self.context.report_refusal(sender, index, offer, "ejected", text)
 
     async def _genesis_s(self) -> float:
         """Return the time of genesis, in Unix time of the server whose offers are read: its learners began no sooner.
@@ -203,7 +208,7 @@ class Collector:
         inline: bytes,
         parts: ChunkAssembler,
         sender: str,
-        refuse: Callable[[], str | None],
+        refuse: Callable[[], MissedOffer | None],
         what: str,
     ) -> NDArray[np.uint8] | None:
         """Return the content of an offer, uint8 [bytes], checked; None if the offer is of no use.
@@ -229,23 +234,27 @@ class Collector:
                     lacks_grant=standing.lacks_grant,
                 )
         self.learners.update(member.learner for member in offer.members)
-        reason = refuse()
-        if reason is not None:
+        missed = refuse()
+        if missed is not None:
             # no fault: offers cross with versions, and after a restart the stream still holds merged ones
-            self._tell(offer, sender, reason)
-            if isinstance(offer, Offer) and sender in self.context.roster.excluded:
-                self.context.report_refusal(sender, offer.fragment, offer, "ejected", reason)
+            self._tell(offer, sender, missed)
             return None
         size = self._takers[offer.fragment].fragment.size
         return await computed(size, partial(open_quantised, offer.body, inline, pieces, size, offer.bits, what))
 
-    def _tell(self, offer: Offer | RegionalOffer, sender: str, reason: str | None) -> None:
-        """Tell that an offer is held, or (``reason``) passed over."""
-        if reason is None:
+    def _tell(self, offer: Offer | RegionalOffer, sender: str, missed: MissedOffer | None) -> None:
+        """Tell that an offer is held, or count it as missed."""
+        if missed is None:
             self.held(offer.fragment)
-        else:
-            values: dict[str, Any] = {"fragment": offer.fragment, "sender": sender, "number": offer.number}
-            self.log.debug("offer_passed_over", **values, reason=reason)
+            return
+        values: dict[str, Any] = {"fragment": offer.fragment, "sender": sender, "number": offer.number}
+        self.log.debug("offer_passed_over", **values, kind=missed.reason, reason=missed.text)
+        if missed.reason != "ejected":
+            _, count = self.context.counts.missed_offers.add(sender, missed.reason)
+            if missed.reason in OF_ANOTHER_LOG and count == 1:
+                self.log.warning("offer_of_another_log", **values, kind=missed.reason, reason=missed.text)
+        elif isinstance(offer, Offer):
+            self.context.report_refusal(sender, offer.fragment, offer, "ejected", missed.text)
 
     async def _not_admitted(self, learner: str, incarnation: int) -> LearnerStanding | None:
         """Return the standing of a learner that is not admitted in an incarnation or a later one; None: it is."""

@@ -1,18 +1,16 @@
-"""Store a fragment's keyframes in one region's log, and drop what stands before those that are kept.
+"""Store a fragment's keyframes in one region's log.
 
-Which are due and how many are kept is :mod:`diloco.core.log.retention`'s to say. The owner of a fragment does it in its own
-region, one syncer that follows the fragment in each other region.
+Which are due is :mod:`diloco.core.log.retention`'s to say. The owner of a fragment stores them in its own region, and one
+syncer that follows the fragment in each other region. The coordinator drops what stands before those that stay.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable
-from functools import partial
 
 from diloco.core.log import fold
-from diloco.core.log.retention import keyframe_due, keyframes_kept
+from diloco.core.log.retention import keyframe_due
 from diloco.log.follower import LogCopy
-from diloco.process.retry import until_available
 from diloco.transport import Fence
 from diloco_syncer.context import Context
 from diloco_syncer.owning.fence import append_behind
@@ -24,10 +22,9 @@ class Keyframes:
     def __init__(self, context: Context, copy: LogCopy) -> None:
         self.context, self.copy = context, copy
         self.index = copy.replica.chain.fragment
-        self._kept: list[int] = []  # sequences of all that stay, the oldest first; empty: not known yet
 
     async def keep(self) -> None:
-        """Store a keyframe if one is due, behind the copy's fence, and drop the oldest ones.
+        """Store a keyframe if one is due, behind the copy's fence.
 
         Raises:
             FenceError: another entry is the last one.
@@ -35,7 +32,6 @@ class Keyframes:
         """
         if self._is_due():
             await self.store()
-            await self._drop_oldest()
 
     async def store(self) -> None:
         """Store a keyframe of the fragment as it is now, due or not; raises as :meth:`keep` does."""
@@ -47,8 +43,6 @@ class Keyframes:
 
         copy.keyframe_sequence = await append_behind(store, copy, write, self.context.log)
         copy.keyframe_version, copy.log_bytes = copy.replica.chain.version, 0
-        if self._kept:
-            self._kept.append(copy.keyframe_sequence)
         version = copy.keyframe_version
         self.context.log.debug("keyframe_stored", fragment=self.index, version=version, bytes=self._size_bytes)
 
@@ -60,15 +54,3 @@ class Keyframes:
     def _size_bytes(self) -> int:
         """Size of a keyframe's content."""
         return fold.keyframe_bytes(self.copy.replica.theta.size, self.copy.replica.optimizer.moments)
-
-    async def _drop_oldest(self) -> None:
-        context, store = self.context, self.context.store
-        if not self._kept:
-            stored = await until_available(partial(store.reader.keyframe_sequences, self.index), context.log)
-            self._kept = [sequence for sequence in stored if sequence not in self.copy.refused]
-        moments = self.copy.replica.optimizer.moments
-        kept = keyframes_kept(context.run.in_force.log, context.map.size, moments)
-        # a keyframe that may stand after a wrong entry must not be all that is left
-        if len(self._kept) > kept and self._kept[-kept] <= self.copy.vouched:
-            del self._kept[:-kept]
-            await until_available(partial(store.writer.purge_below, self.index, tuple(self._kept)), context.log)

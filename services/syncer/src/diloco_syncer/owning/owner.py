@@ -13,10 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diloco.core.log.chain import Chain
-from diloco.core.syncer import excess, merging
-from diloco.core.syncer.outliers import Norms, Outlier
+from diloco.core.syncer import merging
+from diloco.core.syncer.outliers import JudgedOffer
 from diloco.core.syncer.round import Merge, Round
-from diloco.errors import FenceError, FormatError, RunError, StorageFullError
+from diloco.core.tensors.outer import norm
+from diloco.errors import FenceError, FormatError, RunError, StorageFullError, UnmergeableError
 from diloco.log.follower import LogCopy
 from diloco.process.tasks import computed
 from diloco.settings.run import Bits
@@ -24,9 +25,9 @@ from diloco.wire import framing
 from diloco.wire.body import ATTEMPT_BYTES
 from diloco.wire.control import Announcement
 from diloco.wire.entries import Genesis, Record
-from diloco.wire.offers import Offer
 from diloco_syncer.context import Context, clock_s
 from diloco_syncer.offers.bases import BaseValues, state_at
+from diloco_syncer.offers.judging import OfferJudge
 from diloco_syncer.owning.fence import append_behind, holds
 from diloco_syncer.owning.keyframes import Keyframes
 from diloco_syncer.replication import Replication
@@ -63,7 +64,7 @@ class FragmentOwner:
         self.busy = False
         self.checked_at_s = -math.inf  # when the fence was last known to be right
         self._began_s = clock_s()
-        self._norms = Norms()  # of its offers
+        self._offers = OfferJudge(context, self.fragment, lambda: norm(copy.replica.theta))
         self._made_at_s = math.inf  # when the newest version was made here
         self.judged_version = 0  # the newest one of which it was looked whether the log folds to it
         self._bases = BaseValues(context, copy.replica, self.round, genesis)
@@ -104,19 +105,14 @@ class FragmentOwner:
         subject = context.store.subjects.round(self.index)
         await context.transport.publish(subject, framing.pack(announcement, context.run.identity))
 
-    async def outliers(self, merge: Merge) -> list[Outlier]:
-        """Return the learners whose offers are not to be merged any more, since they are outliers."""
-        settings = self.context.run.in_force.quarantine
-        if not settings.factor:
-            return []
+    async def judge(self, merge: Merge) -> tuple[list[JudgedOffer], UnmergeableError | None]:
+        """Judge the offers that are about to be merged, and of quarantined learners: which are outliers by norm.
+
+        Return what was found, and the learners whose offers the version is to be made without; None: none.
+        """
         live = {seen.heartbeat.learner for seen in self.context.roster.live(clock_s())}
-        judged = []
-        for item in merge.held:
-            assert isinstance(item.offer, Offer), "the settings refuse this together with regional offers"
-            size = self.fragment.size
-            norm = await computed(size, partial(excess.norm_of, item.body, size, item.offer.bits))
-            judged.append((item.offer, norm))
-        return self._norms.judge(judged, live, settings)
+        judged = await self._offers.judge(self.chain, merge.held, self.round.on_trial.values(), live)
+        return judged, await self._offers.left_out(merge.version, merge.held, judged, self.replica.theta)
 
     async def commit(self, merge: Merge, bits: Bits) -> None:
         """Append the version that a merge makes, with ``bits`` a value where its fragment has no others, or close the log.
@@ -127,15 +123,15 @@ class FragmentOwner:
             FenceError: another process has appended; the replica is invalid.
             RewoundError: the log lost its last entries.
         """
-        context, copy = self.context, self.copy
+        context = self.context
         trace = RoundTrace.begin(context, self.index, self.round, merge)
-        if any(member.base_version >= copy.keyframe_version for held in merge.held for member in held.offer.members):
-            copy.vouched = copy.keyframe_sequence  # its learner has folded that version, or a later one, to the same state
         if merge.held:
             await self._bases.know(merge)
-            await self.archive(merge)
+            attempt = context.transport.random_bytes(ATTEMPT_BYTES)
+            await self.archive(merge, attempt)
             values = len(merge.held) * self.fragment.size
-            record, inline, parts = await computed(values, partial(self._merge, merge, bits, self._awaited(), trace))
+            work = partial(self._merge, merge, bits, self._awaited(), trace, attempt=attempt)
+            record, inline, parts = await computed(values, work)
         else:
             record = self.marker("close")
             inline, parts = b"", []
@@ -174,7 +170,7 @@ class FragmentOwner:
         return heard if now_s >= self.acquainted_at_s else heard | {UNHEARD}
 
     def _merge(
-        self, merge: Merge, bits: Bits, awaited: Collection[str], trace: RoundTrace | None
+        self, merge: Merge, bits: Bits, awaited: Collection[str], trace: RoundTrace | None, *, attempt: bytes
     ) -> tuple[Record, bytes, list[bytes]]:
         """Make the next version; in a thread: nothing else touches the fragment while it is busy."""
         settings, replica = self.context.run.in_force, self.replica
@@ -190,18 +186,21 @@ class FragmentOwner:
                 settings,
                 bits=self.fragment.bits(bits),
                 syncer=self.context.settings.name,
-                attempt=self.context.transport.random_bytes(ATTEMPT_BYTES),
+                attempt=attempt,
                 now_s=self.context.transport.wall_s(),
             )
 
-    async def archive(self, merge: Merge) -> None:
-        """Keep the offers before they are merged: every merge in the log can be made again."""
+    async def archive(self, merge: Merge, attempt: bytes) -> None:
+        """Keep the offers before they are merged: every merge in the log can be made again.
+
+        ``attempt``: that of the version's body.
+        """
         context = self.context
         if not context.run.created.log.archive or context.counts.archive_full:
             return
         try:
             for held in merge.held:
-                await context.store.archive.put(held.offer, held.body)
+                await context.store.archive.put(held.offer, held.body, attempt)
         except StorageFullError as error:
             context.log.error("archive_full", fragment=self.index, reason=str(error))
             context.counts.archive_full = True

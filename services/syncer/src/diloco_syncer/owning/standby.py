@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from diloco.core.syncer import excess
 from diloco.core.syncer.ownership import Ownership
+from diloco.core.tensors.outer import norm
 from diloco.errors import FenceError, FormatError, StorageFullError
 from diloco.log.follower import FollowedEntry, LogCopy
 from diloco.process.tasks import end
@@ -19,6 +21,11 @@ from diloco_syncer.offers.aggregator import RegionalAggregator
 from diloco_syncer.owning.copies import Copies
 from diloco_syncer.owning.keyframes import Keyframes
 from diloco_syncer.syncer_tracing import tell_of_copy
+
+
+def _own_norm(copy: LogCopy) -> float:
+    """Return the norm of a fragment, which another thread may be folding: it is nearly the same before and after."""
+    return norm(copy.replica.theta)
 
 
 class Standby:
@@ -57,7 +64,8 @@ class Standby:
         known = self.copies.known()
         if self.aggregator is not None:
             for copy in known:
-                self.aggregator.follow(copy.replica.chain, None, 0.0)  # known with the next entry: now are many
+                # what is usual is known with the next entry: now are many
+                self.aggregator.follow(copy.replica.chain, None, 0.0, partial(_own_norm, copy))
         self.context.log.info("standing_by", fragments=len(known))
 
     async def _folded(self, copy: LogCopy, event: FollowedEntry | None) -> None:
@@ -67,13 +75,14 @@ class Standby:
         if event is not None:
             tell_of_copy(context, event)
         if self.aggregator is not None:
-            self.aggregator.follow(chain, record, await asyncio.to_thread(excess.usual, copy.replica))
+            usual = await asyncio.to_thread(excess.usual, copy.replica)
+            self.aggregator.follow(chain, record, usual, partial(_own_norm, copy))
         if context.regions is None:
             return
         context.regions.tried(context.regions.own, stored=True)  # an entry of some process was
         if not self.ownership.keeps(chain.fragment, clock_s()):
             return
-        copy.vouched, copy.fence = copy.keyframe_sequence, chain.sequence  # all was folded here
+        copy.fence = chain.sequence
         try:
             await Keyframes(context, copy).keep()
         except (FenceError, StorageFullError, FormatError) as error:

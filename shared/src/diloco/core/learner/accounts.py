@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from diloco.core.learner.schedule import Moment
@@ -88,10 +88,6 @@ class Accounts:
         self.done.tokens += tokens
         if self.warming is not None:
             self.warming += done.steps
-        self.note_outcome(done)
-
-    def note_outcome(self, done: StepDone) -> None:
-        """Take in loss and times of steps, as :meth:`book` does, which were counted before they ended."""
         self.busy_s += done.busy_s
         self.blocked_s += done.blocked_s
         self.done.busy_s += done.busy_s
@@ -107,6 +103,12 @@ class Accounts:
             self.steps_in_vain = 0
         if done.busy_s:
             self.step_average.add((done.busy_s + done.blocked_s + done.data_s) / done.steps)
+
+    def after(self, steps: StepDone) -> Accounts:
+        """Return the accounts as they are once these steps have ended, of which no outcome is known."""
+        after = replace(self, done=replace(self.done))
+        after.book(steps)
+        return after
 
     @property
     def is_stuck(self) -> bool:

@@ -1,4 +1,4 @@
-"""Boundaries between two inner steps: :func:`decide` says what one does, :func:`apply` carries it out.
+"""Boundaries between two inner steps: :func:`decide` says what one does, :func:`apply` carries it out; or both at once.
 
 A decision is a plain value without arrays. It may be made in one process and applied in another that has had the same events.
 """
@@ -62,46 +62,101 @@ class Wake:
     at_s: float | None
 
 
+class _Forecast:
+    """Applies versions to copies of what they concern: the learner stays as it is."""
+
+    def __init__(self, learner: Learner) -> None:
+        self.learner, self.accounts, self.fragments = learner, learner.accounts, learner.fragments
+
+    def take(self, state: FragmentState, found: Sequence[Application]) -> FragmentState:
+        """Return what a fragment becomes with its next versions; ``accounts`` and ``fragments`` go along."""
+        if self.fragments is self.learner.fragments:
+            self.accounts, self.fragments = replace(self.accounts), self.fragments.copy()
+        after = self.fragments[state.index] = state.copy()
+        self.learner.work.settle(after)
+        for application in found:
+            _take(self.learner.name, self.accounts, after, application)
+        return after
+
+
+class _Passing:
+    """Applies versions to the learner itself; ``applied`` has what is to be written into the model, in order."""
+
+    def __init__(self, learner: Learner) -> None:
+        self.learner, self.accounts, self.fragments = learner, learner.accounts, learner.fragments
+        self.applied: list[Applied] = []
+
+    def take(self, state: FragmentState, found: Sequence[Application]) -> FragmentState:
+        """Apply the next versions of a fragment."""
+        self.applied += [apply_version(self.learner, application) for application in found]
+        return state
+
+
 def decide(learner: Learner, now_s: float, applicable: Applicable | None = None) -> Decision:
     """Return what the boundary at ``now_s`` does; the learner is as before.
 
     ``applicable`` gives the versions of a fragment that it applies: by default all that :func:`due` gives.
     """
-    accounts, fragments = learner.accounts, learner.fragments
-    step, budget = accounts.step, learner.in_force.settings.tokens
-    soon_s = now_s + PREDICTION_STEPS * accounts.step_average.get()
+    return _decide(learner, now_s, learner.fragments, applicable or due, _Forecast(learner))
+
+
+def pass_boundary(learner: Learner, now_s: float) -> tuple[Decision, list[Applied]]:
+    """Decide what the boundary at ``now_s`` does, and carry it out; return also what is to be written into the model.
+
+    Both are those of :func:`decide` and :func:`apply`. It copies nothing, and passes over fragments that are quiet.
+    """
+    step, passing = learner.accounts.step, _Passing(learner)
+    looked = [learner.fragments[index] for index in learner.quiet.due(step, _soon_s(learner, now_s))]
+    decision = _decide(learner, now_s, looked, due, passing)
+    _take_over(learner, decision, looked)
+    if not learner.settings.round.learners_wait:
+        for state in looked:
+            learner.quiet.rest(state.index, *state.quiet_until())
+    return decision, passing.applied
+
+
+def _soon_s(learner: Learner, now_s: float) -> float:
+    """Return until when a fragment is kept readable for a round that is expected."""
+    return now_s + PREDICTION_STEPS * learner.accounts.step_average.get()
+
+
+def _decide(
+    learner: Learner, now_s: float, looked: Sequence[FragmentState], applicable: Applicable, after: _Forecast | _Passing
+) -> Decision:
+    """Return what the boundary at ``now_s`` does; versions are applied to ``after``.
+
+    It is known that all fragments are quiet but those ``looked`` at.
+    """
+    step, budget = learner.accounts.step, learner.in_force.settings.tokens
+    soon_s = _soon_s(learner, now_s)
     applies: list[Application] = []
     reads, answers = list[int](), list[int]()
     late = False  # a version is not there at the end of its overlap
-    passes_over = applicable is None and not learner.settings.round.learners_wait
-    for index, state in enumerate(learner.fragments):
-        if passes_over and state.is_quiet(step, soon_s):
-            continue
+    finished = len(looked) == len(learner.fragments)
+    for state in looked:
         left = _steps_left(learner, state)
-        found = [] if left else (applicable or due)(learner, state)
+        found = [] if left else applicable(learner, state)
         late |= left == 0 and not found and _is_awaited(learner, state)
         if found:
-            if not applies:
-                accounts, fragments = replace(accounts), learner.fragments.copy()
             applies += found
-            state = fragments[index] = _after(learner, accounts, state, found)
+            state = after.take(state, found)
         if _keep_readable(learner, state, step, soon_s):
-            reads.append(index)
+            reads.append(state.index)
         if _is_unanswered(state):
-            answers.append(index)
-    stop = learner.draining or learner.leaving or _used_up(learner, accounts, budget)
+            answers.append(state.index)
+        finished = finished and state.newest.chain.closed and not state.pending
+    stop = learner.draining or learner.leaving or _used_up(learner, looked, after.accounts, budget)
     since_s = learner.missing_since_s
     if learner.in_lockstep and not stop:
-        holds = any(learner.work.unmerged(state) for state in fragments)
-        ends = [state.ends for state in fragments]
+        holds = any(learner.work.unmerged(state) for state in after.fragments)
+        ends = [state.ends for state in after.fragments]
         since_s = lockstep.missing_since_s(ends, since_s, now_s, holds=holds, moved=bool(applies))
     elif not learner.in_lockstep:
         since_s = (now_s if since_s is None else since_s) if late else None
     missing = not stop and since_s is not None and now_s - since_s < learner.settings.liveness.dead_s
     behind = missing and learner.in_lockstep
-    wait = not stop and (missing or _must_wait(learner, fragments, step))
-    finished = all(state.newest.chain.closed and not state.pending for state in fragments)
-    marker = learner.markers.reached(fragments)
+    wait = not stop and (missing or _must_wait(learner, after.fragments, step))
+    marker = learner.markers.reached(after.fragments)
     return Decision(
         step=step,
         changes=learner.in_force.number,
@@ -113,7 +168,7 @@ def decide(learner: Learner, now_s: float, applicable: Applicable | None = None)
         stop=stop,
         wait=wait,
         finished=finished,
-        moment=accounts.moment(budget),
+        moment=after.accounts.moment(budget),
         save=marker.number if marker else None,
         missing_since_s=since_s,
     )
@@ -125,9 +180,15 @@ def apply(learner: Learner, decision: Decision) -> list[Applied]:
     Raises:
         ValueError: a version that it names is not the next one of its fragment.
     """
-    learner.changes, learner.budget = decision.changes, decision.budget
     applied = [apply_version(learner, application) for application in decision.applies]
-    for state in learner.fragments:
+    _take_over(learner, decision, learner.fragments)
+    return applied
+
+
+def _take_over(learner: Learner, decision: Decision, looked: Sequence[FragmentState]) -> None:
+    """Carry out what is left of a decision whose versions are applied; the other fragments are quiet."""
+    learner.changes, learner.budget = decision.changes, decision.budget
+    for state in looked:
         state.snapshot = None
         if state.index in decision.answers and _is_unanswered(state):
             state.answer_step = decision.step
@@ -137,7 +198,6 @@ def apply(learner: Learner, decision: Decision) -> list[Applied]:
                 state.reopen()  # it may have stopped and answered before, and have gone on: there is more now
     learner.missing_since_s = decision.missing_since_s
     learner.stopped, learner.activity = decision.stop, decision.activity
-    return applied
 
 
 def apply_version(learner: Learner, application: Application) -> Applied:
@@ -205,15 +265,6 @@ def _take(
     return version, carried, unknown
 
 
-def _after(learner: Learner, accounts: Accounts, state: FragmentState, due: Sequence[Application]) -> FragmentState:
-    """Return what a fragment becomes; ``accounts`` go along."""
-    after = state.copy()
-    learner.work.settle(after)
-    for application in due:
-        _take(learner.name, accounts, after, application)
-    return after
-
-
 def due(learner: Learner, state: FragmentState) -> list[Application]:
     """Return the versions of a fragment that a boundary applies."""
     if state.phase is Phase.INVALID:
@@ -242,10 +293,10 @@ def _is_unanswered(state: FragmentState) -> bool:
     return state.answer_step is None and state.open_version == state.delta.base_version + 1
 
 
-def _used_up(learner: Learner, accounts: Accounts, budget: int) -> bool:
+def _used_up(learner: Learner, looked: Sequence[FragmentState], accounts: Accounts, budget: int) -> bool:
     if learner.role == "evaluator":
         return False
-    if any(state.newest.chain.closed for state in learner.fragments):
+    if any(state.newest.chain.closed for state in looked):
         return True  # whatever the budget is by now
     return accounts.processed() >= budget
 

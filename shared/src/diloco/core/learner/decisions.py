@@ -11,7 +11,8 @@ boundary. No clock, network or array is here; the caller serialises the calls.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from diloco.core.learner import boundary
@@ -27,6 +28,8 @@ from diloco.wire import framing
 from diloco.wire.process_messages import Decided, Passed, Pending, Purpose, Save, Stage, Write
 
 NO_DECISION = bytes(32)
+BEHIND_MAX = 1  # versions of a fragment that may wait for later boundaries while steps are taken
+CATCHING_UP_MAX = 16  # boundaries without a step between two steps, at which a learner that is further behind catches up
 BOUNDARIES_APART_MAX = 8  # by which a process may be behind the leader; two, if collectives hold them together
 
 
@@ -43,14 +46,27 @@ class _Staging:
 class Decisions:
     """The leader's side. ``needed``: by fragment, the processes that have to have a version's rows before it is applied."""
 
-    def __init__(self, learner: Learner, run: bytes, generation: int, processes: int, needed: Sequence[frozenset[int]]) -> None:
+    def __init__(
+        self,
+        learner: Learner,
+        run: bytes,
+        generation: int,
+        processes: int,
+        needed: Sequence[frozenset[int]],
+        *,
+        saves: bool = True,
+    ) -> None:
+        """Begin; ``saves``: whether states are saved at all, by the word of a decision."""
+        self._saves_states = saves
         self.learner, self.processes, self.needed = learner, processes, needed
         self.course = Course(run, generation)
         self.saves = Saves(processes)
         self._stagings: dict[int, _Staging] = {}  # by fragment: the newest
         self._staged: dict[int, set[int]] = {}  # by fragment: processes that have all its rows
         self._numbers = 0
+        self._caught_up = 0  # boundaries since the last step
         self._made: tuple[Decision, Decided] | None = None  # not carried out yet
+        self.flight: StepDone | None = None  # the step that the next boundary takes for granted, until it is carried out
         self._put_off: list[
             tuple[Callable[[int, FragmentVersion], None], int, FragmentVersion]
         ] = []  # until it is: a rewind, and what follows
@@ -79,16 +95,15 @@ class Decisions:
         """Return the versions whose rows are to be brought to all processes now, at most one a fragment."""
         stages = []
         named = {write.fragment for write in self._made[1].writes} if self._made else set[int]()
-        for state in self.learner.fragments:
-            if state.index in named:
-                continue
-            forecast = self._forecast(state)
-            known = self._stagings.get(state.index)
+        with presuming(self.learner, self.flight):
+            forecasts = [(state.index, self._forecast(state)) for state in self.learner.fragments if state.index not in named]
+        for index, forecast in forecasts:
+            known = self._stagings.get(index)
             if forecast is None or (known is not None and (known.application, known.carried, known.pending) == forecast):
                 continue
             self._numbers += 1
-            staging = self._stagings[state.index] = _Staging(self._numbers, *forecast)
-            self._staged[state.index] = set()
+            staging = self._stagings[index] = _Staging(self._numbers, *forecast)
+            self._staged[index] = set()
             stages.append(_stage(staging))
         return stages
 
@@ -129,24 +144,30 @@ class Decisions:
 
     # ---- boundaries
 
-    def book(self, done: StepDone) -> None:
-        """Count the step dispatched; :meth:`~diloco.core.learner.accounts.Accounts.note_outcome` has loss and times later.
-
-        Nothing between two boundaries depends on whether their step has ended; a decision that is made ahead has to know it.
-        """
-        self.learner.book(done)
-
-    def make(self, now_s: float, batch: tuple[int, int], *, ended: bool, wanted: Purpose | None = None) -> Decided:
+    def make(
+        self,
+        now_s: float,
+        batch: tuple[int, int],
+        *,
+        ended: bool,
+        wanted: Purpose | None = None,
+    ) -> Decided:
         """Make the next decision, once the one before has been carried out; ``batch`` is the next step's share and batch.
 
+        It takes for granted that the step in ``flight`` ends before the boundary, which books it then, if it was taken.
         ``ended``: the learner leaves the run now. ``wanted``: a state that is to be saved, if that can be done now.
         """
         assert self._made is None, "the decision before has not been carried out"
-        decision = boundary.decide(self.learner, now_s, self._applicable)
+        with presuming(self.learner, self.flight):
+            decision = boundary.decide(self.learner, now_s, self._applicable)
         applied = {application.fragment for application in decision.applies}
         if any(state.phase is Phase.JOINING and state.index not in applied for state in self.learner.fragments):
             # a step on values that are not the log's would be taken for progress since the log's
             decision = replace(decision, wait=True, activity="recovering")
+        elif not decision.stop and self._is_behind(applied) and self._caught_up < CATCHING_UP_MAX:
+            # one version of a fragment is applied at a boundary: it would answer no round where versions come faster than steps
+            decision = replace(decision, wait=True, activity="recovering")
+        self._caught_up = self._caught_up + 1 if decision.wait else 0
         writes = [
             Write(at.fragment, at.version, staging.number, staging.carried.keeps, staging.carried.reset)
             for at in decision.applies
@@ -175,6 +196,11 @@ class Decisions:
             self.saves.begin(decided.number, decided.save)  # now: others may be at that boundary before the leader is
         return decided
 
+    def _is_behind(self, applied: set[int]) -> bool:
+        """Whether a fragment's versions come faster than steps; ``applied`` fragments have one fewer then."""
+        states = self.learner.fragments
+        return any(len(state.pending) - (state.index in applied) > BEHIND_MAX for state in states)
+
     def _save(self, decision: Decision, wanted: Purpose | None, *, ended: bool) -> Save | None:
         """Return what is saved at a boundary: the last state of a learner that ends, or else what is wanted."""
         if ended or decision.finished:
@@ -183,7 +209,7 @@ class Decisions:
             wanted = None
         elif decision.save is not None:
             wanted = "whole"
-        if wanted is None or not self._is_whole:
+        if wanted is None or not self._is_whole or not self._saves_states:
             return None
         marker = (decision.save or 0) if wanted == "whole" else 0
         return self.saves.word(wanted, set_name(self.course.generation, self.course.number), marker)
@@ -210,9 +236,10 @@ class Decisions:
         return None if self._made is None else self._made[1]
 
     def carry_out(self) -> Decision:
-        """Carry out the decision that was made, in the learner's state."""
+        """Carry out the decision that was made, in the learner's state, in which the step before it is booked."""
         assert self._made is not None, "no decision was made"
         decision, decided = self._made
+        self.flight = None
         boundary.apply(self.learner, decision)
         for application in decision.applies:
             del self._stagings[application.fragment]
@@ -291,6 +318,18 @@ class Course:
         self.number += 1
         self.step += not (decided.stop or decided.wait or decided.finished or decided.ended)
         return Passed(decided.number, decided.step, self.chain)
+
+
+@contextmanager
+def presuming(learner: Learner, flight: StepDone | None) -> Iterator[None]:
+    """Have a decision take for granted that a step in flight has ended (None: there is none). No event comes within it."""
+    accounts, work = learner.accounts, learner.work
+    if flight is not None:
+        learner.accounts, learner.work = accounts.after(flight), work.after(flight)
+    try:
+        yield
+    finally:
+        learner.accounts, learner.work = accounts, work
 
 
 def moment(decided: Decided) -> Moment:

@@ -7,8 +7,13 @@ snapshot; a record then says whether it was merged, and :meth:`DeltaState.apply`
 the version                                       the learner's value becomes
 ================================================  ==========================================================
 merges the offer that answered its own round      Theta + (since the offer), without ``carry.overlap`` Theta
+is any other, after a single step                 Theta + (since the base), without ``carry.overlap`` Theta
 is any other                                      Theta
 ================================================  ==========================================================
+
+A single step since the base, no part of which is in an offer, ended at the boundary that applies the version: no boundary came
+at which it could have been offered. Where a fragment has a round in each step, or a step takes as long as a cycle, a learner
+that dropped it would have nothing to offer in the middle of its next step, drop that one too, and never be merged again.
 
 Steps, tokens and batches follow: they are merged, or stay with the displacement, or are lost. An offer whose displacement was
 dropped may still be merged by a later version; its tokens are counted back then. Quantisation errors of merged offers are added
@@ -34,7 +39,7 @@ from numpy.typing import NDArray
 
 from diloco.core.log.chain import Chain
 from diloco.core.tensors import quantise, ranges
-from diloco.core.tensors.compiled import BLOCK
+from diloco.core.tensors.compiled import BLOCK, kernels
 from diloco.core.tensors.float_mode import exact
 from diloco.settings.run import RunSettings
 from diloco.wire.body import Body
@@ -47,6 +52,7 @@ Raw = NDArray[np.uint8]
 ERROR_BITS: Bits = 8  # of the quantisation errors that a learner keeps
 PLAIN_BITS: Bits = 32  # of those of earlier versions, in their states and on their tapes
 CHUNK = 1 << 16  # values made at a time, so that they are still in the cache for the next pass
+_NO_ERROR = np.empty(0, np.uint8)
 _PLAIN = ("base_version", "after", "steps", "tokens", "lost_tokens", "data")
 _PLAIN_OFFER = ("bits", "dropped")
 
@@ -99,6 +105,22 @@ class Baseline:
             known = max(first, start)
             np.add(self.base[known:last], moved[known - first :], out=out[known - start : last - start])
         return out
+
+    def keep_progress(self, values: Vector, theta: Vector, start: int, alpha: float) -> None:
+        """Write ``theta + (values - reference)`` over values that begin at ``start`` of the fragment, in one pass.
+
+        The bits are those of the operations one by one. ``values`` is float32 [any length], and ``theta`` float32 [size of the
+        fragment]. With ``alpha`` the values become ``alpha * values + (1 - alpha) * new``.
+
+        Raises:
+            ValueError: the reference is the base itself.
+        """
+        offered = self.offered
+        if offered is None:
+            raise ValueError("nothing was offered")
+        encoded = offered.encoded.body, offered.encoded.rest, _NO_ERROR if offered.error is None else offered.error
+        bits = offered.bits, offered.error_bits
+        kernels.keep_progress(values, theta, self.base, start, encoded, bits, (alpha, 1 - alpha))
 
     def _displacement(self, offered: Offered, start: int, out: Vector, scratch: Vector) -> None:
         """Compute the displacement from ``start``, a multiple of the block, into ``out``; ``scratch`` is of its size."""
@@ -159,7 +181,10 @@ class Unmerged(Protocol):
 
 @dataclass(frozen=True)
 class ApplyOutcome:
-    """The outcome of applying a version: whether progress is kept, since the offer that it merges or else since the base."""
+    """The outcome of applying a version: whether progress is kept, since the offer that it merges or else since the base.
+
+    It is since the base too where that offer was dropped.
+    """
 
     keeps: bool
     merged: Unmerged | None = None  # the own offer that the version merges
@@ -185,6 +210,7 @@ class DeltaState:
     next_number: int = 1
     pending: list[PendingDelta] = field(default_factory=list)
     state: bool = False  # of state that is merged: counts go on as ever, and each version replaces the value
+    keeps_single_step: bool = False  # where no version merges it, and ``overlap`` is kept
 
     def step(self, tokens: int, share: int | None, batch: int, steps: int = 1) -> None:
         """Count inner steps on consecutive batches of a share of the data; ``tokens`` are those of all of them.
@@ -201,11 +227,6 @@ class DeltaState:
                 self.data = [*self.data[:-1], (share, first, count + steps)]
                 return
         self.data = ranges.normal([*self.data, (share, batch, steps)])
-
-    def less(self, tokens: int, share: int | None, batch: int) -> DeltaState:
-        """Return the counts without the step that was counted last."""
-        data = self.data if share is None else ranges.subtract(self.data, [(share, batch, 1)])
-        return replace(self, steps=self.steps - 1, tokens=self.tokens - tokens, data=data)
 
     def lose(self) -> None:
         """Give up all that is not merged, as where its arrays are gone; offers may be merged yet, and count then."""
@@ -240,12 +261,14 @@ class DeltaState:
     def apply(self, record: Record) -> ApplyOutcome:
         """Take over the version that ``record`` makes."""
         mine = next((member for member in record.members if member.learner == self.learner), None)
+        unoffered = self.steps == 1 and all(offer.dropped for offer in self.pending)
+        keeps = unoffered and self.overlap and self.keeps_single_step
         if record.rolled_back is not None:
             carried = replace(self._begin_again(), reset=True)
-        elif mine is None:
-            carried = self._missed()
+        elif mine is not None:
+            carried = self._merged(record.version, (mine.incarnation, mine.number), keeps_dropped=keeps)
         else:
-            carried = self._merged(record.version, (mine.incarnation, mine.number))
+            carried = self._keep() if keeps else self._missed()
         self.base_version, self.base_hash = record.version, record.state_hash
         return carried
 
@@ -272,7 +295,7 @@ class DeltaState:
             offer.dropped = True
         return self._drop()
 
-    def _merged(self, version: int, identity: tuple[int, int]) -> ApplyOutcome:
+    def _merged(self, version: int, identity: tuple[int, int], *, keeps_dropped: bool = False) -> ApplyOutcome:
         offer = next((o for o in self.pending if o.identity == identity), None)
         self.after = identity
         self.pending.clear()  # newer offers state an older `after`: they will never be merged
@@ -281,7 +304,7 @@ class DeltaState:
         stated = offer.stated
         if offer.dropped:  # all that is in the value came after it, to no version's round
             self.lost_tokens -= stated.tokens
-            return self._drop(merged=offer)
+            return self._keep(offer) if keeps_dropped else self._drop(merged=offer)
         self.steps, self.tokens = self.steps - stated.steps, self.tokens - stated.tokens
         self.data = ranges.subtract(self.data, stated.data)
         return self._keep(offer) if self.overlap and stated.round == version else self._drop(merged=offer)
@@ -360,7 +383,7 @@ class DeltaValues:
         merged, offered = carried.merged, None
         if not carried.keeps:
             return VersionWrite(theta, None, carried.reset)
-        if merged is not None:
+        if merged is not None and not merged.dropped:
             offered = Offered(self.held[merged.identity], merged.bits, self.error, self.error_bits)
         return VersionWrite(theta, Baseline(self.base, offered), carried.reset)
 

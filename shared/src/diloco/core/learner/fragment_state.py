@@ -6,6 +6,7 @@ Whether a round is open for this learner follows from version numbers (:attr:`Fr
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from copy import copy
@@ -18,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diloco.core.learner.delta import ApplyOutcome, DeltaState, DeltaValues, EncodedOffer, PendingDelta
+from diloco.core.learner.quiet import NOW, QuietFragments
 from diloco.core.log.chain import Chain
 from diloco.core.log.fold import Replica
 from diloco.core.run.pace import MovingAverage
@@ -29,6 +31,17 @@ from diloco.wire.fields import Bits, Range
 Vector = NDArray[np.float32]
 Reader = Callable[[], Vector]
 How = Literal["version", "reload", "reset"]  # reset: a reload that keeps nothing of the learner's value
+
+
+@dataclass(frozen=True)
+class HostReader:
+    """A reader of values that are on the host already, so that it waits for no device."""
+
+    read: Reader
+
+    def __call__(self) -> Vector:
+        """Return the values, float32 [size]."""
+        return self.read()
 
 
 class Phase(StrEnum):
@@ -134,6 +147,11 @@ class FragmentSnapshot:
     data: list[Range]
     step: int  # of the learner's own, after which it was taken
 
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the values can be read without waiting for a device."""
+        return isinstance(self.reader, HostReader)
+
 
 @dataclass(frozen=True)
 class DueOffer:
@@ -152,6 +170,7 @@ class FragmentState:
     index: int
     delta: DeltaState
     newest: FragmentVersion  # folded last
+    quiet: QuietFragments = field(repr=False, compare=False)  # of all fragments of the learner
     values: DeltaValues | None = None
     pending: deque[FragmentVersion] = field(default_factory=deque)  # in the log's order
     phase: Phase = Phase.JOINING
@@ -159,7 +178,8 @@ class FragmentState:
     sent: int = 0  # stream sequence of the newest offer's head
     version_step: int = 0  # own step at which the base was applied
     settled_step: int = 0  # own step up to which ``delta`` has counted
-    ends: Mapping[int, int] = field(default_factory=dict)  # of the version applied last
+    last: FragmentVersion | None = None  # applied
+    last_is_whole: bool = False  # all that its log has merged was taken over, and not the version alone
     # the newest round announced
     open_version: int = 0
     epoch: int = 0  # of its owner
@@ -183,6 +203,7 @@ class FragmentState:
         if after is None:
             raise ValueError(f"fragment {self.index}: {event.value} while {self.phase.value}")
         self.phase = after
+        self.quiet.wake(self.index)
 
     def accepts(self, event: OfferEvent) -> bool:
         """Whether an event can happen in this phase."""
@@ -193,16 +214,25 @@ class FragmentState:
         """Whether an offer is under way."""
         return self.phase in (Phase.ENCODING, Phase.SENDING)
 
-    def is_quiet(self, step: int, soon_s: float) -> bool:
-        """Return whether a boundary after ``step`` own steps, before ``soon_s``, finds nothing to do: of most fragments.
+    @property
+    def ends(self) -> Mapping[int, int]:
+        """By share, how far the data of the version applied last go."""
+        if self.last is None:
+            return {}
+        return self.last.chain.ends if self.last_is_whole else self.last.ends
 
-        No version waits, no round is open, and none is expected; what a learner does that waits for rounds is not known here.
+    def quiet_until(self) -> tuple[float, float]:
+        """Return the own step and the time before which a boundary finds nothing to do here, unless something happens.
+
+        No version waits, no round is open, and none is expected. Where learners wait for rounds this does not hold.
         """
-        if self.pending or self.open_version != self.delta.base_version or self.phase is not Phase.READY:
-            return False
-        if self.opened_step is None or step >= self.opened_step + self.steps_between - 1:
-            return False
-        return not self.is_expected_by(soon_s)
+        is_busy = self.pending or self.phase is not Phase.READY or self.open_version != self.delta.base_version
+        if is_busy or self.snapshot is not None or self.opened_step is None or self.newest.chain.closed:
+            return NOW, NOW
+        expected_s = math.inf
+        if self.opened_at_s is not None and self.period.value is not None:
+            expected_s = self.opened_at_s + self.period.value
+        return self.opened_step + self.steps_between - 1, expected_s
 
     def is_expected_by(self, at_s: float) -> bool:
         """Return whether the next round should be open at a time, by the usual distance of the rounds before."""
@@ -229,7 +259,7 @@ class FragmentState:
     def restored(self, version_step: int) -> None:
         """Take the learner's value for the version that waits, which was applied after ``version_step`` steps."""
         self.happen(OfferEvent.RESTORED)
-        self.ends = self.pending.popleft().chain.ends
+        self.last = replace(self.pending.popleft(), theta=None)  # the checkpoint has its own
         self.version_step = version_step
 
     def queue(self, version: FragmentVersion) -> None:
@@ -264,7 +294,7 @@ class FragmentState:
             carried = self.delta.reload(version.chain, invalid=reset)
         else:
             carried = self.delta.apply(version.record)
-        self.ends = version.chain.ends if reset else version.ends
+        self.last, self.last_is_whole = version, reset
         self.version_step = step
         return version, carried
 

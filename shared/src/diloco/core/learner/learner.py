@@ -2,7 +2,8 @@
 
 Events change the state: :meth:`Learner.book` (inner steps), :meth:`Learner.queue` (the log), :meth:`Learner.hear` (rounds),
 :meth:`Learner.submit` (snapshots), and so on. At a boundary between two steps, :func:`diloco.core.learner.boundary.decide` says
-which versions are applied and what the trainer does next, and :func:`diloco.core.learner.boundary.apply` carries that out.
+which versions are applied and what the trainer does next, and :func:`diloco.core.learner.boundary.apply` carries that out;
+:func:`diloco.core.learner.boundary.pass_boundary` does both.
 
 The caller serialises the calls. An event costs time by the one fragment that it concerns.
 """
@@ -30,7 +31,9 @@ from diloco.core.learner.fragment_state import (
     Reader,
 )
 from diloco.core.learner.markers import Markers
+from diloco.core.learner.quiet import QuietFragments
 from diloco.core.learner.work import Work
+from diloco.core.log.chain import Chain
 from diloco.core.run import budget
 from diloco.core.run.changes import Effective
 from diloco.core.syncer import bandwidth
@@ -44,6 +47,7 @@ Activity = Literal["starting", "stepping", "waiting", "recovering", "closing", "
 Role = Literal["learner", "evaluator"]
 Dump = tuple[dict[str, Any], dict[str, NDArray[Any]]]  # plain values, and arrays by name
 
+MAX_AHEAD = 1_000_000  # versions, and takeovers, by which the log may be behind an announcement
 ACCOUNTS = "accounts/"  # begins the names of a dump's arrays
 
 
@@ -51,17 +55,26 @@ class Learner:
     """The state of one learner (or evaluator) in one run."""
 
     def __init__(
-        self, name: str, role: Role, region: str, incarnation: int, settings: RunSettings, error_bits: Bits = ERROR_BITS
+        self,
+        name: str,
+        role: Role,
+        region: str,
+        incarnation: int,
+        settings: RunSettings,
+        error_bits: Bits = ERROR_BITS,
+        keeps_single_step: bool = True,
     ) -> None:
         """Begin without fragments; ``settings`` are those that the run was created with.
 
-        ``error_bits``: in which quantisation errors are kept (:class:`DeltaValues`).
+        ``error_bits``: in which quantisation errors are kept (:class:`DeltaValues`). ``keeps_single_step``: as in
+        :class:`DeltaState`; earlier versions kept none.
         """
         self.name, self.role, self.region, self.incarnation = name, role, region, incarnation
-        self.error_bits = error_bits
+        self.error_bits, self.keeps_single_step = error_bits, keeps_single_step
         self.settings, self.in_force = settings, Effective(settings)
         self.in_lockstep = settings.round.lockstep and role == "learner"
         self.fragments: list[FragmentState] = []
+        self.quiet = QuietFragments()
         self.accounts, self.work, self.markers = Accounts(), Work(), Markers()
         self.rounds_merged = self.rounds_missed = 0
         self.draining = False  # a closing round was announced
@@ -80,11 +93,12 @@ class Learner:
         """Begin the next fragment with the log's state, which the first boundary applies; ``state``: it is of state."""
         chain, settings = version.chain, self.settings
         counts = DeltaState(self.name, self.incarnation, settings.carry.overlap, chain.version, chain.state_hash)
-        counts.after, counts.state = chain.cursor(self.name), state
+        counts.after, counts.state, counts.keeps_single_step = chain.cursor(self.name), state, self.keeps_single_step
         values = None
         if version.theta is not None:
             values = DeltaValues.of(version.theta, settings, self.error_bits, state=state)
-        begun = FragmentState(len(self.fragments), counts, version, values)
+        begun = FragmentState(len(self.fragments), counts, version, self.quiet, values)
+        self.quiet.add()
         begun.pending.append(version)
         self.fragments.append(begun)
         return begun
@@ -92,6 +106,7 @@ class Learner:
     def seat_all(self, versions: Sequence[FragmentVersion], fragments: Sequence[Fragment]) -> None:
         """Begin all fragments with the log's states, in place of any before, and count on from the log."""
         self.fragments.clear()
+        self.quiet.clear()
         for fragment, version in zip(fragments, versions, strict=True):
             self.seat(version, state=fragment.state)
         self.take_up_accounts()
@@ -169,9 +184,9 @@ class Learner:
         if announced.fragment >= len(self.fragments):
             raise MessageError(f"round of fragment {announced.fragment}, the run has {len(self.fragments)}")
         bits, state = self._checked_bits(announced), self.fragments[announced.fragment]
-        if announced.epoch < state.newest.chain.epoch:
+        chain = _checked_chain(announced, state.newest.chain)
+        if announced.epoch < chain.epoch:
             return False  # from an owner that has been replaced, and does not know it yet
-        chain = state.newest.chain
         closing = announced.closing and budget.in_reach(chain, self.in_force.settings.tokens)
         # an owner that knows of another `round.steps` than this learner is honest: its pace counts as far as it may be here
         most = bandwidth.steps_between(self.in_force.settings, bandwidth.slowest(self.in_force.settings))
@@ -298,35 +313,28 @@ class Learner:
         """Whether the state can be saved as it is: an offer that it does not hold could be merged all the same."""
         return not self.encoding and not any(state.phase is Phase.INVALID for state in self.fragments)
 
-    def dump(self, positions: list[tuple[int, int]], without: StepDone | None = None) -> Dump:
+    def dump(self, positions: list[tuple[int, int]]) -> Dump:
         """Return the state as of the last boundary, for a checkpoint, with the learner's ``positions`` in the data.
 
-        ``without``: the one step since then, which was booked and has not ended. The arrays are not written to any more. Where
-        there are none here, there are none in it.
+        The arrays are not written to any more. Where there are none here, there are none in it.
         """
         self.settle()
-        undone = 0 if without is None else 1
         arrays: dict[str, NDArray[Any]] = {}
         fragments = []
         for state in self.fragments:
-            counts = state.delta
-            if without is not None:
-                counts = counts.less(without.tokens, without.share, without.batch)
-            fragments.append(delta.dump(counts))
+            fragments.append(delta.dump(state.delta))
             if state.values is not None:
                 named = delta.dump_arrays(state.values, state.delta.pending)
                 arrays |= {f"{ACCOUNTS}{state.index}/{name}": array for name, array in named.items()}
         accounts = self.accounts
-        if without is not None:
-            positions = [(share, min(at, without.batch) if share == without.share else at) for share, at in positions]
         plain_state = {
-            "step": accounts.step - undone,
-            "tokens": accounts.tokens - (0 if without is None else without.tokens),
+            "step": accounts.step,
+            "tokens": accounts.tokens,
             "busy_s": accounts.busy_s,
             "blocked_s": accounts.blocked_s,
             "schedule": accounts.schedule,
             "positions": positions,
-            "warming": None if accounts.warming is None else accounts.warming - undone,
+            "warming": accounts.warming,
             "version_steps": [state.version_step for state in self.fragments],
             "fragments": fragments,
         }
@@ -393,3 +401,18 @@ class Learner:
             state.delta, state.values = counts, held
             if stays:
                 state.restored(version_step)
+
+
+def _checked_chain(announced: Announcement, chain: Chain) -> Chain:
+    """Return a fragment's log; refuse an announcement that no log can be so far behind.
+
+    Raises:
+        MessageError: it is of a version, or of an epoch, that cannot be.
+    """
+    for what, stated, known, most in (
+        ("version", announced.version, chain.version, MAX_AHEAD),
+        ("epoch", announced.epoch, chain.epoch, MAX_AHEAD * chain.epoch_step),
+    ):
+        if stated - known > most:
+            raise MessageError(f"round of {what} {stated}, the log of fragment {announced.fragment} is at {known}")
+    return chain

@@ -23,9 +23,10 @@ REMEDIES: Mapping[RefusalReason, str] = {
     "identity": "the process is not admitted: give each learner its own name and identity",
     "grant": "have the operator make a grant: diloco keys grant DIR NAME --batch-tokens N",
     "not_finite": "its parameters contain NaN or infinity: check its data and lower its learning rate",
-    "too_far": "if the merge moved too far: lower this learner's learning rate, or ask the operator to raise "
-    "quarantine.merge_factor; if the offer's base left the log: ask the operator to raise log.keep_keyframes",
-    "ejected": "ask the operator: diloco readmit DIR NAME",
+    "too_far": "if the merge moved too far, or the offer is an outlier: check this learner's data and loss, lower its "
+    "learning rate, or ask the operator to raise quarantine.merge_factor or quarantine.factor; if the offer's base left the "
+    "log: ask the operator to raise log.keep_keyframes",
+    "ejected": "ask the operator: diloco readmit DIR NAME; a quarantine also ends after a cycle of sound offers",
 }
 
 
@@ -50,7 +51,7 @@ def reason_of(error: MessageError) -> RefusalReason:
             return "not_finite"
         case NotAdmittedError():
             return "grant" if error.lacks_grant else "identity"
-        case UnmergeableError(event="merge_too_far" | "merge_base_unknown"):
+        case UnmergeableError(event="merge_too_far" | "merge_base_unknown" | "offer_outlier"):
             return "too_far"
         case UnmergeableError(event="merge_not_finite"):
             return "not_finite"

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
 
+from diloco.core.learner.accounts import StepDone
 from diloco.core.learner.fragment_state import FragmentState
 
 RUNS = 64  # that are remembered
 
 
-class _Run(NamedTuple):
+@dataclass(slots=True)
+class _Run:
     """Steps of ``tokens`` each on consecutive batches of a share, or on data that no share has."""
 
     first_step: int
@@ -30,12 +31,18 @@ class Work:
     def add(self, tokens: int, share: int | None, batch: int, steps: int) -> bool:
         """Book steps of ``tokens`` each; return whether every fragment is to be settled now, and then :meth:`forget`."""
         last = self.runs[-1] if self.runs else None
-        if last is not None and (last.tokens, last.share, last.first_batch + last.steps) == (tokens, share, batch):
-            self.runs[-1] = last._replace(steps=last.steps + steps)
+        if last is not None and last.tokens == tokens and last.share == share and last.first_batch + last.steps == batch:
+            last.steps += steps
         else:
             self.runs.append(_Run(self.steps, steps, tokens, share, batch))
         self.steps += steps
         return len(self.runs) > RUNS
+
+    def after(self, done: StepDone) -> Work:
+        """Return the steps as they are once these are booked too; these stay as they are."""
+        after = Work(self.steps, [*self.runs[:-1], *map(replace, self.runs[-1:])])  # only the last one may grow
+        after.add(done.tokens, done.share, done.batch, done.steps)
+        return after
 
     def settle(self, state: FragmentState) -> None:
         """Count for a fragment the steps that it has not counted."""

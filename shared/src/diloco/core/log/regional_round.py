@@ -20,11 +20,14 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from diloco.core.learner.slots import SeenHeartbeat
 from diloco.core.log.chain import Chain
 from diloco.core.run.pace import MovingAverage, grace_s
 from diloco.core.syncer import merging
+from diloco.core.syncer.offer_fit import MissedOffer, identity, unfit
 from diloco.core.syncer.roster import Roster
-from diloco.core.syncer.round import RoundOffer, fitting, identity, unfit
+from diloco.core.syncer.round import RoundOffer, fitting
+from diloco.core.syncer.round_waits import RoundWaits
 from diloco.core.tensors import quantise
 from diloco.core.tensors.float_mode import exact
 from diloco.core.tensors.fragments import Fragment
@@ -73,8 +76,10 @@ class RegionalRound:
     since_s: float | None = None  # when there was first an answer that no regional offer holds
     combined_s: float = -math.inf  # when answers to it were last combined
     quorum_average: MovingAverage = field(default_factory=MovingAverage)
+    on_trial: dict[str, HeldOffer] = field(default_factory=dict)  # by quarantined learner: its newest offer, to be judged
     usual: float = 0.0  # norm of a merge of the fragment (:func:`diloco.core.syncer.excess.usual`); 0: not known
     left_out: set[str] = field(default_factory=set)  # learners whose answers no merge can have: none of theirs is waited for
+    waits: RoundWaits = field(default_factory=RoundWaits)
     residual: Vector | None = None  # of quantisation: of the last regional offer that was merged; None: none
     _sent: dict[int, Vector | None] = field(default_factory=dict)  # the residuals of those that may be merged yet, by number
 
@@ -104,6 +109,7 @@ class RegionalRound:
             self.round, self.heard_s, self.closing = announced.version, (now_s, now_s), False
             self.since_s, self.answered, self.combined_s = None, frozenset(), -math.inf
             self.left_out.clear()
+            self.waits.end_round(self.roster.learners)
         elif announced.epoch > self.epoch or (announced.closing and not self.closing):
             self.combined_s = -math.inf  # all learners answer again
         self.epoch, self.closing = announced.epoch, self.closing or announced.closing
@@ -131,29 +137,36 @@ class RegionalRound:
             if (group.syncer, group.incarnation) == mine:
                 self.residual, self._sent = self._sent.get(group.number), {}
 
-    def refuse(self, offer: Offer, elapsed_s: float = math.inf) -> str | None:
+    def refuse(self, offer: Offer, elapsed_s: float = math.inf) -> MissedOffer | None:
         """Return the reason why an offer is of no use; None: it is kept.
 
         ``elapsed_s``: from genesis until its server stored it; inf: not known.
 
         Raises:
-            ClaimError: it is of use but for what it states, which cannot be.
+            ClaimError: it states what cannot be.
         """
         newest = self.held.get(offer.learner)
         if newest is not None and identity(offer) <= identity(newest.offer):
-            return "superseded by a newer offer, or a duplicate"
-        reason = self._unfit(offer)
-        if reason is None:
+            return MissedOffer("repeated", "superseded by a newer offer, or a duplicate")
+        missed = self._unfit(offer, tried=self.roster.tries(offer))
+        if missed is None:
             self.roster.judge([offer], self.chain, elapsed_s)
-        return reason
+        return missed
 
-    def hold(self, held: HeldOffer) -> str | None:
-        """Keep an offer. Return the reason if it is refused, else None; raise as :meth:`refuse` does."""
-        reason = self.refuse(held.offer, held.elapsed_s)
-        if reason is None:
+    def hold(self, held: HeldOffer) -> MissedOffer | None:
+        """Keep an offer. Return the reason if it is missed, else None; raise as :meth:`refuse` does.
+
+        One of a quarantined learner is missed, and kept in ``on_trial`` to be judged.
+        """
+        missed = self.refuse(held.offer, held.elapsed_s)
+        if missed is None and self.roster.tries(held.offer):
+            self.on_trial[held.offer.learner] = held
+            return MissedOffer("ejected", f"{held.offer.learner} is quarantined: its offer is judged, and not merged")
+        if missed is None:
             self.held[held.offer.learner] = held
             self.left_out.discard(held.offer.learner)
-        return reason
+            self.waits.deliver([held.offer.learner])
+        return missed
 
     def poll(self, now_s: float) -> tuple[HeldOffer, ...]:
         """Return the offers to combine, sorted by learner; empty if none is due."""
@@ -166,7 +179,7 @@ class RegionalRound:
         if self.heard_s[1] < self.combined_s + self.settings.round.overlap_steps * self.roster.step_s(now_s):
             return ()  # a late answer to a round that may be over
         if self.since_s is None:
-            self.since_s = now_s
+            self.since_s = self.waits.since_s = now_s
             if not self.answered:
                 self.quorum_average.add(now_s - self.heard_s[0])
         if self._waits(answers, now_s) and (self.settings.round.quorum == "all" or now_s < self.since_s + self._grace_s(now_s)):
@@ -224,27 +237,33 @@ class RegionalRound:
 
     def _waits(self, answers: dict[str, Offer], now_s: float) -> bool:
         """Whether a live learner of the region is to answer yet."""
-        for seen in self.roster.live(now_s):
-            heartbeat, answer = seen.heartbeat, answers.get(seen.heartbeat.learner)
-            since_s = max(now_s if self.since_s is None else self.since_s, seen.first_s)
-            if now_s - since_s >= self.roster.patience_s(seen, closing=self.closing):
-                continue  # in vain
-            steps = heartbeat.steps[self.fragment.index]
-            if heartbeat.learner in self.left_out:
-                continue
-            if answer is None and (steps or heartbeat.state not in ("closing", "leaving")):
-                return True
-            if answer is not None and self.closing and steps > answer.steps:
-                return True  # it answered before the round was the closing one, and answers again
-        return False
+        self.waits.answer(self.roster, answers, now_s)
+        missing = [seen for seen in self.roster.live(now_s) if self._is_missing(seen, answers)]
+        self.waits.blame(self.roster, missing, now_s, needed=self.settings.round.quorum == "all", closing=self.closing)
+        return any(seen.heartbeat.learner not in self.waits.in_vain for seen in missing)
+
+    def _is_missing(self, seen: SeenHeartbeat, answers: dict[str, Offer]) -> bool:
+        heartbeat, answer = seen.heartbeat, answers.get(seen.heartbeat.learner)
+        if heartbeat.learner in self.left_out or heartbeat.learner in self.waits.in_vain:
+            return False
+        steps = heartbeat.steps[self.fragment.index]
+        if answer is None:
+            return bool(steps) or heartbeat.state not in ("closing", "leaving")
+        # it answered before the round was the closing one, and answers again
+        return self.closing and steps > answer.steps
 
     def _drop_unfit(self) -> None:
         self.held = {name: own for name, own in self.held.items() if self._unfit(own.offer) is None}
+        self.on_trial = {
+            name: own
+            for name, own in self.on_trial.items()
+            if self.roster.tries(own.offer) and self._unfit(own.offer, tried=True) is None
+        }
 
-    def _unfit(self, offer: Offer) -> str | None:
+    def _unfit(self, offer: Offer, *, tried: bool = False) -> MissedOffer | None:
         """Return the reason why an offer can be in no version to come; None too for one ahead of the log as known here."""
-        if offer.learner in self.roster.excluded:
-            return f"{offer.learner} is ejected or quarantined"
+        if offer.learner in self.roster.excluded and not tried:
+            return MissedOffer("ejected", f"{offer.learner} is ejected or quarantined")
         if self.chain is None or offer.base_version > self.chain.version:
             return None
         return unfit(offer, self.chain, self.hashes, self.settings.round.max_staleness_versions)

@@ -19,6 +19,7 @@ import msgspec
 from blake3 import blake3
 from msgspec import Meta, Struct
 
+from diloco.core.run.quarantine import Outlying, Statements, outlying
 from diloco.errors import ChainError, FormatError, RunError, SettingsError
 from diloco.settings.presets import changed_settings
 from diloco.settings.run import RunSettings
@@ -285,10 +286,13 @@ class Effective:
     settings: RunSettings
     number: int = 0
     ejected: Mapping[str, Change] = field(default_factory=dict)  # by learner: the change that ejected it
-    quarantined: Mapping[str, Change] = field(default_factory=dict)
+    quarantined: Mapping[str, Change] = field(default_factory=dict)  # by an operator, or a syncer of an earlier version
+    readmitted: Mapping[str, int] = field(default_factory=dict)  # by learner: the number of the change that did so last
+    outlying: Outlying = field(default_factory=Outlying)  # what syncers have stated of outliers, as of these changes
     rollbacks: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     # by fragment: the newest change that orders it back, and to which version
     repairs: Mapping[int, tuple[int, Repair]] = field(default_factory=dict)  # by fragment: the newest such change
+    features: frozenset[str] | None = None  # that the run requires of its members; None: those of ``settings``
 
     def after(self, change: Change) -> Effective:
         """Return the state after ``change``, the next one.
@@ -302,7 +306,7 @@ class Effective:
     def _after(self, change: Change) -> Effective:
         action, what = change.action, f"change {change.number}"
         if isinstance(action, Set):
-            return replace(self, settings=with_setting(self.settings, action.key, action.value, what))
+            return self._with(with_setting(self.settings, action.key, action.value, what), what)
         if isinstance(action, Tokens):
             return replace(self, settings=changed_settings(self.settings, {"tokens": action.budget}, what))
         if isinstance(action, Rollback):
@@ -312,17 +316,47 @@ class Effective:
             return replace(self, repairs=dict(self.repairs) | {action.fragment: (change.number, action)})
         ejected = {name: other for name, other in self.ejected.items() if name != action.learner}
         quarantined = {name: other for name, other in self.quarantined.items() if name != action.learner}
+        readmitted = self.readmitted
         if isinstance(action, Eject):
             ejected[action.learner] = change
         elif isinstance(action, Quarantine):
             quarantined[action.learner] = change
             ejected = dict(self.ejected)  # a learner that an operator ejected before stays ejected
-        return replace(self, ejected=ejected, quarantined=quarantined)
+        else:
+            readmitted = dict(readmitted) | {action.learner: change.number}
+        return replace(self, ejected=ejected, quarantined=quarantined, readmitted=readmitted)
+
+    def _with(self, settings: RunSettings, what: str) -> Effective:
+        features = frozenset(self.settings.requires) if self.features is None else self.features
+        lacking = sorted(set(settings.requires) - features)
+        if lacking:
+            raise SettingsError(
+                f"{what}: the run does not require {', '.join(lacking)} of its members, as it would with that setting; begin a "
+                "new run with it"
+            )
+        return replace(self, settings=settings, features=features)
+
+    def judged(self, statements: Statements, owners: Sequence[str] | None) -> Effective:
+        """Return the same with what syncers have stated of outliers; ``owners``: by fragment, or None if they are not known."""
+        if not self.settings.quarantine.factor or not statements:
+            return replace(self, outlying=Outlying())
+        found = outlying(statements, owners, self.readmitted, number=self.number, judged_by_all=self.settings.regions.merge)
+        return replace(self, outlying=found)
 
     @property
     def excluded(self) -> frozenset[str]:
-        """Excluded learners: their offers are refused, and they are not waited for."""
-        return frozenset(self.ejected) | frozenset(self.quarantined)
+        """Excluded learners: their offers are not merged, and they are not waited for."""
+        return frozenset(self.ejected) | frozenset(self.quarantined) | frozenset(self.outlying.quarantined)
+
+    @property
+    def on_trial(self) -> frozenset[str]:
+        """Excluded learners whose offers are judged on: sound ones end the quarantine."""
+        return frozenset(self.outlying.quarantined) - self.ejected.keys() - self.quarantined.keys()
+
+    def quarantines(self) -> dict[str, str]:
+        """Return why each quarantined learner is, by name."""
+        found = {name: outlier.label for name, outlier in self.outlying.quarantined.items()}
+        return dict(sorted((found | {name: change.label for name, change in self.quarantined.items()}).items()))
 
 
 def in_force(settings: RunSettings, changes: Sequence[Change]) -> Effective:

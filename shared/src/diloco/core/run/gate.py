@@ -13,13 +13,14 @@ Pure: it is given the time, heartbeats and admissions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
 from diloco.core.run.grant_bounds import FASTEST_STEP_S
-from diloco.core.syncer.claims import MAX_STEP_TOKENS
+from diloco.core.syncer.claims import MAX_STEP_TOKENS, Limit, StepBounds, limits_of_batches
 from diloco.errors import FormatError
+from diloco.settings.run import RunSettings
 from diloco.wire.control import Heartbeat
 from diloco.wire.fields import MAX_MEMBERS
 
@@ -145,15 +146,38 @@ def check_claims(heartbeat: Heartbeat, first: Heartbeat, elapsed_s: float, budge
     """Refuse a heartbeat that claims more than its learner can have done, ``elapsed_s`` after its process's ``first``.
 
     Raises:
-        FormatError: it claims too many steps, or tokens.
+        FormatError: it claims too many steps, tokens or versions.
     """
-    for what, claimed, most in _claims(heartbeat, first, elapsed_s, budget):
+    _refuse(heartbeat, _claims(heartbeat, first, elapsed_s, budget))
+
+
+def check_trained(heartbeat: Heartbeat, settings: RunSettings, bounds: StepBounds) -> None:
+    """Refuse a heartbeat that states batches which its learner cannot have trained; ``bounds``: of the run's steps.
+
+    Raises:
+        FormatError: the bound is named.
+    """
+    _refuse(heartbeat, limits_of_batches(heartbeat.trained, heartbeat.step + SLACK_STEPS, settings, bounds))
+
+
+def _refuse(heartbeat: Heartbeat, limits: Iterable[Limit]) -> None:
+    for what, claimed, most in limits:
         if claimed > most:
             raise FormatError(
-                f"heartbeat of {heartbeat.learner}: {claimed} {what}, expected at most {most}; check its clock and batch size"
+                f"heartbeat of {heartbeat.learner}: {claimed} {what}, expected at most {most:.0f}; "
+                "check its clock and batch size"
             )
 
 
-def _claims(heartbeat: Heartbeat, first: Heartbeat, elapsed_s: float, budget: int) -> Iterator[tuple[str, int, int]]:
-    yield "steps", heartbeat.step, first.step + SLACK_STEPS + int(elapsed_s / FASTEST_STEP_S)
-    yield "tokens", heartbeat.tokens, most_tokens(heartbeat, first, budget)
+def _claims(heartbeat: Heartbeat, first: Heartbeat, elapsed_s: float, budget: int) -> Iterator[Limit]:
+    """Yield what a heartbeat claims."""
+    more = SLACK_STEPS + int(elapsed_s / FASTEST_STEP_S)
+    tokens = most_tokens(heartbeat, first, budget)
+    yield "steps", heartbeat.step, first.step + more
+    yield "tokens", heartbeat.tokens, tokens
+    yield "tokens in a batch", heartbeat.batch_tokens, MAX_STEP_TOKENS
+    yield "unmerged steps of a fragment", max(heartbeat.steps, default=0), first.step + more
+    yield "unmerged tokens of a fragment", max(heartbeat.fragment_tokens, default=0), tokens
+    yield "lost tokens of a fragment", max(heartbeat.lost_tokens, default=0), tokens
+    # however many the log has when a learner joins: a version takes a token
+    yield "versions of a fragment", max(heartbeat.versions, default=0), 2 * budget + MAX_STEP_TOKENS

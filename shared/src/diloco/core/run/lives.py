@@ -26,6 +26,7 @@ from diloco.core.run.tape import (
     Reload,
     Restored,
     Sent,
+    SingleStepKept,
     Start,
     Step,
     TapeEvent,
@@ -44,6 +45,7 @@ class Life:
     processes: int = 1
     apart: bool = False  # a step is two programs
     error_bits: int = PLAIN_BITS  # of quantisation errors that are kept
+    keeps_single_step: bool = False  # that no version merges
     restored: bytes | None = None  # digest of the checkpoint at its start
     bare: set[int] = field(default_factory=set)  # fragments of whose accounts it has no arrays
     borrowed: tuple[str, bytes] | None = None  # peer and digest of the optimizer state at its start
@@ -104,6 +106,8 @@ class Life:
                 self.apart = True
             case ErrorBits(bits):
                 self.error_bits = bits
+            case SingleStepKept():
+                self.keeps_single_step = True
             case Bare(fragment):
                 self.bare.add(fragment)
             case Restored(digest):

@@ -24,12 +24,8 @@ from blake3 import blake3
 
 from diloco.errors import FormatError
 
-MAGIC = b"DLCtape\n"
-VERSION = 1
-SUFFIX = ".tape"
-DIGEST_BYTES = 8
-RUN_BYTES = 8
-CHECK_BYTES = 4
+MAGIC, VERSION, SUFFIX = b"DLCtape\n", 1, ".tape"
+DIGEST_BYTES, RUN_BYTES, CHECK_BYTES = 8, 8, 4
 MAX_BLOCK_BYTES = (1 << 14) - 1  # the largest length of two bytes
 MAX_TEXT_BYTES = 1024
 XLA_FLAGS, THREADS, CPU_DEVICES = "XLA_FLAGS", "PJRT_NPROC", "--xla_force_host_platform_device_count"
@@ -110,6 +106,11 @@ class ErrorBits(TapeEvent):
     """Quantisation errors are kept in so many bits from one offer to the next; without this event in 32."""
 
     bits: int
+
+
+@dataclass(frozen=True, slots=True)
+class SingleStepKept(TapeEvent):
+    """A single step that no version merges stays in the learner's value; without this event it is lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,10 +257,9 @@ class Back(TapeEvent):
 
 
 KINDS: dict[int, type[TapeEvent]] = {
-    1: Start, 2: Machine, 3: Restored, 4: Borrowed, 5: Data, 6: Step, 7: Apply, 8: Reload,
-    9: TapeOffer, 10: Checkpoint, 11: Lent, 12: End, 13: Gap, 14: Fresh, 15: Copied, 16: Changed,
-    17: Elapsed, 18: Sent, 19: Mesh, 20: Processes, 21: Apart, 22: Bare, 23: ErrorBits,
-    32: Owners, 33: Gone, 34: Back,
+    1: Start, 2: Machine, 3: Restored, 4: Borrowed, 5: Data, 6: Step, 7: Apply, 8: Reload, 9: TapeOffer, 10: Checkpoint,
+    11: Lent, 12: End, 13: Gap, 14: Fresh, 15: Copied, 16: Changed, 17: Elapsed, 18: Sent, 19: Mesh, 20: Processes,
+    21: Apart, 22: Bare, 23: ErrorBits, 24: SingleStepKept, 32: Owners, 33: Gone, 34: Back,
 }  # fmt: skip
 _CODES = {cls: code for code, cls in KINDS.items()}
 

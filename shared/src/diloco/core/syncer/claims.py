@@ -12,7 +12,9 @@ have processed the budget twice, and the step that it was in. No claim is bounde
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from diloco.core.log.chain import Chain
 from diloco.core.run.grant_bounds import most_steps
@@ -21,13 +23,15 @@ from diloco.core.tensors.built_in import is_built_in
 from diloco.core.tensors.fragments import FragmentMap
 from diloco.errors import ClaimError
 from diloco.settings.run import RunSettings
-from diloco.wire.fields import MAX_MEMBERS
+from diloco.wire.fields import MAX_MEMBERS, Range
 from diloco.wire.grants import Grant
 from diloco.wire.offers import Answer, Offer
 
 ISLAND = 8  # an island's batch is at most so many times the built-in task's, and at least that part of it
 MAX_STEP_TOKENS = 1 << 27  # of one step of one learner in a task of one's own, on any devices
 MAX_TOTAL = 1 << 61  # tokens of all learners of a fragment: half of what a field holds
+
+Limit: TypeAlias = tuple[str, int, float]  # what is stated, how much, and how much it can be at most
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,24 @@ def furthest_batch(settings: RunSettings, bounds: StepBounds, share: int) -> int
     return settings.first_batch(share) + processed_tokens(settings, bounds) // bounds.least_tokens
 
 
+def limits_of_batches(
+    data: Sequence[Range], steps: int, settings: RunSettings, bounds: StepBounds, elapsed_s: float = math.inf
+) -> list[Limit]:
+    """Return the limits of the batches that a learner has trained in ``steps`` steps, ``elapsed_s`` after genesis."""
+    # of the share whose end is furthest from where it begins in this run
+    last, end = max(
+        ((share, first + count) for share, first, count in data),
+        key=lambda held: held[1] - settings.first_batch(held[0]),
+        default=(0, 0),
+    )
+    begins = settings.first_batch(last)
+    return [
+        ("batches in its steps", ranges.batches(data), steps),
+        ("the end of its batches", end, min(furthest_batch(settings, bounds, last), begins + most_steps(elapsed_s))),
+        ("a share of the data", max((share for share, _, _ in data), default=0), settings.learners + MAX_MEMBERS - 1),
+    ]
+
+
 def judge(
     claim: Offer | Answer,
     chain: Chain | None,
@@ -91,16 +113,8 @@ def judge(
     """
     cursor = chain.cursors.get(claim.learner) if chain is not None else None
     steps, merged, lost = (cursor.steps, cursor.tokens, cursor.lost_tokens) if cursor else (0, 0, 0)
-    held = ranges.batches(claim.data)
-    # of the share whose end is furthest from where it begins in this run
-    last, end = max(
-        ((share, first + count) for share, first, count in claim.data),
-        key=lambda held: held[1] - settings.first_batch(held[0]),
-        default=(0, 0),
-    )
-    begins = settings.first_batch(last)
-    share = max((share for share, _, _ in claim.data), default=0)
-    limits: list[tuple[str, int, float]] = [
+    limits: list[Limit] = [
+        ("offers without a step", int(not claim.steps), 0),
         ("steps, at one token or more per step", claim.steps, claim.tokens),
         ("tokens in its steps", claim.tokens, claim.steps * step_tokens(bounds, grant)),
         ("steps since genesis, merged ones included", steps + claim.steps, most_steps(elapsed_s, grant)),
@@ -110,9 +124,7 @@ def judge(
             merged + claim.tokens + claim.lost_tokens,
             most_steps(elapsed_s, grant) * step_tokens(bounds, grant),
         ),
-        ("batches in its steps", held, claim.steps),
-        ("the end of its batches", end, min(furthest_batch(settings, bounds, last), begins + most_steps(elapsed_s))),
-        ("a share of the data", share, settings.learners + MAX_MEMBERS - 1),
+        *limits_of_batches(claim.data, claim.steps, settings, bounds, elapsed_s),
     ]
     if chain is not None:
         totals = chain.tokens_merged + claim.tokens, chain.tokens_lost - lost + claim.lost_tokens

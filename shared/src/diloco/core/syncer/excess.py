@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 
 from diloco.core.log.fold import Replica
 from diloco.core.syncer.round import RoundOffer
-from diloco.core.tensors import quantise
 from diloco.core.tensors.float_mode import exact
 from diloco.core.tensors.outer import Average, norm
 from diloco.settings.run import RunSettings
@@ -35,11 +34,6 @@ FIRST = 4
 START = 0.1
 
 H = TypeVar("H", bound=RoundOffer)
-
-
-def norm_of(body: NDArray[np.uint8], size: int, bits: int) -> float:
-    """Return the norm of an offer's outer gradient, its body as uint8 [bytes]. Work for a thread: as much as to merge it."""
-    return norm(quantise.dequantise(body, size, bits))
 
 
 @exact
@@ -75,16 +69,13 @@ def left_out(
 
     ``merge`` makes it; ``live`` are the learners that take part, those in ``held`` among them. None: all are left out.
     """
-    kept, out, norms = list(held), list[H](), dict[H, float]()
+    kept, out = list(held), list[H]()
     while kept:
         delta = merge(kept)
         moves = norm(delta)
         if moves <= room(usual, kept, settings):
             return delta, out
-        for item in kept:
-            if item not in norms:
-                norms[item] = norm_of(item.body, size, item.offer.bits)
-        largest = max(kept, key=lambda item: (norms[item], item.offer.members[0].learner))
+        largest = max(kept, key=lambda item: (item.norm(size), item.offer.members[0].learner))
         gone = {member.learner for item in (*out, largest) for member in item.offer.members}
         if moves <= LARGEST and not set(live) - gone:
             return delta, out

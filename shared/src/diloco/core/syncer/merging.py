@@ -14,7 +14,7 @@ from diloco.core.learner.schedule import scheduled_rate
 from diloco.core.log.chain import Chain
 from diloco.core.log.fold import Replica
 from diloco.core.run import budget
-from diloco.core.syncer import excess
+from diloco.core.syncer import cutting, excess
 from diloco.core.syncer.round import Merge, RoundOffer
 from diloco.core.tensors import codec, outer, quantise
 from diloco.core.tensors.compiled import kernels
@@ -64,16 +64,22 @@ def accumulate(
     ``bases`` has the fragment at each version that :func:`bases_of` names, float32 [size], for ``merge.against = "current"``:
     there every outer gradient is taken against ``theta``, float32 [size], the newest version, however old the learner's base
     (Decoupled DiLoCo, arXiv 2604.21428). Embedding-like tensors are averaged (ibid.). A regional offer weighs as much as its
-    members together. Offers of state are values, whatever their base; their average is one, too (:func:`merged`).
+    members together. Offers of state are values, whatever their base; their average is one, too (:func:`merged`). Some outliers
+    are cut (:mod:`diloco.core.syncer.cutting`), none if ``theta`` is empty: a region's aggregator does not have it.
     """
     against_current = bool(bases_of(fragment, settings, held))
     merge = Accumulator.of(fragment, settings.merge)
-    for item in held:
+    cut = cutting.cut_rows(fragment, settings.quarantine, held, theta)
+    for place, item in enumerate(held):
         offer, members = item.offer, item.offer.members
         share = sum(weight(member.tokens, member.steps, settings.merge.weights) for member in members)
+        values = cutting.cut_values(item, fragment, cut[place]) if place in cut else None
         if against_current:
             moved = np.subtract(theta, bases[members[0].base_version])
-            merge.add_values(np.add(moved, quantise.dequantise(item.body, fragment.size, offer.bits), out=moved), share)
+            values = quantise.dequantise(item.body, fragment.size, offer.bits) if values is None else values
+            merge.add_values(np.add(moved, values, out=moved), share)
+        elif values is not None:
+            merge.add_values(values, share)
         else:
             merge.add(item.body, offer.bits, share)
     return merge
@@ -145,7 +151,7 @@ def within(
     if delta is not None and not out:
         return delta
     names, most = _learners(out), excess.room(usual, held, settings)
-    norm = max(excess.norm_of(item.body, size, item.offer.bits) for item in out)
+    norm = max(item.norm(size) for item in out)
     theirs = f"{what}: with offers of {_list(names)}, of norms up to {norm:.4g}, the merge"
     if outer.norm(together(held)) <= excess.LARGEST:
         raise UnmergeableError("merge_too_far", names, f"{theirs} has a norm above {most:.4g}, the most allowed")

@@ -16,11 +16,12 @@ from diloco.core.log.chain import Chain
 from diloco.core.run import budget
 from diloco.core.syncer import claims
 from diloco.core.syncer.claims import OWN_TASK, StepBounds
+from diloco.core.syncer.patience import Patience
 from diloco.settings.run import RunSettings
 from diloco.wire.control import Heartbeat
 from diloco.wire.fields import MAX_COUNT, MAX_MEMBERS
 from diloco.wire.grants import Grant
-from diloco.wire.offers import Answer, Offer
+from diloco.wire.offers import Answer, Offer, RegionalOffer
 
 DEFAULT_STEP_S = 1.0  # of an inner step, before any learner has said how long one takes
 STEPPING = ("stepping", "waiting")
@@ -37,7 +38,7 @@ CLOSING_DEAD_S = 12.0  # and so many in a closing round: work that is not in it 
 class Roster:
     """The learners as one syncer hears them, by its own clock.
 
-    It has the settings in force for all fragments' rounds, and the learners that are ``excluded``; :meth:`change` sets both.
+    It has the settings in force for all fragments' rounds, and the learners that are ``excluded``; :meth:`change` sets them.
     ``bounds``: of the run's steps. ``ending``: the log of some fragment is closed, so that all others are to be.
     """
 
@@ -45,8 +46,10 @@ class Roster:
         self.settings, self.bounds = settings, bounds
         self.grants = {} if grants is None else grants  # by learner, in a run with identities; one for all rosters of a syncer
         self.excluded: frozenset[str] = frozenset()  # learners that are not listened to
+        self.on_trial: frozenset[str] = frozenset()  # of these: their offers are judged, and not merged
         self.learners: dict[str, SeenHeartbeat] = {}
         self.ending = False
+        self._patience: dict[str, Patience] = {}
         self._clock = ReferenceClock()
         self._clock_of: list[SeenHeartbeat] | None = (
             None  # the live learners that it was last read of: every fragment asks, as of these
@@ -72,7 +75,9 @@ class Roster:
             self._first_s = now_s
         if known is None:
             if len(self.learners) >= MAX_MEMBERS:
-                del self.learners[min(self.learners, key=lambda name: self.learners[name].at_s)]
+                oldest = min(self.learners, key=lambda name: self.learners[name].at_s)
+                del self.learners[oldest]
+                self._patience.pop(oldest, None)
             seen = self.learners[heartbeat.learner] = SeenHeartbeat(heartbeat, now_s, now_s, now_s)
         elif known.heartbeat.incarnation != heartbeat.incarnation:
             seen = self.learners[heartbeat.learner] = SeenHeartbeat(heartbeat, now_s, known.first_s, now_s)
@@ -99,9 +104,13 @@ class Roster:
             seen.recent_steps.add(step_s)
         seen.steps, seen.stepped_s = True, now_s
 
-    def change(self, settings: RunSettings, excluded: frozenset[str]) -> None:
-        """Go by these settings and without these learners from now on."""
-        self.settings, self.excluded, self._live = settings, excluded, None
+    def change(self, settings: RunSettings, excluded: frozenset[str], on_trial: frozenset[str] = frozenset()) -> None:
+        """Go by these settings and without these learners from now on; those ``on_trial`` are judged all the same."""
+        self.settings, self.excluded, self.on_trial, self._live = settings, excluded, on_trial, None
+
+    def tries(self, offer: Offer | RegionalOffer) -> bool:
+        """Whether an offer is judged, and not merged: a quarantined learner's own."""
+        return isinstance(offer, Offer) and offer.learner in self.on_trial
 
     def judge(self, offers: Iterable[Offer | Answer], chain: Chain | None, elapsed_s: float) -> None:
         """Refuse offers of which one claims what cannot be; ``elapsed_s``: from genesis until their server stored them.
@@ -167,6 +176,10 @@ class Roster:
         """Return for how long others wait for a learner: a multiple of the time that its steps between two rounds take it."""
         floor_s = (CLOSING_DEAD_S if closing else ANSWER_DEAD_S) * self.settings.liveness.dead_s
         return max(floor_s, PATIENCE * self.settings.round.steps * seen.step_times.get())
+
+    def patience_of(self, learner: str) -> Patience:
+        """Return the account of a learner's patience: one for all its incarnations, and for all fragments of the syncer."""
+        return self._patience.setdefault(learner, Patience())
 
     def has_applied(self, fragment: int, version: int) -> bool:
         """Whether any learner has said that it has applied this version of a fragment, or a later one."""

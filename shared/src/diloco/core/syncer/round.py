@@ -7,13 +7,14 @@ and the simulators connect it to a network. One :class:`~diloco.core.syncer.rost
     idle --(its slot in the cycle; K learners hold steps)--> open --(quorum, then grace or everybody)--> merging --> idle
 
 A round is *closing* once the run's tokens are used up: it waits for all steps that live learners still hold. A learner that
-is waited for in vain, while others are ready or have answered, is waited for no more until it delivers an offer.
+is waited for in vain, while others are ready or have answered, is waited for no more until it delivers an offer; then for as
+long as :mod:`diloco.core.syncer.patience` allows.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -23,7 +24,10 @@ from numpy.typing import NDArray
 from diloco.core.learner.slots import LongRounds, SeenHeartbeat, first_slot
 from diloco.core.log.chain import Chain
 from diloco.core.run.pace import MovingAverage, first_due_steps, grace_s
+from diloco.core.syncer.offer_fit import MissedOffer, identity, unfit
 from diloco.core.syncer.roster import Roster
+from diloco.core.syncer.round_waits import RoundWaits
+from diloco.core.tensors import quantise
 from diloco.settings.run import RunSettings
 from diloco.wire.fields import MAX_MEMBERS
 from diloco.wire.offers import MAX_MEMBERS_BYTES, Answer, Offer, RegionalOffer, members_bytes
@@ -38,6 +42,13 @@ class RoundOffer:
     offer: Offer | RegionalOffer
     body: NDArray[np.uint8]
     elapsed_s: float = math.inf  # from genesis until its server stored it; inf: not known
+    _norms: dict[int, float] = field(default_factory=dict)
+
+    def norm(self, size: int) -> float:
+        """Return the norm of its outer gradient, of ``size`` values. The first time that is work for a thread."""
+        if size not in self._norms:
+            self._norms[size] = quantise.norm_of(self.body, size, self.offer.bits)
+        return self._norms[size]
 
 
 @dataclass(frozen=True)
@@ -73,35 +84,7 @@ def _first(held: RoundOffer) -> str:
     return held.offer.members[0].learner
 
 
-def identity(offer: Offer | Answer) -> tuple[int, int]:
-    """Return (incarnation, number): it only grows from one of a learner's offers of a fragment to the next."""
-    return offer.incarnation, offer.number
-
-
-def unfit(offer: Offer | Answer, chain: Chain, hashes: Mapping[int, bytes], max_staleness_versions: int) -> str | None:
-    """Return the reason why an offer may not be in the version after ``chain``; None: it may.
-
-    ``hashes`` are the state hashes of its versions, as far back as they are known.
-    """
-    merged = chain.cursor(offer.learner)
-    if chain.closed:
-        return "the run is closed"
-    if identity(offer) <= merged:
-        return f"merged already, as {merged} or before"
-    if offer.after != merged:
-        return f"made without knowing that {merged} was merged (it states {offer.after})"
-    if offer.base_version > chain.version or offer.round > chain.version + 1:
-        return f"from the future: base {offer.base_version}, round {offer.round}, log at {chain.version}"
-    if offer.base_version < chain.floor:
-        return f"its base {offer.base_version} precedes the rollback that made version {chain.floor}"
-    if chain.version - offer.base_version > max_staleness_versions:
-        return f"its base {offer.base_version} is too old, log at {chain.version}"
-    if hashes.get(offer.base_version, offer.base_hash) != offer.base_hash:
-        return f"its base {offer.base_version} has another state hash than the log's"
-    return None
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Look:
     """The live learners as a fragment's round sees them at one moment."""
 
@@ -110,6 +93,7 @@ class _Look:
     used_up: bool  # whether the budget is
     halted: tuple[str, ...]  # states of learners that take no further step, and are merged before anything else
     present: list[SeenHeartbeat]  # the learners that a quorum is made of
+    stopped_early: bool  # whether one has stopped by its own account of the budget, long before the others
 
 
 @dataclass
@@ -121,6 +105,7 @@ class Round:
     fragments: int
     hashes: dict[int, bytes] = field(default_factory=dict)  # state hash by version, as far back as offers may go
     held: dict[str, RoundOffer] = field(default_factory=dict)  # by learner: the newest acceptable offer that holds its steps
+    on_trial: dict[str, RoundOffer] = field(default_factory=dict)  # by quarantined learner: its newest offer, to be judged
     opened_at_s: float | None = None
     closing: bool = False
     quorum_at_s: float | None = None
@@ -128,8 +113,7 @@ class Round:
     merge_at_s: float | None = None  # since when its merge is being made and committed
     put_off_s: float = -math.inf  # until then it merges nothing
     left_out: set[str] = field(default_factory=set)  # learners whose answers no merge can have: the round waits for no other
-    wanted_at_s: float | None = None  # since when learners are waited for that others wait for
-    in_vain: set[str] = field(default_factory=set)  # learners that were waited for in vain, and have delivered nothing since
+    waits: RoundWaits = field(default_factory=RoundWaits)
     quorum_average: MovingAverage = field(default_factory=MovingAverage)
     sync_average: MovingAverage = field(default_factory=MovingAverage)  # from a round's end until its version is stored
     answer_average: MovingAverage = field(default_factory=MovingAverage)  # from a round's announcement to its first answer
@@ -154,7 +138,7 @@ class Round:
         """The version that the open, or next, round makes."""
         return self.chain.version + 1
 
-    def refuse(self, offer: Offer | RegionalOffer, elapsed_s: float = math.inf) -> str | None:
+    def refuse(self, offer: Offer | RegionalOffer, elapsed_s: float = math.inf) -> MissedOffer | None:
         """Return the reason why an offer is not held for the next merge; None: it is fit.
 
         ``elapsed_s``: from genesis until its server stored it; inf: not known.
@@ -163,7 +147,7 @@ class Round:
         something newer of them, or something of more learners, and nothing older.
 
         Raises:
-            ClaimError: it is fit but for what a member states, which cannot be.
+            ClaimError: a member states what cannot be.
         """
         known = {o.learner: identity(o) for held in self._over(offer) for o in held.offer.members}
         if known:
@@ -171,23 +155,30 @@ class Round:
             newer = any(own[name] > known[name] for name in own.keys() & known.keys())
             older = any(own[name] < known[name] for name in own.keys() & known.keys())
             if older or not (newer or own.keys() > known.keys()):
-                return "superseded by a newer offer, or a duplicate"
-        reason = next((reason for o in offer.members if (reason := self._unfit(o)) is not None), None)
-        if reason is None:
+                return MissedOffer("repeated", "superseded by a newer offer, or a duplicate")
+        tried = self.roster.tries(offer)
+        missed = next((missed for o in offer.members if (missed := self._unfit(o, tried=tried)) is not None), None)
+        if missed is None:
             self.roster.judge(offer.members, self.chain, elapsed_s)
-        return reason
+        return missed
 
-    def hold(self, held: RoundOffer) -> str | None:
-        """Keep an offer for the next merge. Return the reason if it is refused, else None; raise as :meth:`refuse` does."""
-        reason = self.refuse(held.offer, held.elapsed_s)
-        if reason is None:
-            self.in_vain.difference_update(member.learner for member in held.offer.members)
+    def hold(self, held: RoundOffer) -> MissedOffer | None:
+        """Keep an offer for the next merge. Return the reason if it is missed, else None; raise as :meth:`refuse` does.
+
+        One of a quarantined learner is missed, and kept in ``on_trial`` to be judged.
+        """
+        missed = self.refuse(held.offer, held.elapsed_s)
+        if missed is None and self.roster.tries(held.offer):
+            self.on_trial[_first(held)] = held
+            return MissedOffer("ejected", f"{_first(held)} is quarantined: its offer is judged, and not merged")
+        if missed is None:
+            self.waits.deliver(member.learner for member in held.offer.members)
             self._seen = None
             if gone := self._over(held.offer):
                 self.held = {name: other for name, other in self.held.items() if other not in gone}
             self.held |= {member.learner: held for member in held.offer.members}
             self.left_out -= self.held.keys()
-        return reason
+        return missed
 
     def answers(self) -> list[Offer | Answer]:
         """Return the offers, of each learner at most one, that answer the open round itself."""
@@ -196,14 +187,15 @@ class Round:
     def quorum(self, now_s: float) -> int:
         """Return how many learners must answer the open round; "all" are also those that may be about to take part.
 
-        Once the budget is used up, not more than have steps to answer with; if one leaves, not more than there are.
+        Once the budget is used up, not more than have steps to answer with. If one leaves, or has stopped for good before the
+        others, not more than there are.
         """
         present = self._present(now_s)
         needed = self.settings.quorum(len(present) + self.roster.expected(self.chain, now_s))
         if self._used_up(now_s):
             fragment, answered = self.chain.fragment, {answer.learner for answer in self.answers()}
             present = [seen for seen in present if seen.heartbeat.steps[fragment] or seen.heartbeat.learner in answered]
-        elif not self._leavers(now_s):
+        elif not self._leavers(now_s) and not self._look(now_s).stopped_early:
             return needed
         return min(needed, len(present))
 
@@ -248,9 +240,9 @@ class Round:
         missing = [seen for seen in present if not self._is_ready(seen, needed)]
         ready = len(present) - len(missing)
         if ready:
-            self._blame(missing, now_s)
+            self._blame(missing, now_s, needed=self.quorum(now_s) >= len(present))
         else:
-            self.wanted_at_s = None
+            self.waits.since_s = None
         if len(present) < max(1, self.quorum(now_s)):  # those given up count once they are ready, or no round would open
             ready += sum(self._is_ready(seen, needed) for seen in self._given_up(now_s))
         return ready
@@ -272,7 +264,7 @@ class Round:
         """Open the round; it is a closing one if the budget is used up."""
         self.opened_at_s, self.quorum_at_s, self.closing = now_s, None, self._used_up(now_s)
         self._answered = False
-        self.stuck_at_s = self.wanted_at_s = None
+        self.stuck_at_s = self.waits.since_s = None
         self._opened_at_step = self.roster.clock(now_s).elapsed
 
     def next_look_s(self, now_s: float, steps: int) -> float:
@@ -293,8 +285,10 @@ class Round:
         if self.opened_at_s is None or self.merge_at_s is not None or now_s < self.put_off_s:
             return None
         answers = {answer.learner: answer.steps for answer in self.answers()}
+        self.waits.answer(self.roster, answers, now_s)
         if answers or self.closing:
-            self._blame(self._not_in(now_s) if self.closing else self._waiting_for(answers, now_s), now_s)
+            needed = self.quorum_at_s is None and self.quorum(now_s) >= len(self._present(now_s))
+            self._blame(self._not_in(now_s) if self.closing else self._waiting_for(answers, now_s), now_s, needed=needed)
         if answers and not self._answered:
             self._answered = True
             self.answer_average.add(now_s - self.opened_at_s)
@@ -336,8 +330,8 @@ class Round:
         self.drop_unfit()
         self.left_out.clear()
         self._seen = None
-        self.in_vain.intersection_update(self.roster.learners)
-        self.opened_at_s = self.merge_at_s = self.wanted_at_s = None
+        self.waits.end_round(self.roster.learners)
+        self.opened_at_s = self.merge_at_s = None
 
     def without(self, learners: Collection[str]) -> None:
         """Abandon the merge: offers of ``learners`` are to be in none. The others need a quorum again.
@@ -347,7 +341,7 @@ class Round:
         self.held = {
             name: held for name, held in self.held.items() if not any(o.learner in learners for o in held.offer.members)
         }
-        self.merge_at_s = self.quorum_at_s = self.wanted_at_s = None
+        self.merge_at_s = self.quorum_at_s = self.waits.since_s = None
         self.left_out.update(learners)
         self._seen = None
 
@@ -358,6 +352,11 @@ class Round:
     def drop_unfit(self) -> None:
         """Drop the held offers that are unfit by now: the log, the settings or the excluded learners are others."""
         self.held = {name: held for name, held in self.held.items() if all(self._unfit(o) is None for o in held.offer.members)}
+        self.on_trial = {
+            name: held
+            for name, held in self.on_trial.items()
+            if self.roster.tries(held.offer) and self._unfit(held.offer.members[0], tried=True) is None
+        }
 
     def _held(self) -> list[RoundOffer]:
         """Return each held offer once."""
@@ -367,9 +366,9 @@ class Round:
         """Return the offers held of an offer's members."""
         return {self.held[member.learner] for member in offer.members if member.learner in self.held}
 
-    def _unfit(self, offer: Offer | Answer) -> str | None:
-        if offer.learner in self.roster.excluded:
-            return f"{offer.learner} is ejected or quarantined"
+    def _unfit(self, offer: Offer | Answer, *, tried: bool = False) -> MissedOffer | None:
+        if offer.learner in self.roster.excluded and not tried:
+            return MissedOffer("ejected", f"{offer.learner} is ejected or quarantined")
         return unfit(offer, self.chain, self.hashes, self.settings.round.max_staleness_versions)
 
     def _grace_s(self, now_s: float) -> float:
@@ -390,29 +389,26 @@ class Round:
                 self._near = known, roster.in_reach(chain)
             used_up, stopped = roster.used_up(chain, now_s, near=self._near[1]), roster.stopped(now_s)
             halted = ("leaving", "closing") if stopped else ("leaving",)
+            early = [seen for seen in live if seen.heartbeat.state == "closing" and roster.stands_still(seen, now_s)]
+            early = [] if used_up or stopped else early
             present = [
                 seen
                 for seen in live
-                if seen.heartbeat.learner not in self.in_vain | self.left_out
+                if seen.heartbeat.learner not in self.waits.in_vain | self.left_out
                 and (seen.heartbeat.state not in halted or seen.heartbeat.steps[chain.fragment])
-                and (seen.heartbeat.state != "closing" or used_up or stopped or not roster.stands_still(seen, now_s))
+                and seen not in early
             ]
-            self._seen = _Look(live, log, used_up, halted, present)
+            self._seen = _Look(live=live, log=log, used_up=used_up, halted=halted, present=present, stopped_early=bool(early))
         return self._seen
 
     def _used_up(self, now_s: float) -> bool:
         """Whether the budget is used up, for good or as the learners are now."""
         return self._look(now_s).used_up
 
-    def _blame(self, missing: Iterable[SeenHeartbeat], now_s: float) -> None:
+    def _blame(self, missing: Iterable[SeenHeartbeat], now_s: float, *, needed: bool) -> None:
         """Note that others wait for ``missing``, and wait no more for those that have had their time."""
-        if self.wanted_at_s is None:
-            self.wanted_at_s = now_s
-        for seen in missing:
-            waited_s = now_s - max(self.wanted_at_s, seen.first_s)
-            if waited_s >= self.roster.patience_s(seen, closing=self.closing):
-                self.in_vain.add(seen.heartbeat.learner)
-                self._seen = None
+        if self.waits.blame(self.roster, missing, now_s, needed=needed, closing=self.closing):
+            self._seen = None
 
     def _present(self, now_s: float) -> list[SeenHeartbeat]:
         """Return the learners that a quorum is made of.
@@ -423,7 +419,7 @@ class Round:
 
     def _given_up(self, now_s: float) -> list[SeenHeartbeat]:
         """Return the live learners that were waited for in vain: they deliver nothing before a round opens."""
-        return [seen for seen in self.roster.live(now_s) if seen.heartbeat.learner in self.in_vain]
+        return [seen for seen in self.roster.live(now_s) if seen.heartbeat.learner in self.waits.in_vain]
 
     def _leavers(self, now_s: float) -> list[SeenHeartbeat]:
         """Return the learners that take no further step, know the newest version and hold steps beyond it."""
@@ -440,7 +436,7 @@ class Round:
         return [
             seen
             for seen in self.roster.live(now_s)
-            if seen.heartbeat.learner not in self.in_vain | self.left_out
+            if seen.heartbeat.learner not in self.waits.in_vain | self.left_out
             and (
                 seen.heartbeat.state not in ("closing", "leaving")
                 or seen.heartbeat.versions[fragment] != self.chain.version

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import IO, cast
 
 import numpy as np
@@ -12,7 +13,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from diloco.core.tensors.compiled import kernels
-from diloco.errors import FormatError
+from diloco.errors import FormatError, NonFiniteError
 
 Raw = NDArray[np.uint8]
 MAX_WINDOW_BYTES = 1 << 27  # of zstd frames that are read
@@ -41,10 +42,10 @@ def unpack(pieces: Sequence[bytes], expected_bytes: int) -> Raw:
     """
     try:
         header, size_bytes = _header(pieces), sum(map(len, pieces))
-        parameters = _check_size(header, expected_bytes)
-        end = _blocks_end(pieces, zstandard.frame_header_size(header))
-        if end is None or end + (4 if parameters.has_checksum else 0) != size_bytes:
-            raise FormatError(f"zstd frame of {size_bytes} bytes: it is cut short, or other data follows it")
+        scan = _FrameScan(header, expected_bytes)
+        for piece in pieces:
+            scan.take(piece)
+        scan.check_end(size_bytes)
         content = np.empty(expected_bytes, np.uint8)
         with _decompressor().stream_reader(cast(IO[bytes], _Source(pieces))) as reader:
             if reader.readinto(content) != expected_bytes or reader.read(1):
@@ -86,6 +87,80 @@ class ContentStart:
                     self._writer.write(piece)
         except zstandard.ZstdError as error:
             raise FormatError(f"zstd frame is damaged: {error}") from None
+
+
+class ContentDigests:
+    """Hashes of the content of a zstd frame that comes in pieces, none of which is kept.
+
+    ``sections``: sizes in bytes of what the content consists of. The values of the last section are float32.
+    """
+
+    def __init__(self, sections: Sequence[int]) -> None:
+        self._content = _DigestedContent(sections)
+        self._expected_bytes, self._size_bytes = sum(sections), 0
+        self._scan: _FrameScan | None = None
+        self._writer: zstandard.ZstdDecompressionWriter | None = None
+
+    def feed(self, pieces: Sequence[bytes]) -> None:
+        """Take the frame's next pieces; the first of all has its header.
+
+        Raises:
+            FormatError: it states other than the expected bytes of content, or holds more, or is damaged.
+            NonFiniteError: a value of the last section is NaN or infinite.
+        """
+        try:
+            for piece in pieces:
+                if self._scan is None or self._writer is None:
+                    self._scan = _FrameScan(piece[:MAX_HEADER_BYTES], self._expected_bytes)
+                    own = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
+                    self._writer = own.stream_writer(cast(IO[bytes], self._content))
+                self._scan.take(piece)
+                self._size_bytes += len(piece)
+                self._writer.write(piece)
+        except zstandard.ZstdError as error:
+            raise FormatError(f"zstd frame is damaged: {error}") from None
+
+    def digests(self) -> tuple[bytes, list[bytes]]:
+        """Return the hash of all the content, and that of each section.
+
+        Raises:
+            FormatError: the frame was cut short, or other data followed it.
+        """
+        if self._scan is None or self._content.written_bytes != self._expected_bytes:
+            raise FormatError(f"zstd frame does not hold exactly {self._expected_bytes} bytes")
+        self._scan.check_end(self._size_bytes)
+        return self._content.whole.digest(), [hasher.digest() for hasher in self._content.hashers]
+
+
+class _DigestedContent:
+    """Where zstd writes content that is hashed, as a whole and by section."""
+
+    def __init__(self, sections: Sequence[int]) -> None:
+        self.written_bytes, self._ends = 0, list(accumulate(sections))
+        self.whole, self.hashers = blake3(), [blake3() for _ in sections]
+        self._section, self._carried = 0, b""
+
+    def write(self, data: bytes) -> int:
+        if self.written_bytes + len(data) > self._ends[-1]:
+            raise FormatError(f"zstd frame holds more than {self._ends[-1]} bytes")
+        self.whole.update(data)
+        taken = 0
+        while taken < len(data):
+            while self.written_bytes == self._ends[self._section]:
+                self._section += 1
+            part = data[taken : taken + self._ends[self._section] - self.written_bytes]
+            self.hashers[self._section].update(part)
+            if self._section == len(self._ends) - 1:
+                self._check_finite(part)
+            taken, self.written_bytes = taken + len(part), self.written_bytes + len(part)
+        return len(data)
+
+    def _check_finite(self, part: bytes) -> None:
+        data = self._carried + part
+        values = np.frombuffer(data, "<f4", len(data) // 4)
+        if not np.isfinite(values).all():
+            raise NonFiniteError("a value is NaN or infinite")
+        self._carried = data[4 * values.size :]
 
 
 class _Content:
@@ -134,17 +209,40 @@ def _header(pieces: Sequence[bytes]) -> bytes:
     return header
 
 
-def _blocks_end(pieces: Sequence[bytes], at: int) -> int | None:
-    """Return the end of a frame's blocks, which begin at ``at``; None if the last one does not begin in these pieces."""
-    kept, begin = b"", 0  # bytes before a piece that are read with it: of a block's header; where they begin
-    for piece in pieces:
-        data = kept + piece if kept else piece
-        found = int(kernels.zstd_blocks_end(np.frombuffer(data, np.uint8), at - begin))
+class _FrameScan:
+    """Finds where a zstd frame ends that comes in pieces.
+
+    Raises:
+        FormatError: its ``header`` states other than the expected bytes of content.
+        zstandard.ZstdError: the header is damaged.
+    """
+
+    def __init__(self, header: bytes, expected_bytes: int) -> None:
+        self._checksum_bytes = 4 if _check_size(header, expected_bytes).has_checksum else 0
+        self._at = zstandard.frame_header_size(header)  # where the next block begins
+        self._end: int | None = None  # of the blocks
+        self._kept, self._begin = b"", 0  # bytes that are read with the next piece: of a block's header; where they begin
+
+    def take(self, piece: bytes) -> None:
+        """Look at the next piece."""
+        if self._end is not None:
+            return
+        data = self._kept + piece if self._kept else piece
+        found = int(kernels.zstd_blocks_end(np.frombuffer(data, np.uint8), self._at - self._begin))
         if found < 0:
-            return begin - 1 - found
-        at, kept = begin + found, data[found:]
-        begin += len(data) - len(kept)
-    return None
+            self._end = self._begin - 1 - found
+            return
+        self._at, self._kept = self._begin + found, data[found:]
+        self._begin += len(data) - len(self._kept)
+
+    def check_end(self, size_bytes: int) -> None:
+        """Find out whether the frame ends where its pieces do.
+
+        Raises:
+            FormatError: it does not.
+        """
+        if self._end is None or self._end + self._checksum_bytes != size_bytes:
+            raise FormatError(f"zstd frame of {size_bytes} bytes: it is cut short, or other data follows it")
 
 
 def _check_size(data: bytes, expected_bytes: int) -> zstandard.FrameParameters:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from types import ModuleType
 from typing import Any
 
 BLOCK = 64  # values that share a scale
 
 
 class _Kernels:
-    """The functions of :mod:`diloco.core.tensors.kernels`, each an attribute from its first use on.
+    """The functions of the modules of kernels, each an attribute from its first use on.
 
     ``announce`` is called before the first kernel is compiled. It is not called where all of them are loaded from the cache.
     """
@@ -18,18 +19,21 @@ class _Kernels:
     announce: Callable[[], None] | None = None
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._imported(), name)
-        setattr(self, name, found)
-        return found
+        for module in self._imported():
+            if hasattr(module, name):
+                found = getattr(module, name)
+                setattr(self, name, found)
+                return found
+        raise AttributeError(name)
 
     def load(self) -> None:
         """Import them now, so that no step and no merge waits for it."""
         self._imported()
 
-    def _imported(self) -> Any:
+    def _imported(self) -> tuple[ModuleType, ...]:
         with nullcontext() if self.announce is None else announced_compilation(self.announce):
-            from diloco.core.tensors import kernels
-        return kernels
+            from diloco.core.tensors import kernels, progress
+        return kernels, progress
 
 
 @contextmanager

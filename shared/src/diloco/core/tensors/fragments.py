@@ -38,6 +38,7 @@ MAX_TENSORS = 100_000
 MAX_DIMENSIONS = 16
 MAX_PATH_CHARACTERS = 512
 MAX_PARAMETERS = 2**44
+STATE_PATH = "state/"  # begins the paths of state that is merged
 STATE_BITS: Bits = 32  # of bodies with state: a variance beside a large value of its block must not become negative
 
 _Path = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_PATH_CHARACTERS)]

@@ -184,7 +184,7 @@ def _stepped(
         hashes = hashes or [blake3() for _ in stepped]
         for hashed, values in zip(hashes, stepped, strict=True):
             hashed.update(values.view(np.uint8).data)
-    return _hash_of([hashed.digest() for hashed in hashes])
+    return state_hash_of([hashed.digest() for hashed in hashes])
 
 
 def state_hash(theta: Vector, momentum: Vector) -> bytes:
@@ -192,7 +192,7 @@ def state_hash(theta: Vector, momentum: Vector) -> bytes:
 
     ``theta`` is float32 [size], ``momentum`` float32 [moments * size].
     """
-    return _hash_of([blake3(vector.view(np.uint8).data).digest() for vector in (theta, *_moments(theta, momentum))])
+    return state_hash_of([blake3(vector.view(np.uint8).data).digest() for vector in (theta, *_moments(theta, momentum))])
 
 
 def _moments(theta: Vector, momentum: Vector) -> list[Vector]:
@@ -206,5 +206,6 @@ def norm(values: Vector) -> float:
     return math.sqrt(squares[0])
 
 
-def _hash_of(digests: list[bytes]) -> bytes:
+def state_hash_of(digests: list[bytes]) -> bytes:
+    """Return the state hash, by the hashes of Theta and of each moment."""
     return blake3(b"".join(digests)).digest()

@@ -36,6 +36,8 @@ codes of int4: what reads int4 reads 2 bits.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -140,6 +142,24 @@ def validate(body: Raw, n: int, bits: int) -> None:
             raise NonFiniteError("bfloat16 body: a value is NaN or infinite")
     elif not np.isfinite(kernels.absmax(body.view(np.float32))):
         raise NonFiniteError("float32 body: a value is NaN or infinite")
+
+
+def norm_of(body: Raw, n: int, bits: int) -> float:
+    """Return the norm of the values of a body, uint8 [bytes]."""
+    return math.sqrt(squares_of(body, np.array([0, n], np.int64), bits)[0])
+
+
+def squares_of(body: Raw, segments: NDArray[np.int64], bits: int) -> NDArray[np.float64]:
+    """Return the squared norms, float64 [groups], of the values of a body, uint8 [bytes].
+
+    ``segments``, int64 [groups + 1], are the groups' bounds, from 0 to the number of values.
+    """
+    n, squares = int(segments[-1]), np.empty(segments.size - 1, np.float64)
+    if bits <= 4:  # without making the values
+        kernels.squares4(*as_int4(body, n, bits), segments, squares)
+    else:
+        kernels.squares32(dequantise(body, n, bits), segments, squares)
+    return squares
 
 
 def as_int4(body: Raw, n: int, bits: int) -> tuple[NDArray[np.uint16], Raw]:

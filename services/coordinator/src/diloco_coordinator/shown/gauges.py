@@ -8,14 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from diloco.control.hearing import hear
+from diloco.control.hearing import decoding
 from diloco.transport import Heard
-from diloco.wire.control import Gauges
+from diloco.wire import framing
+from diloco.wire.control import Gauges, ValidationLoss
+from diloco.wire.frame_sizes import largest_bytes
 
 if TYPE_CHECKING:
     from diloco_coordinator.service import Coordinator
 
 MAX_POINTS = 500  # of a learner; every second one goes when there are more
+MAX_LOSSES = 2000  # on validation data, likewise
 
 # time, learning rate, gradient norm, cores, resident bytes, bytes on its devices
 Point = tuple[float, float | None, float | None, float, int, int | None]
@@ -57,6 +60,13 @@ class GaugeCurves:
         return made
 
 
+def note_validation(points: list[tuple[float, int, float]], loss: float, tokens: int, now_s: float) -> None:
+    """Add a loss on validation data, an evaluator's or a loop's own; each point is time, tokens merged, loss."""
+    points.append((now_s, tokens, loss))
+    if len(points) > MAX_LOSSES:
+        points[:] = points[::2]
+
+
 def _known(value: Any) -> float | None:
     return None if value is None else float(value)
 
@@ -64,10 +74,22 @@ def _known(value: Any) -> float | None:
 async def listen(coordinator: Coordinator) -> None:
     """Have a coordinator hear what learners say; only those count that the run knows by their heartbeats."""
 
-    async def heard(said: Gauges, _: Heard) -> None:
+    async def noted(said: Gauges, _: Heard) -> None:
         monitor = coordinator.monitor
         if monitor is not None and said.learner in monitor.learners:
             monitor.gauges.note(said, coordinator.now_s())
 
-    subject, identity = coordinator.subjects.gauges(), coordinator.run.identity
-    await hear(coordinator.transport, subject, Gauges, identity, heard, coordinator.refused)
+    async def validated(said: ValidationLoss, _: Heard) -> None:
+        monitor = coordinator.monitor
+        if monitor is not None and said.learner in monitor.learners:
+            note_validation(monitor.validation, said.loss, monitor.tokens_merged(), coordinator.now_s())
+
+    identity, refused = coordinator.run.identity, coordinator.refused
+    gauges = decoding(Gauges, identity, noted, refused)
+    losses = decoding(ValidationLoss, identity, validated, refused)
+
+    async def heard(message: Heard) -> None:
+        is_loss = len(message.data) <= largest_bytes(ValidationLoss) and framing.kind_of(message.data) == ValidationLoss.kind
+        await (losses if is_loss else gauges)(message)
+
+    await coordinator.transport.subscribe(coordinator.subjects.gauges(), heard)

@@ -1,17 +1,19 @@
-"""What an insider with nothing to lose sends: actions drawn from a seed, alike for every role. Pure.
+"""Hostile messages of a member of a run, drawn from a seed. Pure.
 
-An action is a message: a subject that anybody's rights name, or one of its own; a payload that is a message of this project,
-whole or damaged, or anything else; headers that mean something to a server or to a client; a reply subject of anybody's.
+An action is one message, or several equal ones. Its subject is from the rights of any role, most often of its own. Its payload
+is a message of this project, valid or damaged, or other bytes. Its headers mean something to a server or to a client, and its
+reply subject is from any role's rights. Messages that the adversary has heard are sent again later, as its own or as they were:
+valid messages at the wrong time.
 """
 
 from __future__ import annotations
 
 import json
 import random
-import re
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,12 +22,12 @@ from blake3 import blake3
 from diloco.wire.framing import MAGIC, VERSION
 from diloco.wire.subjects import Subjects
 from diloco_ops.keys.permissions import Who, permissions
+from diloco_ops.siege.drawn_messages import KINDS as _CLASSES
+from diloco_ops.siege.drawn_messages import draw_message
 
-GOLDEN = Path(__file__).parents[1] / "protocol" / "golden"
 MAX_PAYLOAD = 1 << 20
-_NAME = re.compile(r"(learner|syncer|coordinator)-[0-9]+")  # in golden messages
-_INCARNATION = 1700000000000
-_KIND_OF = {
+_LIKE_THEIR_SUBJECTS = ("genesis", "keyframe", "coordinator", "marker", "marker_answer", "commit_notice", "gauges", "sample")
+_KIND_OF = {kind: kind for kind in _LIKE_THEIR_SUBJECTS} | {  # by the subject's third token; commit notices by their last
     "delta": "offer",
     "regional": "regional_offer",
     "heartbeat": "heartbeat",
@@ -34,13 +36,15 @@ _KIND_OF = {
     "round": "round",
     "fragment": "record",
     "archive": "offer",
-} | {  # by the subject's third token; commit notices by their last
-    kind: kind for kind in ("genesis", "keyframe", "coordinator", "marker", "marker_answer", "commit_notice")
-}  # by the subject's third token
+}
 KINDS = ("valid", "fields", "damaged", "random", "json", "empty", "large", "value")
 OWN = 0.6  # of all actions are on subjects that the server lets it write: the others are refused there
 CALLS = 0.4  # of JetStream's API; most rights are to these
 LARGE = 0.01
+REPEATED = 0.02  # of all actions: the same message many times
+MOST_TIMES = 50
+HEARD = 256  # messages of each kind that are remembered
+FIRST_INCARNATION = 10**12  # incarnations are milliseconds since 1970; no other field of a usual message is as large
 TOKENS = (
     b"0",
     b"1",
@@ -87,8 +91,8 @@ HEADERS = (
 
 
 @dataclass(frozen=True)
-class Action:
-    """A message to be sent."""
+class HostileAction:
+    """A message to be sent, ``times`` times."""
 
     kind: str  # of the payload
     subject: bytes
@@ -96,53 +100,79 @@ class Action:
     headers: bytes
     reply: bytes
     server: int = 0  # the place of the one that it goes to
+    times: int = 1
+
+
+@dataclass(frozen=True)
+class HeardMessage:
+    """A message that frames are made of: its fields as in a frame, and the body that the frame holds."""
+
+    fields: list[Any]
+    body: bytes
 
 
 class Adversary:
-    """Draws the actions of one identity against one run.
-
-    ``withheld``: subjects that it is entitled to do harm on. ``regions`` of the run, and ``servers``: what each one serves that
-    it may connect to; a run without regions has one server, of everything.
-    """
+    """Draws the actions of one identity against one run."""
 
     def __init__(
         self,
         seed: int,
         names: Subjects,
-        identity: bytes,
+        run_id: bytes,
         who: Who,
-        everybody: Sequence[Who],
+        everyone: Sequence[Who],
+        *,
+        values: Sequence[bytes] = (),
         withheld: Sequence[str] = (),
         regions: Sequence[str] = (),
         servers: Sequence[Collection[str]] = ((),),
     ) -> None:
-        """Attack the run of this ``identity``, which its frames carry."""
-        self.incarnation = 1  # as which its messages are its own, if it is admitted
-        self.random, self.names, self.run, self.who = random.Random(f"{seed} {who.role} {who.name}"), names, identity, who
+        """Attack a run.
+
+        Args:
+            seed: all that it draws depends on it, on its role and its name, and on what it hears.
+            names: the run's subjects.
+            run_id: the run's identity, which frames carry.
+            who: the identity under which it sends.
+            everyone: identities whose rights name the subjects that it tries.
+            values: of the run's keys, to be written elsewhere.
+            withheld: beginnings of subjects that it is entitled to do harm on.
+            regions: of the run.
+            servers: what each server serves that it may connect to; a run without regions has one, of everything.
+        """
+        self.incarnation = 1  # in which its messages are its own, if it is admitted
+        self.random, self.names, self.run, self.who = random.Random(f"{seed} {who.role} {who.name}"), names, run_id, who
         self._own: list[list[str]] = []  # by server
-        self._anybodys: list[list[str]] = []
-        anyones: set[str] = set()
+        self._of_others: list[list[str]] = []
+        of_all: set[str] = set()
         for serves in servers:
             own = permissions(who, names.run, regions, serves).publish
-            everyones = {p for one in everybody for p in permissions(one, names.run, regions, serves).publish}
-            heard = {p for one in everybody for p in permissions(one, names.run, regions, serves).subscribe}
+            published = {p for one in everyone for p in permissions(one, names.run, regions, serves).publish}
+            heard = {p for one in everyone for p in permissions(one, names.run, regions, serves).subscribe}
             self._own.append([p for p in own if not p.startswith(tuple(withheld))])
-            self._anybodys.append(sorted(everyones - set(own)))
-            anyones |= everyones | heard
-        self._replies = sorted(anyones)
-        parts = {path.stem: _parts_of(path) for path in sorted(GOLDEN.glob("*.hex"))}
-        self._frames = {name: frame for name, frame in parts.items() if frame is not None}
-        self._values = [
-            bytes.fromhex((GOLDEN / f"{name}.hex").read_text()) for name in ("map", "share_claim", "owners", "admission")
-        ]
+            self._of_others.append(sorted(published - set(own)))
+            of_all |= published | heard
+        self._replies = sorted(of_all)
+        self._texts = [who.name, *sorted({one.name for one in everyone} - {who.name}), "", "1.0", "norm", *regions]
+        self._templates: dict[str, deque[HeardMessage]] = {}
+        self._names = {one.name for one in everyone}
+        self._values = [*values, b"", b"\xff"]
 
-    def actions(self) -> Iterator[Action]:
+    def hear(self, frame: bytes) -> None:
+        """Remember a message of another member, to send it later."""
+        with suppress(ValueError, TypeError, msgspec.MsgspecError):
+            magic, _, kind, _, fields, _, body = msgspec.msgpack.decode(frame)
+            if magic == MAGIC:
+                template = HeardMessage(msgspec.msgpack.decode(fields), body)
+                self._templates.setdefault(kind, deque(maxlen=HEARD)).append(template)
+
+    def actions(self) -> Iterator[HostileAction]:
         """Yield actions for ever."""
         while True:
             own = self.random.random() < OWN
             calls = self.random.random() < CALLS
             server = self.random.randrange(len(self._own)) if len(self._own) > 1 else 0
-            patterns = self._own[server] if own else self._anybodys[server]
+            patterns = self._own[server] if own else self._of_others[server]
             pattern = self.random.choice([p for p in patterns if p.startswith("$JS.") == calls] or patterns)
             kind, data = self._payload(pattern)
             reply = self._one_of(self.random.choice(self._replies)) if self.random.random() < 0.5 else b""
@@ -151,7 +181,10 @@ class Adversary:
                 target = self._one_of(self.random.choice(self._replies))
                 headers = b"NATS/1.0\r\nNats-Trace-Dest: %s\r\n\r\n" % target.replace(b"\x0c", b"")
             data = data[: MAX_PAYLOAD - len(headers)]
-            yield Action(kind, self._one_of(pattern), data, headers, reply, server)
+            times = self.random.randint(2, MOST_TIMES) if self.random.random() < REPEATED and kind != "large" else 1
+            yield HostileAction(
+                kind=kind, subject=self._one_of(pattern), data=data, headers=headers, reply=reply, server=server, times=times
+            )
 
     def _one_of(self, pattern: str) -> bytes:
         """Return a subject that a pattern stands for."""
@@ -184,21 +217,31 @@ class Adversary:
 
     def _frame(self, pattern: str, changed: int) -> bytes:
         """Return a frame that the run's members take for one of theirs, with so many fields changed."""
-        fitting = [name for name, frame in self._frames.items() if frame[0] == _KIND_OF.get(self._subject_of(pattern))]
-        names = fitting if fitting and self.random.random() < 0.7 else list(self._frames)
-        kind, fields, inline = self._frames[self.random.choice(names)]
-        own = self.random.random() < 0.8
-        fields = [self._as_own(field) if own else field for field in fields]
+        fitting = _KIND_OF.get(self._subject_of(pattern))
+        kind = fitting if fitting and self.random.random() < 0.7 else self.random.choice(_CLASSES).kind
+        fields, body = self._message(kind)
         for _ in range(changed):
             fields[self.random.randrange(len(fields))] = self.random.choice(VALUES)
         packed = msgspec.msgpack.encode(fields)
         check = blake3(f"{MAGIC}{VERSION}{kind}\0".encode() + self.run + packed).digest()
-        return msgspec.msgpack.encode((MAGIC, VERSION, kind, self.run, packed, check, inline))
+        return msgspec.msgpack.encode((MAGIC, VERSION, kind, self.run, packed, check, body))
+
+    def _message(self, kind: str) -> tuple[list[Any], bytes]:
+        """Return the fields and body of a message: one that was heard, as its own more often than not, or one of its own."""
+        heard = self._templates.get(kind)
+        if heard and self.random.random() < 0.7:
+            template = self.random.choice(heard)
+            if self.random.random() < 0.2:
+                return list(template.fields), template.body
+            return [self._as_own(field) for field in template.fields], template.body
+        cls = next(cls for cls in _CLASSES if cls.kind == kind)
+        body = self.random.randbytes(self.random.choice([0, 0, 40]))
+        return draw_message(cls, self.random, self._texts), body
 
     def _as_own(self, field: Any) -> Any:
-        if isinstance(field, str) and _NAME.fullmatch(field):
+        if isinstance(field, str) and field in self._names:
             return self.who.name
-        return self.incarnation if field == _INCARNATION else field
+        return self.incarnation if type(field) is int and field > FIRST_INCARNATION else field
 
     @staticmethod
     def _subject_of(pattern: str) -> str:
@@ -242,13 +285,3 @@ class Adversary:
         else:
             config |= {"max_waiting": self.random.choice([1, 512, 1 << 30])}
         return config
-
-
-def _parts_of(path: Path) -> tuple[str, list[Any], bytes] | None:
-    """Return kind, fields and body of a golden message; None if it is no frame."""
-    try:
-        value = msgspec.msgpack.decode(bytes.fromhex(path.read_text()))
-        magic, _, kind, _, fields, _, inline = value
-        return (kind, msgspec.msgpack.decode(fields), inline) if magic == MAGIC else None
-    except (ValueError, TypeError):
-        return None

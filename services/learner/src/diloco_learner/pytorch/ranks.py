@@ -1,0 +1,96 @@
+"""The ranks of a loop of PyTorch, which are one learner together, and how they tell each other what they have.
+
+Ranks meet through the store of their process group: unlike a collective it needs no device, and a rank that is missing is
+named within the time that the loop waits.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from datetime import timedelta
+
+import torch
+from torch import distributed
+
+from diloco.errors import IslandError, SettingsError
+from diloco.processes.meeting import free_port
+
+LOOPBACK = "127.0.0.1"
+_joins = itertools.count()  # all ranks join equally often
+
+
+class TorchRanks:
+    """A process's rank in its process group of ``count`` ranks."""
+
+    def __init__(self, rank: int, count: int) -> None:
+        self.rank, self.count = rank, count
+        default = distributed.distributed_c10d._get_default_store()  # noqa: SLF001 - there is no other way to it
+        self._store = distributed.PrefixStore(f"diloco-{next(_joins)}", default)
+
+    @property
+    def software(self) -> dict[str, str]:
+        """The versions that all ranks have to have alike."""
+        return {"torch": torch.__version__}
+
+    def address(self) -> str:
+        """Return HOST:PORT at which this rank, the first one, is reached by the others.
+
+        Raises:
+            SettingsError: it cannot listen at torch's address of rank 0.
+        """
+        if int(os.environ.get("LOCAL_WORLD_SIZE", "0")) == self.count:
+            host = LOOPBACK
+        else:
+            host = os.environ.get("MASTER_ADDR", LOOPBACK)  # by torch's rule it is the host of rank 0
+        try:
+            port = free_port(host)
+        except OSError as error:
+            raise SettingsError(
+                f"MASTER_ADDR={host}: rank 0 cannot listen there for the other ranks ({error}): "
+                'give diloco.join address="HOST:PORT" of the machine of rank 0'
+            ) from None
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    def exchange(self, stage: str, said: bytes, within_s: float) -> list[bytes]:
+        """Say something to all other ranks, and return by rank what each has said.
+
+        Raises:
+            IslandError: some have said nothing in time.
+        """
+        self.tell(stage, said)
+        return [self._await(stage, rank, within_s) for rank in range(self.count)]
+
+    def tell(self, stage: str, said: bytes) -> None:
+        """Say something to all other ranks, who :meth:`hear` it."""
+        self._store.set(f"{stage}/{self.rank}", said)
+
+    def hear(self, stage: str, within_s: float) -> bytes:
+        """Return what the first rank has said by :meth:`tell`.
+
+        Raises:
+            IslandError: it has said nothing in time.
+        """
+        return self._await(stage, 0, within_s)
+
+    def _await(self, stage: str, rank: int, within_s: float) -> bytes:
+        try:
+            self._store.wait([f"{stage}/{rank}"], timedelta(seconds=within_s))
+        except distributed.DistError as error:
+            raise IslandError(
+                f"rank {self.rank} of {self.count}: rank {rank} has not come to {stage!r} within {within_s:g} s "
+                f"({_first_line(error)}): call diloco.join, and enter it, in all ranks"
+            ) from None
+        said: bytes = self._store.get(f"{stage}/{rank}")
+        return said
+
+
+def ranks_of_loop() -> tuple[int, int]:
+    """Return this process's rank in the default process group, and how many there are; (0, 1) without a group."""
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    return 0, 1
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -1,0 +1,90 @@
+"""The arguments of a loop that joins a run, at its beginning and at each step, as they are checked."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal, TypeAlias, get_args
+
+from blake3 import blake3
+
+from diloco.errors import SettingsError
+from diloco.settings.run import MAX_NAME, NAME_PATTERN
+from diloco.settings.service import LearnerSettings
+from diloco.settings.validation import nearest, parse
+
+Data: TypeAlias = Literal["dealt", "own"]
+
+
+def check_said(tokens: int, data: str, optimizer: object) -> None:
+    """Find out that a loop says of its steps and data what can be.
+
+    Raises:
+        SettingsError: it does not.
+    """
+    if tokens < 1:
+        raise SettingsError(f"join: tokens = {tokens}: expected the number of tokens of each step, at least 1")
+    if data not in get_args(Data):
+        raise SettingsError(f"join: data = {data!r}: expected 'dealt' or 'own'{nearest(str(data), get_args(Data))}")
+    if optimizer is not None and not hasattr(optimizer, "register_step_post_hook"):
+        raise SettingsError(
+            f"join: optimizer is a {type(optimizer).__name__}, expected a torch.optim.Optimizer: leave it out, and call "
+            "run.step after each step"
+        )
+
+
+def settings_of(*, name: str, run: str, **given: Any) -> LearnerSettings:
+    """Return the settings of a learner that are ``given``, those that are None apart.
+
+    Raises:
+        SettingsError: one is wrong.
+    """
+    for what, said in (("name", name), ("run", run)):
+        if not re.fullmatch(NAME_PATTERN, said):
+            raise SettingsError(
+                f"join: {what} = {said!r}: expected lower-case letters, digits, - and _, at most {MAX_NAME} characters, of "
+                "which the first is a letter or digit"
+            )
+    said_ones = {key: value for key, value in given.items() if value is not None}
+    return parse(LearnerSettings, {"name": name, "run": run, **said_ones}, "join")
+
+
+def default_name(host: str, process: int) -> str:
+    """Return a learner's name of a host's and a process's; a hash of the host's is in it where that does not fit as it is."""
+    plain = f"loop-{host}-{process}".lower()
+    if re.fullmatch(NAME_PATTERN, plain):
+        return plain
+    end = f"-{blake3(host.encode()).hexdigest()[:8]}-{process}"
+    return f"loop-{re.sub('[^a-z0-9_-]+', '-', host.lower())}"[: MAX_NAME - len(end)] + end
+
+
+def check_loss(loss: Any, what: str = "step: loss") -> None:
+    """Find out that a loss is one number, on a device or not, without waiting for it; ``what`` it is begins the sentence.
+
+    Raises:
+        SettingsError: it is something else.
+    """
+    shape = getattr(loss, "shape", None)
+    if loss is None or isinstance(loss, int | float) or (shape is not None and not len(shape)):
+        return
+    came = f"a {type(loss).__name__}" if shape is None else f"an array of shape {tuple(shape)}"
+    raise SettingsError(f"{what} is {came}, expected one number, the mean loss of the batch")
+
+
+def tokens_of(said: int | None, most: int, *, dealt: bool) -> int:
+    """Return the tokens of a step, of which a loop has ``said`` how many (None: the ``most``, as at join).
+
+    Raises:
+        SettingsError: they are none, more than at join, or vary though the run deals the data.
+    """
+    if said is None or said == most:
+        return most
+    if dealt:
+        raise SettingsError(
+            f"step: tokens = {said}, but each batch that the run deals counts as the {most} tokens of diloco.join: leave out "
+            'tokens, or join with data="own"'
+        )
+    if not 0 < said < most:
+        raise SettingsError(
+            f"step: tokens = {said}: expected 1 to {most}, the tokens of diloco.join: join with the most that a step may have"
+        )
+    return said
