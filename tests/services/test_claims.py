@@ -250,7 +250,7 @@ async def test_a_learner_that_answers_and_fails_in_turn_is_waited_for_once_and_i
         await cluster.until(lambda: bool(cluster.events("waited_in_vain", "syncer-0")), "it is given up")
         [given_up] = cluster.events("waited_in_vain", "syncer-0")  # all fragments at once: repeated lines are counted
         assert given_up["learner"] == LIAR
-        assert given_up["waited_s"] >= 4 * dead_s - 0.1
+        assert given_up["waited_s"] >= 3 * dead_s  # of 4 in all: rounds of other fragments may have waited from earlier on
         await some_versions(cluster, 1, of=sorted(HONEST))
         await liar.look_for_merges()
         waits_before = len(liar.quorums_s)

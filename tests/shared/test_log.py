@@ -193,12 +193,12 @@ async def test_what_is_gone_is_said(written: Written) -> None:
 
 
 @contextlib.asynccontextmanager
-async def shortening(written: Written, judged: int, kept: int = 2) -> AsyncIterator[LogShortener]:
+async def shortening(log: Log, judged: int, kept: int = 2) -> AsyncIterator[LogShortener]:
     """A shortener that has noted all keyframes of the log."""
     settings = LogSettings(keep_keyframes=kept, keep_bytes=0)
-    shortener = LogShortener(written.log, lambda: settings, {0: judged}, get_logger())
+    shortener = LogShortener(log, lambda: settings, {0: judged}, get_logger())
     following = asyncio.ensure_future(shortener.follow())
-    stored = await written.log.reader.keyframe_sequences(0)
+    stored = await log.reader.keyframe_sequences(0)
     async with asyncio.timeout(DEADLINE_S):
         while shortener.noted(0) != stored:
             await asyncio.sleep(0.01)
@@ -209,7 +209,7 @@ async def shortening(written: Written, judged: int, kept: int = 2) -> AsyncItera
 async def test_the_log_is_dropped_before_the_oldest_keyframe_that_stays(written: Written) -> None:
     head = written.log.subjects.record(0)
     entries = [stored.sequence async for stored in written.log.stream.by_now(head)]
-    async with shortening(written, judged=0) as shortener:
+    async with shortening(written.log, judged=0) as shortener:
         await shortener.shorten()
         assert await written.log.reader.keyframe_sequences(0) == written.heads[1:]
         assert [stored.sequence async for stored in written.log.stream.by_now(head)] == entries[1:]
@@ -226,9 +226,19 @@ async def test_the_log_is_dropped_before_the_oldest_keyframe_that_stays(written:
 
 
 async def test_nothing_is_dropped_before_a_keyframe_that_no_learner_has_folded(written: Written) -> None:
-    async with shortening(written, judged=-1) as shortener:
+    async with shortening(written.log, judged=-1) as shortener:
         await shortener.shorten()
     assert await written.log.reader.keyframe_sequences(0) == [written.first, *written.heads]
+
+
+async def test_more_keyframes_stay_while_learners_are_behind(link: NatsTransport) -> None:
+    """With a keyframe after each version, the second newest may be of one that no learner has folded yet."""
+    log, genesis, states = await log_of_versions(link, 6, {1, 2, 3, 5, 6})
+    keyframes = await log.reader.keyframe_sequences(0)
+    async with shortening(log, judged=4) as shortener:
+        await shortener.shorten()
+    assert await log.reader.keyframe_sequences(0) == keyframes[3:]
+    assert (await log.reader.state_at(0, 3, *genesis)).state().tobytes() == states[3].state().tobytes()
 
 
 JUNK: list[Callable[[bytes], bytes]] = [lambda raw: b"", lambda raw: raw[: len(raw) // 2], lambda raw: raw + b"x"]
@@ -249,7 +259,7 @@ async def test_keyframes_of_a_stolen_syncer_have_nothing_dropped(
 
     for _ in range(3):
         await written.spoil(forge or without_parts)
-    async with shortening(written, judged=0) as shortener:
+    async with shortening(written.log, judged=0) as shortener:
         with capture_logs() as logs:
             await shortener.shorten()
     assert [entry["event"] for entry in logs if entry["log_level"] == "warning"] == ["keyframe_refused"] * 3
@@ -260,13 +270,13 @@ async def test_keyframes_of_a_stolen_syncer_have_nothing_dropped(
 
 async def test_damaged_ones_do_not_count_among_those_that_stay(written: Written) -> None:
     await written.drop(await written.part_of(written.heads[1]))
-    async with shortening(written, judged=0) as shortener:
+    async with shortening(written.log, judged=0) as shortener:
         await shortener.shorten()
     assert await written.log.reader.keyframe_sequences(0) == written.heads
 
 
 async def test_nothing_is_dropped_where_the_log_has_lost_a_keyframe_that_was_whole(written: Written) -> None:
-    async with shortening(written, judged=-1) as shortener:
+    async with shortening(written.log, judged=-1) as shortener:
         await shortener.shorten()  # reads them
         await written.drop(written.heads[2])
         shortener.judged = {0: 0}

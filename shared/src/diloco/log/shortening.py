@@ -98,8 +98,9 @@ class LogShortener:
         """Return the oldest keyframe that stays and the newest one, with their sequences; none: nothing is to be dropped."""
         heads, log = self._heads.get(fragment.index, []), self.log.stream
         kept = keyframes_kept(self.settings(), log.map.size, log.optimizers[fragment.index].moments)
-        while len(heads) > kept:
-            oldest, newest = heads[-kept], heads[-1]
+        stays = kept  # how many keyframes would stay
+        while len(heads) > stays:
+            oldest, newest = heads[-stays], heads[-1]
             found = await self._find_whole(fragment, oldest)
             if found is None:
                 heads.remove(oldest)
@@ -108,7 +109,7 @@ class LogShortener:
             if last is None:
                 heads.remove(newest)
             elif found.version > self.judged.get(fragment.index, 0):
-                return []
+                stays += 1  # learners are behind: an older keyframe may do
             else:
                 return [(oldest, found), (newest, last)]
         return []
