@@ -15,6 +15,7 @@ from rich.table import Table
 from diloco.errors import DataError, DilocoError
 from diloco.settings.counts import COUNT, parse_count
 from diloco.settings.loading import parse_assignments
+from diloco.settings.places import has_scheme, parse_place
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
 from diloco_ops.default_text import default_of
@@ -25,7 +26,7 @@ from diloco_report.units import count, decimal, share
 
 
 def data(
-    mix: Annotated[Path, typer.Argument(metavar="MIX.TOML", help="The mix file, as for diloco up --data.")],
+    mix: Annotated[str, typer.Argument(metavar="MIX.TOML", help="The mix file or its place, as for diloco up --data.")],
     tokens: Annotated[
         int | None,
         typer.Option(
@@ -52,7 +53,7 @@ def data(
         _show(found, settings)
 
 
-def described(mix: Path, settings: RunSettings) -> dict[str, Any]:
+def described(mix: str, settings: RunSettings) -> dict[str, Any]:
     """Return what ``python -m diloco_learner.mix.describe`` says.
 
     Raises:
@@ -61,9 +62,13 @@ def described(mix: Path, settings: RunSettings) -> dict[str, Any]:
     """
     if find_spec(LEARNER) is None:
         raise DilocoError("not installed: diloco-learner, which reads the data; pip install 'diloco[data]'")
-    if not mix.is_file():
+    if has_scheme(mix):
+        mix = str(parse_place(mix, "diloco data"))
+    elif not Path(mix).is_file():
         raise DataError(f"{mix}: file does not exist")
-    request = {"settings": settings.model_dump(), "data": str(mix.resolve())}
+    else:
+        mix = str(Path(mix).resolve())
+    request = {"settings": settings.model_dump(), "data": mix}
     return ask("mix.describe", request, learner_environment(0, 1, None))
 
 

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from diloco.control import creation
-from diloco.errors import DataError, DilocoError, RunError, SettingsError
+from diloco.errors import DilocoError, RunError, SettingsError
 from diloco.nats import streams
 from diloco.nats.opening import checked, shown
 from diloco.nats.transport import NatsTransport
@@ -35,7 +35,7 @@ from diloco_ops.checkpoints.manifest import RunCheckpoint
 from diloco_ops.reading import local_runs
 from diloco_ops.track.trackers import TRACKERS
 from diloco_ops.track.trackers import check as check_trackers
-from diloco_ops.up import compiling, continuing, origin, pages, resume, task_check
+from diloco_ops.up import compiling, continuing, inputs, origin, pages, resume, task_check
 from diloco_ops.up.environment import check_least, metrics_addresses, per_process
 from diloco_ops.up.launch import Launcher, LaunchRequest, service_count
 from diloco_ops.up.progress_lines import progress_line
@@ -103,7 +103,7 @@ def up(
     path = run_dir or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     check_installed(track or [])
     source, directory = _source(_CameFrom(resume_from, resume_at, continue_from), path, preset, overrides, data, nats_url)
-    directory = _beginning_with(directory, init, names, source)
+    directory = inputs.beginning_with(directory, init, names, source)
     _check_server(nats_url, directory.settings)
     slowed = _slow_factors(slow or [], directory.learner_names)
     directory = _shaped(directory, devices_per_learner, processes_per_learner, least_processes)
@@ -237,29 +237,6 @@ def _begun(
     return directory
 
 
-def _beginning_with(
-    directory: RunDirectory, init: Path | None, names: Path | None, source: RunCheckpoint | continuing.ContinuationSource | None
-) -> RunDirectory:
-    """Return a run's directory that begins with the weights in a file or folder, if one is given.
-
-    Raises:
-        SettingsError: it goes on from a checkpoint, which has them; or there are names of no weights.
-        RunError: it has begun with others.
-    """
-    if init is None:
-        if names is not None:
-            raise SettingsError(f"--names {names}: needs --init PATH, the weights whose tensors have these names")
-        return directory
-    if source is not None:
-        option = "--resume" if isinstance(source, RunCheckpoint) else "--continue"
-        raise SettingsError(f"--init {init}: a run that goes on from {option} has its weights; leave one of them out")
-    file, named = str(init.resolve()), None if names is None else str(names.resolve())
-    if (directory.path / "run.json").exists() and (directory.init, directory.init_names) != (file, named):
-        began = f"the weights in {directory.init}" if directory.init else "the weights that its task creates"
-        raise RunError(f"{directory.path}: this run was started with {began}; resume it without --init")
-    return replace(directory, init=file, init_names=named)
-
-
 def _shaped(directory: RunDirectory, devices: int | None, processes: int | None, least: int | None) -> RunDirectory:
     """Return a run's directory whose learners have so many devices and processes, where these are given.
 
@@ -349,27 +326,12 @@ def _slow_factors(items: list[str], names: list[str]) -> dict[str, float]:
     return factors
 
 
-def data_source(data: str | None, settings: RunSettings) -> str | None:
-    """Return ``--data`` as services are told it: an absolute path, or a string that only the run's own task understands.
-
-    Raises:
-        DataError: the built-in task would not find it.
-    """
-    if data is None:
-        return None
-    if Path(data).exists():
-        return str(Path(data).resolve())
-    if settings.task.name == "gpt":
-        raise DataError(f"--data {data}: there is no such file or folder")
-    return data
-
-
 def directory_of(
     path: Path, settings: RunSettings, given: bool, data: str | None = None, nats_url: str | None = None
 ) -> RunDirectory:
     """Return the run's directory; a new one is not written yet."""
     if not (path / "run.json").exists():
-        data = data_source(data, settings)
+        data = inputs.data_source(data, settings)
         rundir.check_free(path)
         if not _is_new(path):
             raise RunError(f"{path}: exists, is not empty, and is not a run's directory; choose another directory")
@@ -385,7 +347,7 @@ def directory_of(
     if given and directory.settings != settings:
         difference = creation.first_difference(directory.settings.model_dump(), settings.model_dump())
         raise RunError(f"{path}: this run was begun with other settings ({difference}); resume it without settings")
-    if data is not None and data_source(data, directory.settings) != directory.data:
+    if data is not None and inputs.data_source(data, directory.settings) != directory.data:
         raise RunError(f"{path}: this run was begun with data {directory.data}; resume it without --data")
     return directory
 
@@ -426,7 +388,7 @@ def _resumed(
     _check_preset(source, manifest.run, settings, preset)
     learners = _learners(overrides)
     settings = resume.changed(found.checkpoint, overrides)
-    data = manifest.data if data is None else data_source(data, settings)
+    data = manifest.data if data is None else inputs.data_source(data, settings)
     directory = RunDirectory(path.resolve(), manifest.run, nats_url or "", data, settings, learners=learners)
     if (source / "run.json").exists():  # its learners' states are those of such learners
         directory = directory.with_learners_of(rundir.load(source))
@@ -449,7 +411,7 @@ def _continued(
         raise RunError(
             f"{path}: was not made by diloco up, and does not say which data the run's learners had; give them with --data"
         )
-    given = old.data if data is None else data_source(data, settings)
+    given = old.data if data is None else inputs.data_source(data, settings)
     learners = old.learners if learners is None else learners
     directory = RunDirectory(new.resolve(), _name_of(new), nats_url or "", given, settings, learners=learners)
     return source, directory.with_learners_of(old)

@@ -27,13 +27,21 @@ TokenBudget = Annotated[
     ),
 ]
 Data = Annotated[
-    str | None, typer.Option(help="File or folder of text, or data as your task reads it; default: Python's standard library.")
+    str | None,
+    typer.Option(
+        help="File or folder of text, a place of either (s3://, gs://, az://, hf://, https://), or data as your task reads "
+        "it; default: Python's standard library."
+    ),
 ]
 Preset = Annotated[str, typer.Option(help=f"{', '.join(PRESETS)}.")]
 Set = Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE, any setting; repeatable.")]
 TaskOptions = Annotated[list[str] | None, typer.Option("--task", help="KEY=VALUE, an option of your own task; repeatable.")]
 Init = Annotated[
-    Path | None, typer.Option(help="Weights to begin with: a safetensors file, or a folder as Hugging Face has them.")
+    str | None,
+    typer.Option(
+        help="Weights to begin with: a safetensors file, or a folder as Hugging Face has them, or the place of either "
+        "(s3://, gs://, az://, hf://, https://)."
+    ),
 ]
 Names = Annotated[Path | None, typer.Option(help="JSON file that maps the model's tensor names to those in the weights.")]
 ResumeFrom = Annotated[

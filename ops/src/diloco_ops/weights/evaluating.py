@@ -26,8 +26,8 @@ from diloco_ops.reading import run_reader
 from diloco_ops.reading.asking import ask
 from diloco_ops.reading.local_runs import newest_run
 from diloco_ops.up.environment import learner_environment
+from diloco_ops.up.inputs import data_source
 from diloco_ops.up.run_summary import printable
-from diloco_ops.up.up import data_source
 from diloco_ops.weights import export, scratch
 from diloco_ops.weights.export import TASK
 from diloco_ops.weights.versions import LATEST, ChosenVersions, WantedVersion, choose_versions, parsed_version

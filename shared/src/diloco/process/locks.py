@@ -62,6 +62,16 @@ def hold(path: Path, chosen: ChosenFolder, patience_s: float = LOOK_S) -> bool:
     return file is not None
 
 
+def share(path: Path, chosen: ChosenFolder) -> None:
+    """Lock a file until this process ends, beside other processes that share it; wait while one has it by itself.
+
+    Raises:
+        DilocoError: as :func:`wait_for`.
+    """
+    if all(file.name != str(path) for file in _held):
+        _held.append(_locked(path, chosen, fcntl.LOCK_SH))
+
+
 def _locked(path: Path, chosen: ChosenFolder, how: int) -> IO[bytes]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

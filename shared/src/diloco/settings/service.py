@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from diloco.errors import SettingsError
 from diloco.settings.folders import CACHE_DIR
+from diloco.settings.places import checked_place
 from diloco.settings.presets import run_settings
 from diloco.settings.run import Name, ProcessName, RegionName, RunSettings
 from diloco.settings.validation import nearest
@@ -248,10 +249,14 @@ class LearnerSettings(ServiceSettings):
     role: Literal["learner", "evaluator"] = "learner"
     share: int | None = Field(None, ge=0, description="which of the run's data shares this learner takes if it is free")
     data: str | None = Field(
-        None, description="file or folder of text, or a mix.toml; default: Python's standard library sources"
+        None,
+        description="file or folder of text, a mix.toml, or the place of either (storage.md); default: Python's standard "
+        "library sources",
     )
-    init: Path | None = Field(
-        None, description="safetensors file or folder of the weights that the run begins with; ignored once the run has begun"
+    init: str | None = Field(
+        None,
+        description="safetensors file or folder of the weights that the run begins with, or its place (storage.md); ignored "
+        "once the run has begun",
     )
     init_names: Path | None = Field(None, description="JSON file that maps the model's tensor names to those in `init`")
     sample_every_s: float = Field(
@@ -273,6 +278,11 @@ class LearnerSettings(ServiceSettings):
     mesh: MeshSettings = Field(MeshSettings(), description="axes of the mesh of its devices")
     processes: ProcessesSettings = Field(ProcessesSettings(), description="processes that form this learner")
     slow: float = Field(1.0, ge=1, description="every step takes this many times as long, by sleeping (for experiments)")
+
+    @field_validator("data", "init")
+    @classmethod
+    def _has_no_credentials(cls, value: str | None, info: ValidationInfo) -> str | None:
+        return value if value is None else checked_place(value, str(info.field_name))
 
 
 class TorchLearnerSettings(LearnerSettings):

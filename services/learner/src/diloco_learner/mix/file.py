@@ -6,10 +6,11 @@ import tomllib
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from diloco.core.tensors.built_in import BYTES
 from diloco.errors import DataError, SettingsError
+from diloco.settings.places import checked_place
 from diloco.settings.run import MAX_SOURCES, MAX_VOCABULARY, SourceName
 from diloco.settings.validation import parse
 
@@ -34,6 +35,11 @@ class TokenizerTable(_Table):
     train: Training | None = None
     end: str = Field("<|endoftext|>", min_length=1, description="token after each document")
 
+    @field_validator("file")
+    @classmethod
+    def _has_no_credentials(cls, value: str | None) -> str | None:
+        return value if value is None else checked_place(value, "tokenizer.file")
+
     @model_validator(mode="after")
     def _one(self) -> TokenizerTable:
         if (self.file is None) == (self.train is None):
@@ -50,6 +56,11 @@ class SourceTable(_Table):
     column: str = Field("text", min_length=1, description="for parquet and huggingface: column of the texts")
     dtype: Literal["uint16", "uint32"] = Field("uint16", description="of bin")
     most_epochs: float | None = Field(None, gt=0, description="a run that would use more epochs of this source is refused")
+
+    @field_validator("path")
+    @classmethod
+    def _has_no_credentials(cls, value: str | None) -> str | None:
+        return value if value is None else checked_place(value, "path")
 
     @model_validator(mode="after")
     def _fits_kind(self) -> SourceTable:

@@ -15,7 +15,9 @@ from numpy.typing import NDArray
 from diloco.errors import AdmissionError, DataError, DilocoError
 from diloco.process import locks
 from diloco.settings import folders
+from diloco.settings.places import is_remote, parse_place
 from diloco.settings.run import MixedSource, MixSettings, RunSettings, TaskSettings
+from diloco.storage.fetching import fetched, local_path
 from diloco_learner.mix import documents, file, stored, tokenizer
 from diloco_learner.mix.file import BINARY, MixFile, SourceTable
 from diloco_learner.mix.stored import StoredTokens
@@ -47,20 +49,22 @@ class Mix:
         SettingsError: the file says something that cannot be.
         DataError: a source is missing, unreadable or too small, or does not fit the tokenizer; it is named.
         AdmissionError: the run's learners have other data.
+        ObjectStoreError: something of it lies at a place that cannot be read.
     """
 
     def __init__(self, settings: TaskSettings, data: str, cache_dir: Path | None = None) -> None:
-        self.batch, self.context, self.path = settings.batch, settings.context, Path(data)
-        said = file.read(self.path)
+        self.batch, self.context, self.data = settings.batch, settings.context, data
+        self._cache_dir = cache_dir or folders.cache_dir()
+        said = file.read(local_path(data, self._cache_dir))
         _check_installed(said)
-        with _locked((cache_dir or folders.cache_dir()) / "data") as cache:
+        with _locked(self._cache_dir / "data") as cache:
             texts = {
                 name: documents.documents(name, table, self._place(name, table.path))
                 for name, table in said.sources.items()
                 if table.kind != BINARY
             }
             self.tokenizer: Tokenizer = tokenizer.make(
-                said.tokenizer, said.vocabulary, self.path.parent, list(texts.values()), cache
+                said.tokenizer, said.vocabulary, lambda name: self._found("tokenizer.file", name), list(texts.values()), cache
             )
             smallest = min(table.weight for table in said.sources.values())
             self.sources = {
@@ -75,7 +79,7 @@ class Mix:
         for name, source in self.sources.items():
             self._check_windows(name, source)
         if settings.mix is not None:
-            check_same(self.settings, settings.mix, self.path)
+            check_same(self.settings, settings.mix, data)
 
     units = "nats per token"
 
@@ -138,9 +142,16 @@ class Mix:
                 )
 
     def _place(self, name: str, path: str | None) -> Path | None:
-        if path is None:
-            return None
-        return (self.path.parent / folders.expanded(Path(path), f"{self.path}: source {name!r}: path")).resolve()
+        return None if path is None else self._found(f"source {name!r}: path", path)
+
+    def _found(self, key: str, given: str) -> Path:
+        """Return the path of what a key of the file names, relative to it; what lies at a place is brought here."""
+        if not is_remote(given):
+            path = folders.expanded(Path(given), f"{self.data}: {key}")
+            if path.is_absolute() or not is_remote(self.data):
+                return (Path(self.data).parent / path).resolve()
+            given = str(parse_place(self.data).parent.relative(given))
+        return fetched(given, self._cache_dir)
 
     def _stored(self, name: str, table: SourceTable, texts: dict[str, documents.Documents], cache: Path) -> StoredTokens:
         if table.kind != BINARY:
@@ -168,7 +179,7 @@ class Mix:
         return list(windows.reshape(-1, self.batch, self.context + 1))
 
 
-def check_same(ours: MixSettings, runs: MixSettings, path: Path) -> None:
+def check_same(ours: MixSettings, runs: MixSettings, data: str) -> None:
     """Find out that data are the run's.
 
     Raises:
@@ -176,7 +187,7 @@ def check_same(ours: MixSettings, runs: MixSettings, path: Path) -> None:
     """
 
     def refuse(what: str, here: object, there: object, advice: str) -> None:
-        raise AdmissionError(f"{path}: {what} is {here} here, the run's is {there}: {advice}")
+        raise AdmissionError(f"{data}: {what} is {here} here, the run's is {there}: {advice}")
 
     if ours.sources.keys() != runs.sources.keys():
         refuse("the list of sources", ", ".join(ours.sources), ", ".join(runs.sources), "take the mix.toml that the run has")

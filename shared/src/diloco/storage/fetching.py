@@ -1,0 +1,260 @@
+"""What lies elsewhere, brought to this machine: :func:`fetched` returns a local path with the same content.
+
+The cache is a folder of ``cache_dir``:
+
+* ``blobs/ID``: the content of one object. The identity is of its place, size and etag, so another content is another file.
+  ``ID.part`` is a download that goes on where it stopped.
+* ``places/PLACE/VIEW/NAME``: a place as it was listed once. Its files are hard links to blobs, with the names that they have
+  there.
+* ``places/PLACE/last.json``: the view that the place had last, which is taken where the store does not answer.
+* ``places/PLACE.used``: locked, shared, by each process that uses the place, until it ends. Where the disk has no room, places
+  that no process uses are dropped, those first that were used longest ago.
+
+One process of a machine downloads a blob at a time, and the others find it.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from diloco.errors import ObjectMissingError, ObjectStoreError, SettingsError
+from diloco.process import files, locks, observe
+from diloco.settings import folders
+from diloco.settings.places import StoragePlace, parse_place
+from diloco.settings.places import is_remote as is_remote
+from diloco.storage.object_store import ObjectStore, StoredObject
+from diloco.storage.opening import open_store
+
+FOLDER = "storage"  # of cache_dir
+BLOBS, PLACES, PART, USED, LAST, WHOLE = "blobs", "places", ".part", ".used", "last.json", "whole"
+RANGE_BYTES = 8 << 20  # of one request
+AHEAD = 4  # ranges of one object, and objects, in flight
+RESERVE_BYTES = 1 << 30  # that a disk keeps free, or 5 % of it where that is less
+MOST_FILES = 1_000_000  # below one place
+# files of a model that this project reads; repositories often have the same weights in other formats, too
+MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
+
+
+def fetched(place: str, cache_dir: Path | None = None, *, only: Sequence[str] = ()) -> Path:
+    """Bring a file or a folder from a place to this machine; return its path, which ends in the place's name.
+
+    What was brought before is not brought again as long as it is the same there. While the store does not answer, what a place
+    had last is returned.
+
+    Args:
+        place: ``s3://``, ``gs://``, ``az://``, ``hf://`` or ``https://``.
+        cache_dir: the setting of that name; by default that of the environment.
+        only: patterns of names; of a folder, files whose names match none of them are left out.
+
+    Raises:
+        SettingsError: it is no place; or the cache cannot be written, or has no room.
+        ObjectMissingError: nothing is there.
+        ObjectStoreError: the store cannot be reached or refuses, and nothing was brought before.
+    """
+    wanted = parse_place(place)
+    cached = _CachedPlace(folders.made((cache_dir or folders.cache_dir()) / FOLDER), wanted, only)
+    cached.hold()
+    try:
+        store = open_store(wanted)
+        listed = find_objects(store, wanted, only)
+    except ObjectMissingError:
+        raise
+    except ObjectStoreError as error:
+        last = cached.last()
+        if last is None:
+            raise
+        observe.get_logger().warning("storage_unreachable", place=str(wanted), reason=str(error), using=str(last))
+        return last
+    return cached.fill(store, listed)
+
+
+def local_path(given: str | Path, cache_dir: Path | None = None, *, only: Sequence[str] = ()) -> Path:
+    """Return a path that was given, or that of what lies at the place that was given, as :func:`fetched` does and raises."""
+    return fetched(str(given), cache_dir, only=only) if is_remote(given) else Path(given)
+
+
+def find_objects(store: ObjectStore, place: StoragePlace, only: Sequence[str] = ()) -> list[tuple[str, StoredObject]]:
+    """Return the objects of a place with their names below it; a file's is empty.
+
+    Raises:
+        ObjectMissingError: there is none.
+        ObjectStoreError: the store cannot be reached or refuses, or has names that no folder can have.
+    """
+    if place.key:
+        try:
+            return [("", store.head(place.key))]
+        except ObjectMissingError:
+            if place.scheme == "https":
+                raise
+    found = []
+    for each in store.list(place.key):
+        name = each.key.removeprefix(place.key).lstrip("/")
+        if any(part in ("", ".", "..") for part in name.split("/")):
+            raise ObjectStoreError(f"{place}: has an object {name!r}, which no local folder can have")
+        if not only or any(fnmatch.fnmatchcase(name.rpartition("/")[2], pattern) for pattern in only):
+            found.append((name, each))
+        if len(found) > MOST_FILES:
+            raise ObjectStoreError(f"{place}: has more than {MOST_FILES} files")
+    if not found:
+        raise ObjectMissingError(f"{place}: there is no such object, and no folder of this name with files in it")
+    return sorted(found, key=lambda each: each[0])
+
+
+def _in_ranges(store: ObjectStore, of: StoredObject, start: int) -> Iterator[bytes]:
+    """Yield the bytes of an object from ``start`` on, in order; a few ranges are asked for ahead."""
+    if of.size_bytes - start <= RANGE_BYTES:
+        yield store.get(of, start, of.size_bytes)
+        return
+    begins = range(start, of.size_bytes, RANGE_BYTES)
+    with ThreadPoolExecutor(AHEAD, "storage-range") as pool:
+        asked = []
+        for begin in begins:
+            asked.append(pool.submit(store.get, of, begin, min(begin + RANGE_BYTES, of.size_bytes)))
+            if len(asked) == AHEAD:
+                yield asked.pop(0).result()
+        for each in asked:
+            yield each.result()
+
+
+@dataclass(frozen=True)
+class _CachedPlace:
+    """A place in the cache, whose folder is ``cache``."""
+
+    cache: Path
+    place: StoragePlace
+    only: Sequence[str]
+
+    @property
+    def folder(self) -> Path:
+        return self.cache / PLACES / blake3("\0".join((str(self.place), *self.only)).encode()).hexdigest(16)
+
+    def hold(self) -> None:
+        """Keep the place from being dropped until this process ends."""
+        used = self.folder.with_suffix(USED)
+        locks.share(used, folders.CACHE)
+        os.utime(used)
+
+    def last(self) -> Path | None:
+        """Return what the place had last; None: nothing, or it is not whole."""
+        try:
+            view = self.folder / Path(str(json.loads((self.folder / LAST).read_text())["view"])).name
+        except (OSError, ValueError, LookupError, TypeError):
+            return None
+        found = view / self.place.name
+        return found if (view / WHOLE).exists() and found.exists() else None
+
+    def fill(self, store: ObjectStore, listed: Sequence[tuple[str, StoredObject]]) -> Path:
+        """Return the path of the place's objects, after all of them were brought.
+
+        Raises:
+            SettingsError: there is no room for them, or the cache cannot be written.
+            ObjectStoreError: one cannot be read.
+        """
+        blobs = [(name, each, self._blob(each)) for name, each in listed]
+        view = self.folder / blake3("".join(f"{name}\0{blob.name}\n" for name, _, blob in blobs).encode()).hexdigest(16)
+        target = view / self.place.name
+        try:
+            if not (view / WHOLE).exists():
+                missing = {blob: each for _, each, blob in blobs if not blob.exists()}
+                self._make_room(missing)
+                _for_all(lambda pair: self._bring(store, *pair), [(each, blob) for blob, each in missing.items()])
+                for name, _, blob in blobs:
+                    _link(blob, target / name if name else target)
+                (view / WHOLE).touch()
+            files.replace_text(self.folder / LAST, json.dumps({"place": str(self.place), "view": view.name}))
+        except OSError as error:
+            raise SettingsError(
+                f"{self.place}: cannot be kept in {self.cache}: {error.strerror or error}; set {folders.CACHE.setting} to a "
+                "folder with room that this process may write"
+            ) from None
+        return target
+
+    def _blob(self, of: StoredObject) -> Path:
+        about = f"{self.place.scheme}://{self.place.bucket}/{of.key}\0{of.size_bytes}\0{of.etag}"
+        return self.cache / BLOBS / blake3(about.encode()).hexdigest(16)
+
+    def _bring(self, store: ObjectStore, of: StoredObject, blob: Path) -> None:
+        """Download an object, from where an earlier download of it stopped, unless it is there."""
+        part = blob.with_name(f"{blob.name}{PART}")
+        with locks.wait_for(part, folders.CACHE) as file:
+            if blob.exists():  # another process brought it meanwhile
+                part.unlink(missing_ok=True)
+                return
+            have = os.fstat(file.fileno()).st_size
+            if have > of.size_bytes or not of.etag:  # without a mark, what is there may be of another content
+                file.truncate(0)
+                have = 0
+            for block in _in_ranges(store, of, have):
+                file.write(block)
+                have += len(block)
+            if have != of.size_bytes:
+                raise ObjectStoreError(f"{of.key}: the server sent {have} bytes, expected {of.size_bytes}")
+            file.flush()
+            os.fsync(file.fileno())
+            part.replace(blob)
+
+    def _make_room(self, missing: Mapping[Path, StoredObject]) -> None:
+        """Drop places that no process uses until there is room for objects.
+
+        Raises:
+            SettingsError: there is none.
+        """
+        needed = sum(each.size_bytes for each in missing.values())
+        needed -= sum(part.stat().st_size for blob in missing if (part := blob.with_name(f"{blob.name}{PART}")).exists())
+        while (free := room_bytes(self.cache)) < needed:
+            if not _drop_oldest(self.cache):
+                raise SettingsError(
+                    f"{self.place}: {needed / 1e9:.3f} GB are to be kept in {self.cache}, whose disk has room for "
+                    f"{max(0, free) / 1e9:.3f} GB: free some, or set {folders.CACHE.setting} to a folder on a larger disk"
+                )
+
+
+def room_bytes(folder: Path) -> int:
+    """Return how many bytes may be written on the disk of a folder; a reserve is left for others."""
+    disk = shutil.disk_usage(folder)
+    return disk.free - min(RESERVE_BYTES, disk.total // 20)
+
+
+def _drop_oldest(cache: Path) -> bool:
+    """Drop the place that was used longest ago, of those that no process uses; return whether there was one."""
+    for used in sorted((cache / PLACES).glob(f"*{USED}"), key=lambda path: path.stat().st_mtime):
+        place = used.with_suffix("")
+        if not place.exists() or (lock := locks.take(used, folders.CACHE)) is None:
+            continue
+        with lock:
+            inodes = {path.stat().st_ino for path in place.rglob("*") if path.is_file()}
+            shutil.rmtree(place, ignore_errors=True)
+            for blob in (cache / BLOBS).iterdir():
+                with suppress(FileNotFoundError):
+                    if blob.stat().st_ino in inodes and blob.stat().st_nlink == 1:  # of no other place
+                        blob.unlink()
+        return True
+    return False
+
+
+def _link(blob: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):  # of an earlier attempt, or of another process
+        os.link(blob, target)
+
+
+def _for_all(work: Callable[[Any], None], items: Sequence[Any]) -> None:
+    """Do work on all items, a few at a time; after an error begin no more of them."""
+    with ThreadPoolExecutor(AHEAD, "storage-object") as pool:
+        try:
+            for _ in pool.map(work, items):
+                pass
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
