@@ -140,7 +140,7 @@ def overrides_of(set_: list[str] | None, options: list[str] | None) -> dict[str,
 class _CameFrom:
     """The options that say what a run goes on from."""
 
-    resume: Path | None
+    resume: str | None
     resume_at: int | None
     continued: Path | None
 
@@ -376,7 +376,7 @@ async def _check_name(name: str, url: str) -> None:
 
 
 def _resumed(
-    source: Path, at: int | None, path: Path, preset: str, overrides: dict[str, Any], data: str | None, nats_url: str | None
+    source: str, at: int | None, path: Path, preset: str, overrides: dict[str, Any], data: str | None, nats_url: str | None
 ) -> tuple[RunCheckpoint, RunDirectory]:
     """Return the checkpoint to go on from, and the new run's directory, which is not written yet."""
     _check_new(path, "a checkpoint")
@@ -390,8 +390,8 @@ def _resumed(
     settings = resume.changed(found.checkpoint, overrides)
     data = manifest.data if data is None else inputs.data_source(data, settings)
     directory = RunDirectory(path.resolve(), manifest.run, nats_url or "", data, settings, learners=learners)
-    if (source / "run.json").exists():  # its learners' states are those of such learners
-        directory = directory.with_learners_of(rundir.load(source))
+    if (Path(source) / "run.json").exists():  # its learners' states are those of such learners
+        directory = directory.with_learners_of(rundir.load(Path(source)))
     return found.checkpoint, directory
 
 
@@ -428,7 +428,7 @@ def _is_new(path: Path) -> bool:
     return not path.exists() or all(entry.name == rundir.LOCK for entry in path.iterdir())
 
 
-def _check_preset(source: Path, run: str, settings: RunSettings, preset: str) -> None:
+def _check_preset(source: Path | str, run: str, settings: RunSettings, preset: str) -> None:
     if preset not in (DEFAULT_PRESET, settings.preset):
         raise RunError(f"{source}: run {run!r} has preset {settings.preset}; it cannot go on with --preset {preset}")
 

@@ -45,8 +45,10 @@ Init = Annotated[
 ]
 Names = Annotated[Path | None, typer.Option(help="JSON file that maps the model's tensor names to those in the weights.")]
 ResumeFrom = Annotated[
-    Path | None,
-    typer.Option("--resume", help="Go on from a checkpoint, or from a run's directory, in a new directory (--run-dir)."),
+    str | None,
+    typer.Option(
+        "--resume", help="Go on from a checkpoint or its place, or from a run's directory, in a new directory (--run-dir)."
+    ),
 ]
 ResumeAt = Annotated[
     int | None, typer.Option(min=0, help="With --resume: begin again where every fragment's log stood at this version.")

@@ -30,6 +30,7 @@ from diloco.log.follower import LogFollower
 from diloco.log.reader import Room, in_memory
 from diloco.log.stream import pass_over
 from diloco.process import files, observe
+from diloco.settings.places import has_scheme, parse_place
 from diloco.weights_files import naming, tying
 from diloco.weights_files.naming import Names, Naming
 from diloco_ops.reading import run_reader
@@ -37,7 +38,7 @@ from diloco_ops.reading.asking import ask
 from diloco_ops.reading.local_runs import newest_run
 from diloco_ops.reading.run_reader import RunReader
 from diloco_ops.up.environment import learner_environment
-from diloco_ops.weights import orbax_weights, peft_weights, scratch, weights_file
+from diloco_ops.weights import in_place, orbax_weights, peft_weights, scratch, weights_file
 from diloco_ops.weights.versions import LATEST, Versions, WantedVersion, choose_versions, parsed_version, stated, version_of
 from diloco_ops.weights.weights_file import SHARD_BYTES, Precision, Weights
 from diloco_report.units import model_size, size
@@ -73,7 +74,6 @@ TORCH = Path("torch")  # as --names: the names that PyTorch's state_dict() has
 class ExportRequest:
     """The weights that are asked for, and the form in which they are to be written."""
 
-    out: Path
     format: Format
     version: WantedVersion
     average: int
@@ -85,10 +85,11 @@ class ExportRequest:
 
 def export(
     places: Annotated[
-        list[Path],
+        list[str],
         typer.Argument(
             metavar="[DIR] OUT",
-            help="The run's directory (default: the newest in runs/), and the file or folder to write.",
+            help="The run's directory (default: the newest in runs/), and the file or folder to write, or its place "
+            "(s3://, gs://, az://, hf://).",
         ),
     ],
     format_: FormatOption = "safetensors",
@@ -111,11 +112,11 @@ def export(
     if len(places) > 2:
         raise SettingsError(f"diloco export: {places[2]}: one argument too many; expected [DIR] OUT")
     *directories, out = places
+    place = parse_place(out, "diloco export:") if has_scheme(out) else None
     _check_options(format_, names, config, shard_bytes)
     if format_ == "orbax":
         orbax_weights.load()
     asked = ExportRequest(
-        out=out,
         format=format_,
         version=parsed_version(version),
         average=average,
@@ -125,14 +126,25 @@ def export(
         shard_bytes=shard_bytes,
     )
     _give_buffers_back()
-    write_draft = _new_folder if format_ != "safetensors" else _new_file
-    directory = directories[0] if directories else newest_run("diloco export")
+    directory = Path(directories[0]) if directories else newest_run("diloco export")
+    if place is None:
+        written = _write_here(directory, Path(out), asked)
+    else:
+        in_place.check_free(place, folder=format_ != "safetensors")
+        with in_place.draft_in(directory, place.name) as draft:
+            written = _write_here(directory, draft, asked)
+            in_place.send(draft, place)
+    print(f"{out}: {size(written)}")
+
+
+def _write_here(directory: Path, out: Path, asked: ExportRequest) -> int:
+    """Write what is asked for on this machine; return its bytes."""
+    write_draft = _new_folder if asked.format != "safetensors" else _new_file
     try:
         write_draft(out, lambda draft: asyncio.run(_export(directory, draft, asked)))
     except OSError as error:
         raise RunError(f"{out}: was not written: {error}") from None
-    written = [out] if out.is_file() else [each for each in out.rglob("*") if each.is_file()]
-    print(f"{out}: {size(sum(each.stat().st_size for each in written))}")
+    return sum(each.stat().st_size for each in in_place.files_of(out).values())
 
 
 def _check_options(format_: Format, names: Path | None, config: Path | None, shard_bytes: int | None) -> None:

@@ -38,6 +38,16 @@ def checked_place(text: str, setting: str) -> str:
     return text
 
 
+def loggable(text: str) -> str:
+    """Return a text as a log may have it: a place that may hold credentials is left out, but for its scheme."""
+    if has_scheme(text):
+        try:
+            parse_place(text)
+        except SettingsError:
+            return f"{text.partition(_MARK)[0][:16]}{_MARK}..."
+    return text
+
+
 @dataclass(frozen=True)
 class StoragePlace:
     """An object or a folder of objects. ``bucket`` is a bucket, a container, a host with its port, or a repository."""

@@ -16,19 +16,20 @@ One process of a machine downloads a blob at a time, and the others find it.
 from __future__ import annotations
 
 import fnmatch
+import io
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, BinaryIO, cast
 
 from blake3 import blake3
 
-from diloco.errors import ObjectMissingError, ObjectStoreError, SettingsError
+from diloco.errors import DataError, ObjectMissingError, ObjectStoreError, SettingsError
 from diloco.process import files, locks, observe
 from diloco.settings import folders
 from diloco.settings.places import StoragePlace, parse_place
@@ -39,6 +40,7 @@ from diloco.storage.opening import open_store
 FOLDER = "storage"  # of cache_dir
 BLOBS, PLACES, PART, USED, LAST, WHOLE = "blobs", "places", ".part", ".used", "last.json", "whole"
 RANGE_BYTES = 8 << 20  # of one request
+FOOTER_BYTES = 1 << 16  # read at once where a few bytes are asked for
 AHEAD = 4  # ranges of one object, and objects, in flight
 RESERVE_BYTES = 1 << 30  # that a disk keeps free, or 5 % of it where that is less
 MOST_FILES = 1_000_000  # below one place
@@ -46,7 +48,19 @@ MOST_FILES = 1_000_000  # below one place
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
 
 
-def fetched(place: str, cache_dir: Path | None = None, *, only: Sequence[str] = ()) -> Path:
+@dataclass(frozen=True)
+class Selection:
+    """The parts of each file that are brought; the rest are holes, which read as zeros.
+
+    ``name`` tells selections apart. ``ranges`` returns beginnings and ends of parts, given a file to read from; it raises
+    DataError.
+    """
+
+    name: str
+    ranges: Callable[[BinaryIO], list[tuple[int, int]]]
+
+
+def fetched(place: str, cache_dir: Path | None = None, *, only: Sequence[str] = (), select: Selection | None = None) -> Path:
     """Bring a file or a folder from a place to this machine; return its path, which ends in the place's name.
 
     What was brought before is not brought again as long as it is the same there. While the store does not answer, what a place
@@ -56,14 +70,16 @@ def fetched(place: str, cache_dir: Path | None = None, *, only: Sequence[str] = 
         place: ``s3://``, ``gs://``, ``az://``, ``hf://`` or ``https://``.
         cache_dir: the setting of that name; by default that of the environment.
         only: patterns of names; of a folder, files whose names match none of them are left out.
+        select: parts of files; all other bytes are left out.
 
     Raises:
+        DataError: a file has no such parts.
         SettingsError: it is no place; or the cache cannot be written, or has no room.
         ObjectMissingError: nothing is there.
         ObjectStoreError: the store cannot be reached or refuses, and nothing was brought before.
     """
     wanted = parse_place(place)
-    cached = _CachedPlace(folders.made((cache_dir or folders.cache_dir()) / FOLDER), wanted, only)
+    cached = _CachedPlace(folders.made((cache_dir or folders.cache_dir()) / FOLDER), wanted, only, select)
     cached.hold()
     try:
         store = open_store(wanted)
@@ -111,16 +127,16 @@ def find_objects(store: ObjectStore, place: StoragePlace, only: Sequence[str] = 
     return sorted(found, key=lambda each: each[0])
 
 
-def _in_ranges(store: ObjectStore, of: StoredObject, start: int) -> Iterator[bytes]:
-    """Yield the bytes of an object from ``start`` on, in order; a few ranges are asked for ahead."""
-    if of.size_bytes - start <= RANGE_BYTES:
-        yield store.get(of, start, of.size_bytes)
+def _in_ranges(store: ObjectStore, of: StoredObject, start: int, stop: int) -> Iterator[bytes]:
+    """Yield the bytes ``start`` to ``stop`` of an object, in order; a few ranges are asked for ahead."""
+    if stop - start <= RANGE_BYTES:
+        yield store.get(of, start, stop)
         return
-    begins = range(start, of.size_bytes, RANGE_BYTES)
+    begins = range(start, stop, RANGE_BYTES)
     with ThreadPoolExecutor(AHEAD, "storage-range") as pool:
         asked = []
         for begin in begins:
-            asked.append(pool.submit(store.get, of, begin, min(begin + RANGE_BYTES, of.size_bytes)))
+            asked.append(pool.submit(store.get, of, begin, min(begin + RANGE_BYTES, stop)))
             if len(asked) == AHEAD:
                 yield asked.pop(0).result()
         for each in asked:
@@ -134,10 +150,12 @@ class _CachedPlace:
     cache: Path
     place: StoragePlace
     only: Sequence[str]
+    select: Selection | None
 
     @property
     def folder(self) -> Path:
-        return self.cache / PLACES / blake3("\0".join((str(self.place), *self.only)).encode()).hexdigest(16)
+        about = (str(self.place), *self.only, *(() if self.select is None else ("", self.select.name)))
+        return self.cache / PLACES / blake3("\0".join(about).encode()).hexdigest(16)
 
     def hold(self) -> None:
         """Keep the place from being dropped until this process ends."""
@@ -167,7 +185,8 @@ class _CachedPlace:
         try:
             if not (view / WHOLE).exists():
                 missing = {blob: each for _, each, blob in blobs if not blob.exists()}
-                self._make_room(missing)
+                if self.select is None:
+                    self._make_room(sum(each.size_bytes - _part_bytes(blob) for blob, each in missing.items()))
                 _for_all(lambda pair: self._bring(store, *pair), [(each, blob) for blob, each in missing.items()])
                 for name, _, blob in blobs:
                     _link(blob, target / name if name else target)
@@ -181,7 +200,9 @@ class _CachedPlace:
         return target
 
     def _blob(self, of: StoredObject) -> Path:
-        about = f"{self.place.scheme}://{self.place.bucket}/{of.key}\0{of.size_bytes}\0{of.etag}"
+        about = f"{self.place.scheme}://{self.place.bucket}/{of.key}\0{of.size_bytes}\0{of.etag}" + (
+            f"\0{self.select.name}" if self.select else ""
+        )
         return self.cache / BLOBS / blake3(about.encode()).hexdigest(16)
 
     def _bring(self, store: ObjectStore, of: StoredObject, blob: Path) -> None:
@@ -191,11 +212,15 @@ class _CachedPlace:
             if blob.exists():  # another process brought it meanwhile
                 part.unlink(missing_ok=True)
                 return
+            if self.select is not None:
+                self._bring_parts(store, of, file, self.select)
+                part.replace(blob)
+                return
             have = os.fstat(file.fileno()).st_size
             if have > of.size_bytes or not of.etag:  # without a mark, what is there may be of another content
                 file.truncate(0)
                 have = 0
-            for block in _in_ranges(store, of, have):
+            for block in _in_ranges(store, of, have, of.size_bytes):
                 file.write(block)
                 have += len(block)
             if have != of.size_bytes:
@@ -204,20 +229,64 @@ class _CachedPlace:
             os.fsync(file.fileno())
             part.replace(blob)
 
-    def _make_room(self, missing: Mapping[Path, StoredObject]) -> None:
-        """Drop places that no process uses until there is room for objects.
+    def _bring_parts(self, store: ObjectStore, of: StoredObject, file: IO[bytes], select: Selection) -> None:
+        """Fill a file with the selected parts of an object."""
+        try:
+            parts = select.ranges(cast(BinaryIO, io.BufferedReader(StoredFile(store, of), FOOTER_BYTES)))
+        except DataError as error:
+            raise DataError(f"{self.place}: {of.key}: {error}") from None
+        file.truncate(0)
+        self._make_room(sum(stop - start for start, stop in parts))
+        file.truncate(of.size_bytes)
+        for start, stop in parts:
+            for block in _in_ranges(store, of, start, stop):
+                start += os.pwrite(file.fileno(), block, start)
+        os.fsync(file.fileno())
+
+    def _make_room(self, needed_bytes: int) -> None:
+        """Drop places that no process uses until there is room.
 
         Raises:
             SettingsError: there is none.
         """
-        needed = sum(each.size_bytes for each in missing.values())
-        needed -= sum(part.stat().st_size for blob in missing if (part := blob.with_name(f"{blob.name}{PART}")).exists())
-        while (free := room_bytes(self.cache)) < needed:
+        while (free := room_bytes(self.cache)) < needed_bytes:
             if not _drop_oldest(self.cache):
                 raise SettingsError(
-                    f"{self.place}: {needed / 1e9:.3f} GB are to be kept in {self.cache}, whose disk has room for "
+                    f"{self.place}: {needed_bytes / 1e9:.3f} GB are to be kept in {self.cache}, whose disk has room for "
                     f"{max(0, free) / 1e9:.3f} GB: free some, or set {folders.CACHE.setting} to a folder on a larger disk"
                 )
+
+
+class StoredFile(io.RawIOBase):
+    """An object as a file of Python's to read from; each read is a request."""
+
+    def __init__(self, store: ObjectStore, of: StoredObject) -> None:
+        self._store, self._of, self._at = store, of, 0
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        """Go to a place in the object; return it."""
+        self._at = offset + (0, self._at, self._of.size_bytes)[whence]
+        return self._at
+
+    def tell(self) -> int:
+        """Return where the next byte is read."""
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill a buffer with the next bytes; return how many there were."""
+        stop = max(self._at, min(self._at + len(buffer), self._of.size_bytes))
+        block = self._store.get(self._of, self._at, stop) if stop > self._at else b""
+        buffer[: len(block)] = block
+        self._at += len(block)
+        return len(block)
 
 
 def room_bytes(folder: Path) -> int:
@@ -241,6 +310,12 @@ def _drop_oldest(cache: Path) -> bool:
                         blob.unlink()
         return True
     return False
+
+
+def _part_bytes(blob: Path) -> int:
+    """Return how much of a blob an earlier download brought."""
+    part = blob.with_name(f"{blob.name}{PART}")
+    return part.stat().st_size if part.exists() else 0
 
 
 def _link(blob: Path, target: Path) -> None:

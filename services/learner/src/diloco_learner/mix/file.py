@@ -54,6 +54,10 @@ class SourceTable(_Table):
     path: str | None = Field(None, description="optional for text; default: Python's standard library sources")
     weight: float = Field(1.0, gt=0, le=1e6)
     column: str = Field("text", min_length=1, description="for parquet and huggingface: column of the texts")
+    digest: Literal["files", "column"] = Field(
+        "files",
+        description="of parquet: what the run's digest covers; `column`: only the column's bytes, and only they are read",
+    )
     dtype: Literal["uint16", "uint32"] = Field("uint16", description="of bin")
     most_epochs: float | None = Field(None, gt=0, description="a run that would use more epochs of this source is refused")
 
@@ -64,7 +68,7 @@ class SourceTable(_Table):
 
     @model_validator(mode="after")
     def _fits_kind(self) -> SourceTable:
-        of = {"column": ("parquet", "huggingface"), "dtype": (BINARY,)}
+        of = {"column": ("parquet", "huggingface"), "dtype": (BINARY,), "digest": ("parquet",)}
         for key, kinds in of.items():
             if key in self.model_fields_set and self.kind not in kinds:
                 raise ValueError(

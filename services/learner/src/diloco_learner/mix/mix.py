@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,8 +18,8 @@ from diloco.process import locks
 from diloco.settings import folders
 from diloco.settings.places import is_remote, parse_place
 from diloco.settings.run import MixedSource, MixSettings, RunSettings, TaskSettings
-from diloco.storage.fetching import fetched, local_path
-from diloco_learner.mix import documents, file, stored, tokenizer
+from diloco.storage.fetching import Selection, fetched, local_path
+from diloco_learner.mix import documents, file, parquet_columns, stored, tokenizer
 from diloco_learner.mix.file import BINARY, MixFile, SourceTable
 from diloco_learner.mix.stored import StoredTokens
 from diloco_learner.mix.tokenizer import Tokenizer
@@ -59,7 +60,7 @@ class Mix:
         _check_installed(said)
         with _locked(self._cache_dir / "data") as cache:
             texts = {
-                name: documents.documents(name, table, self._place(name, table.path))
+                name: documents.documents(name, table, self._place(name, table))
                 for name, table in said.sources.items()
                 if table.kind != BINARY
             }
@@ -141,22 +142,29 @@ class Mix:
                     f"and sources.{name}.most_epochs = {most:g}: set fewer tokens, a smaller weight or more epochs"
                 )
 
-    def _place(self, name: str, path: str | None) -> Path | None:
-        return None if path is None else self._found(f"source {name!r}: path", path)
+    def _place(self, name: str, table: SourceTable) -> Path | None:
+        path = table.path
+        return None if path is None else self._found(f"source {name!r}: path", path, table)
 
-    def _found(self, key: str, given: str) -> Path:
-        """Return the path of what a key of the file names, relative to it; what lies at a place is brought here."""
+    def _found(self, key: str, given: str, table: SourceTable | None = None) -> Path:
+        """Return the path of what a key of the file names, relative to it; what lies at a place is brought here.
+
+        ``table``: of a source, of which only some files may be needed, or parts of files.
+        """
         if not is_remote(given):
             path = folders.expanded(Path(given), f"{self.data}: {key}")
             if path.is_absolute() or not is_remote(self.data):
                 return (Path(self.data).parent / path).resolve()
             given = str(parse_place(self.data).parent.relative(given))
-        return fetched(given, self._cache_dir)
+        if table is None or table.kind != "parquet":
+            return fetched(given, self._cache_dir)
+        column = Selection(f"column {table.column}", partial(parquet_columns.ranges, column=table.column))
+        return fetched(given, self._cache_dir, only=("*.parquet",), select=column if table.digest == "column" else None)
 
     def _stored(self, name: str, table: SourceTable, texts: dict[str, documents.Documents], cache: Path) -> StoredTokens:
         if table.kind != BINARY:
             return stored.of_documents(texts[name], self.tokenizer, cache)
-        place = self._place(name, table.path)
+        place = self._place(name, table)
         assert place is not None
         return stored.of_binary(name, table, place, self.vocabulary, cache)
 
