@@ -13,6 +13,7 @@ import difflib
 import posixpath
 import re
 from dataclasses import dataclass, replace
+from typing import TypeGuard
 from urllib.parse import unquote, urlsplit
 
 from diloco.errors import SettingsError
@@ -91,9 +92,9 @@ def is_remote(text: object) -> bool:
     return isinstance(text, str) and _MARK in text and text.partition(_MARK)[0] in SCHEMES
 
 
-def has_scheme(text: str) -> bool:
+def has_scheme(text: object) -> TypeGuard[str]:
     """Return whether a text has a scheme, known or not; :func:`parse_place` says what is wrong with an unknown one."""
-    return _MARK in text
+    return isinstance(text, str) and _MARK in text
 
 
 def parse_place(text: str, setting: str = "") -> StoragePlace:
