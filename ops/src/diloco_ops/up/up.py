@@ -32,6 +32,7 @@ from diloco.settings.time_limits import check_time_limits
 from diloco.wire.subjects import Subjects
 from diloco_ops.broker.server import CONNECT_TIMEOUT_S
 from diloco_ops.checkpoints.manifest import RunCheckpoint
+from diloco_ops.publish import owner
 from diloco_ops.reading import local_runs
 from diloco_ops.track.trackers import TRACKERS
 from diloco_ops.track.trackers import check as check_trackers
@@ -182,6 +183,10 @@ def locked_run(
     """Lock a run's directory, after a run that begins there was checked and before it is written.
 
     Yield the directory, and whether there is a run to go on with. ``quiet``: print no lines about what takes long.
+
+    Raises:
+        SettingsError: another run publishes where this one is to.
+        ObjectStoreError: nothing can be published there.
     """
     existed, resumed = directory.path.exists(), (directory.path / "run.json").exists()
     with compiling.kernels_compiled(quiet=quiet):
@@ -190,8 +195,12 @@ def locked_run(
                 directory = _checked(directory, source, nats_url)
     directory = origin.noted(directory)
     with rundir.locked(directory.path):
+        publishing = directory.settings.publish.to
+        token = owner.claim(publishing, directory.name, owner.read(directory.path)) if publishing else None
         if not resumed:
             directory = _begun(directory, source, at, existed=existed, quiet=quiet)
+        if token is not None:
+            owner.write(directory.path, token)
         yield directory, resumed or source is not None
 
 

@@ -47,6 +47,7 @@ M_MMAP_THRESHOLD, BUFFER_BYTES = -3, 128 << 10  # glibc's mallopt; buffers of pa
 TASK = "diloco_task"  # in a file's metadata: the settings of the task, as JSON
 
 Vector = NDArray[np.float32]
+AskTask = Callable[[RunReader], dict[str, Any]]
 Format = Literal["safetensors", "hf", "peft", "orbax"]
 FormatOption = Annotated[
     Format,
@@ -200,8 +201,7 @@ def _new_folder(path: Path, write: Callable[[Path], None]) -> None:
 async def _export(path: Path, draft: Path, asked: ExportRequest) -> None:
     async with run_reader.opened(path) as seen:
         chosen = await choose_versions(seen, asked.version)
-        with await asyncio.to_thread(_opened, seen, draft, asked, chosen.versions) as weights:
-            versions = await write(seen, weights, chosen.versions, asked.average, scratch.in_folder(draft.parent))
+        versions = await export_versions(seen, draft, asked, chosen.versions)
         over = await seen.state()
         mean = f", each the mean of {asked.average}" if asked.average > 1 else ""
         print(
@@ -211,7 +211,25 @@ async def _export(path: Path, draft: Path, asked: ExportRequest) -> None:
         )
 
 
-def _opened(seen: RunReader, draft: Path, asked: ExportRequest, versions: Versions) -> AbstractContextManager[Weights]:
+async def export_versions(
+    seen: RunReader, draft: Path, asked: ExportRequest, versions: Versions, ask_task: AskTask | None = None
+) -> list[int]:
+    """Write a run's weights as of these versions into a draft that is not there yet; return the version of each fragment.
+
+    ``ask_task`` returns what the run's task says of its files; by default :func:`said_by_task`.
+
+    Raises:
+        MachineError, RunError: as :func:`write`.
+        SettingsError, ServiceFailed: the names or the configuration do not fit, or the task does not say them.
+        OSError: they cannot be written.
+    """
+    with await asyncio.to_thread(_opened, seen, draft, asked, versions, ask_task or said_by_task) as weights:
+        return await write(seen, weights, versions, asked.average, scratch.in_folder(draft.parent))
+
+
+def _opened(
+    seen: RunReader, draft: Path, asked: ExportRequest, versions: Versions, ask_task: AskTask
+) -> AbstractContextManager[Weights]:
     """Return the weights to be written.
 
     Raises:
@@ -227,7 +245,7 @@ def _opened(seen: RunReader, draft: Path, asked: ExportRequest, versions: Versio
     names = _given_names(tensors, asked.names)
     if asked.format == "hf":
         if names is None or config is None:
-            said = _said_by_task(seen)
+            said = ask_task(seen)
             names = Names(said["names"] or {}, "task: names()") if names is None else names
             config = said["config"] if config is None else config
         if config is None:
@@ -277,7 +295,12 @@ def _check_tied(named: Naming, config: Mapping[str, Any], source: str) -> None:
         )
 
 
-def _said_by_task(seen: RunReader) -> dict[str, Any]:
+def said_by_task(seen: RunReader) -> dict[str, Any]:
+    """Return what a run's task says of its files: ``names`` and ``config``, None where it says nothing.
+
+    Raises:
+        ServiceFailed: it cannot be made.
+    """
     request = {"settings": seen.run.created.model_dump(), "data": seen.directory.data}
     return ask("hugging_face", request, learner_environment(0, 1, None))
 

@@ -25,13 +25,15 @@ _MARK = "://"
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,221}")  # a colon or an @ would be user information
 
 
-def checked_place(text: str, setting: str) -> str:
+def checked_place(text: str, setting: str, *, known: bool = True) -> str:
     """Return a setting's text. If it names a place, find out that it can be stored and shown, for pydantic's validators.
+
+    ``known``: a text with an unknown scheme is no place, but means something to the user's own code.
 
     Raises:
         ValueError: it is no place, or may hold credentials (:func:`parse_place`).
     """
-    if is_remote(text):
+    if is_remote(text) or (has_scheme(text) and not known):
         try:
             parse_place(text, f"{setting} =")
         except SettingsError as error:

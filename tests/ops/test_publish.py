@@ -1,0 +1,122 @@
+"""Weights are published below a place that one run owns; the last few are kept, and the newest is named after it is there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.made.object_stores import DyingStore, Killed, memory_store, use
+
+from diloco.errors import ObjectStoreError, SettingsError
+from diloco.settings.places import parse_place
+from diloco.settings.presets import run_settings
+from diloco.settings.run import RunSettings
+from diloco.storage.cloud_store import CloudStore
+from diloco_ops.publish import owner, publisher
+
+TO = "s3://bucket/published"
+PLACE = parse_place(TO)
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> CloudStore:
+    made = memory_store()
+    use(monkeypatch, made, owner, publisher)
+    return made
+
+
+def read(store: CloudStore, key: str) -> bytes:
+    found = store.head(f"published/{key}")
+    return store.get(found, 0, found.size_bytes)
+
+
+def folder(path: Path, number: int | str) -> tuple[Path, dict[str, object]]:
+    path = path / str(number)
+    path.mkdir()
+    (path / "model.safetensors").write_text(f"weights {number}")
+    (path / "config.json").write_text("{}")
+    return path, {"folder": number if isinstance(number, str) else f"{number:08d}"}
+
+
+def test_one_run_owns_a_place_and_finds_it_its_own_again(store: CloudStore, tmp_path: Path) -> None:
+    token = owner.claim(TO, "one", None)
+    owner.write(tmp_path, token)
+    assert owner.claim(TO, "one", owner.read(tmp_path)) == token
+    for run in ("two", "one"):  # a run of the same name on another machine is another run
+        with pytest.raises(SettingsError, match=r"publish.to = s3://bucket/published: run 'one' of .* publishes there; choose"):
+            owner.claim(TO, run, None)
+    assert token not in str(store.head("published/owner.json"))
+
+
+def test_a_place_that_cannot_be_written_is_said_with_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    class ReadOnly(DyingStore):
+        def put(self, key: str, data: bytes, *, create: bool = False) -> None:
+            raise ObjectStoreError(f"s3://bucket/{key}: refused (status 403)")
+
+    use(monkeypatch, ReadOnly(memory_store()), owner)
+    with pytest.raises(ObjectStoreError, match=r"publish.to = s3://bucket/published: cannot be written: .*refused"):
+        owner.claim(TO, "one", None)
+
+
+def test_the_last_few_versions_and_the_final_weights_stay(store: CloudStore, tmp_path: Path) -> None:
+    owner.claim(TO, "one", None)
+    for number in (24, 48, 72, "final", 120):
+        publisher.send(*_in_order(folder(tmp_path, number)), keep=2)
+    assert sorted(each.key for each in store.list("published")) == [
+        "published/00000072/config.json",
+        "published/00000072/model.safetensors",
+        "published/00000120/config.json",
+        "published/00000120/model.safetensors",
+        "published/final/config.json",
+        "published/final/model.safetensors",
+        "published/latest.json",
+        "published/owner.json",
+    ]
+    assert json.loads(read(store, "latest.json"))["folder"] == "00000120"
+
+
+def _in_order(made: tuple[Path, dict[str, object]]) -> tuple[Path, object, dict[str, object]]:
+    return made[0], PLACE, made[1]  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_the_latest_weights_are_whole_whenever_a_publisher_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: bool
+) -> None:
+    made = [folder(tmp_path, number) for number in (24, 48)]
+    whole = DyingStore(memory_store())
+    use(monkeypatch, whole, publisher)
+    publisher.send(*_in_order(made[0]), keep=1)
+    for number in range(1, len(whole.requests) + 2):
+        inner = memory_store()
+        use(monkeypatch, inner, publisher)
+        publisher.send(*_in_order(made[0]), keep=1)
+        use(monkeypatch, DyingStore(inner, number, after=after), publisher)
+        with pytest.raises(Killed):
+            publisher.send(*_in_order(made[1]), keep=1)
+        latest = json.loads(read(inner, "latest.json"))["folder"]
+        assert read(inner, f"{latest}/model.safetensors") == f"weights {int(latest)}".encode()
+        assert read(inner, f"{latest}/config.json") == b"{}"
+
+
+def test_a_run_that_publishes_nothing_is_what_it_was_and_one_that_does_trains_the_same() -> None:
+    plain, publishing = run_settings(), run_settings(overrides={"publish.to": TO})
+    assert "publish" not in plain.model_dump()
+    assert publishing.digest() == plain.digest()
+    assert RunSettings.model_validate(publishing.model_dump()) == publishing
+
+
+@pytest.mark.parametrize(
+    ("to", "said"),
+    [
+        ("/disk/folder", "expected a place such as s3://"),
+        ("s4://bucket", r"did you mean s3://\?"),
+        ("https://host/folder", "a web server takes no files"),
+        ("s3://key:hidden@bucket/folder", "has user information"),
+    ],
+)
+def test_what_is_no_place_is_refused_as_a_setting(to: str, said: str) -> None:
+    with pytest.raises(SettingsError, match=said) as error:
+        run_settings(overrides={"publish.to": to})
+    assert "hidden" not in str(error.value)
