@@ -105,7 +105,7 @@ class Publisher:
                 self._note_failure(str(error))
                 if over_s is not None and time.monotonic() - over_s > END_S:
                     raise ObjectStoreError(
-                        f"the final weights are not published: {error}; when that is mended: diloco export "
+                        f"the final weights are not published: {error}; when that is fixed: diloco export "
                         f"{self.directory.path} {self.place.below(FINAL)}"
                     ) from None
                 await asyncio.sleep(self._pause_s)
@@ -165,6 +165,15 @@ class Publisher:
             config=None,
             shard_bytes=None,
         )
+
+
+def failures(directory: Path, name: str) -> dict[str, str]:
+    """Return by the publisher's name why it cannot publish now, for a run's status; empty if it can."""
+    try:
+        reason = json.loads((directory / STATE).read_text())["failure"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return {}
+    return {name: str(reason)} if reason else {}
 
 
 def send(draft: Path, place: StoragePlace, latest: dict[str, Any], keep: int) -> None:

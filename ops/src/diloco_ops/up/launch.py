@@ -221,18 +221,16 @@ class Launcher:
         for index in range(syncer_count(settings) + self.asked.standbys):
             self._start_service(f"syncer-{index}", "diloco_syncer", place(index, reaches_others=True))
         before = statefolder.weights_before(self.directory.path)  # it may have been moved since it was begun
-        given = {"data": self.directory.data, "init": self.directory.init, "init_names": self.directory.init_names}
-        if before.exists():
-            given["init"] = str(before)
+        init = str(before) if before.exists() else self.directory.init
+        given = {"data": self.directory.data, "init": init, "init_names": self.directory.init_names}
         given = {name: value for name, value in given.items() if value is not None}
-        names = self.directory.learner_names
-        for share_, name in enumerate(names):
+        for share_, name in enumerate(self.directory.learner_names):
             values = place(share_) | {"share": share_, "slow": self.slow.get(name, 1.0)} | given
-            self._start_learner(name, values, share_, _core(share_, len(names)))
+            self._start_learner(name, values, share_, _core(share_, learners))
         if settings.publish.to:
             self._start(PUBLISHER, "diloco_ops.publish", {"directory": str(self.directory.path)})
         if self.directory.starts_learners:
-            self._start_learner(EVALUATOR, place(0) | {"role": "evaluator"} | given, len(names), None)
+            self._start_learner(EVALUATOR, place(0) | {"role": "evaluator"} | given, learners, None)
 
     def _start_learner(self, name: str, values: dict[str, Any], index: int, cores: set[int] | None) -> None:
         directory, program, learners = self.directory, self._programs[name], len(self.directory.learner_names)
@@ -284,8 +282,7 @@ class Launcher:
         config = self.directory.path / "services" / f"{name}.toml"
         files.replace_text(config, tomli_w.dumps(_without_none(values)))
         environment = environment or service_environment()
-        # no other service waits for the results of these
-        dispensable = values.get("role") == "evaluator" or name == PUBLISHER
+        dispensable = name in (EVALUATOR, PUBLISHER)  # no other service waits for its results
         self.services.start(name, module, config, environment, cores, endless=endless, dispensable=dispensable, group=group)
 
     async def _tend(self, link: NatsTransport, tracking: Tracking) -> bool:
@@ -376,8 +373,7 @@ class Launcher:
     def _with_failures(self, status: dict[str, Any]) -> dict[str, Any]:
         """Return a status that also has the errors of services without which the run goes on."""
         ended = {name: str(failure).partition(": ")[2] for name, failure in self.services.failures.items()}
-        publishing = build.load_json(self.directory.path / publisher.STATE).get("failure")
-        return status | {"failures": status.get("failures", {}) | ended | ({PUBLISHER: publishing} if publishing else {})}
+        return status | {"failures": status.get("failures", {}) | publisher.failures(self.directory.path, PUBLISHER) | ended}
 
     def _say_status(self, status: dict[str, Any]) -> None:
         """Say what a view would show, every few seconds; an error once, while it lasts."""

@@ -30,13 +30,14 @@ from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
 from diloco.settings.time_limits import check_time_limits
 from diloco.wire.subjects import Subjects
+from diloco_ops import inputs
 from diloco_ops.broker.server import CONNECT_TIMEOUT_S
 from diloco_ops.checkpoints.manifest import RunCheckpoint
 from diloco_ops.publish import owner
 from diloco_ops.reading import local_runs
 from diloco_ops.track.trackers import TRACKERS
 from diloco_ops.track.trackers import check as check_trackers
-from diloco_ops.up import compiling, continuing, inputs, origin, pages, resume, task_check
+from diloco_ops.up import compiling, continuing, origin, pages, resume, task_check
 from diloco_ops.up.environment import check_least, metrics_addresses, per_process
 from diloco_ops.up.launch import Launcher, LaunchRequest, service_count
 from diloco_ops.up.progress_lines import progress_line

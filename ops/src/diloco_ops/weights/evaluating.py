@@ -22,11 +22,11 @@ from diloco.settings import folders
 from diloco.settings.loading import parse_assignments
 from diloco.settings.presets import changed_settings
 from diloco.settings.run import RunSettings
+from diloco_ops.inputs import data_source
 from diloco_ops.reading import run_reader
 from diloco_ops.reading.asking import ask
 from diloco_ops.reading.local_runs import newest_run
 from diloco_ops.up.environment import learner_environment
-from diloco_ops.up.inputs import data_source
 from diloco_ops.up.run_summary import printable
 from diloco_ops.weights import export, scratch
 from diloco_ops.weights.export import TASK

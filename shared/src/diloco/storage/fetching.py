@@ -1,4 +1,4 @@
-"""What lies elsewhere, brought to this machine: :func:`fetched` returns a local path with the same content.
+"""Files and folders of places, brought to this machine: :func:`fetched` returns a local path with the same content.
 
 The cache is a folder of ``cache_dir``:
 

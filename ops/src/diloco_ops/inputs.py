@@ -1,4 +1,4 @@
-"""What a run is given to train on and to begin with, as its services are told it."""
+"""The data and the first weights that a run is given, as its services are told them."""
 
 from __future__ import annotations
 
