@@ -65,7 +65,14 @@ def weed_server(folder: Path) -> Iterator[str]:
         "-s3",
         f"-s3.config={folder}/s3.json",
     ]
-    command += ["-master.volumeSizeLimitMB=64", "-volume.max=20", *options]
+    command += [
+        "-s3.port.iceberg=0",
+        "-s3.port.lance=0",
+        "-master.telemetry=false",
+        "-master.volumeSizeLimitMB=64",
+        "-volume.max=100",
+        *options,
+    ]
     with (folder / "weed.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
     url = f"http://127.0.0.1:{ports['s3']}"
@@ -224,8 +231,9 @@ def hub_server(files: Mapping[str, bytes]) -> Iterator[Hub]:
 
     class Routes(_Quiet):
         def do_GET(self) -> None:
-            hub.authorised.add(self.headers.get("Authorization", ""))
             path = self.path.partition("?")[0]
+            if "/org/" in path:
+                hub.authorised.add(self.headers.get("Authorization", ""))
             if "org/gated" in path:
                 self.answer_json({}, 403, {"X-Error-Code": "GatedRepo", "X-Error-Message": "gated"})
             elif "org/model" not in path:
@@ -233,7 +241,10 @@ def hub_server(files: Mapping[str, bytes]) -> Iterator[Hub]:
             elif "/tree/" in path:
                 below = path.partition("/tree/")[2].partition("/")[2]
                 listed = [_about(name, content) for name, content in hub.files.items() if name.startswith(below)]
-                self.answer_json(listed, 200 if listed else 404, {} if listed else {"X-Error-Code": "EntryNotFound"})
+                if listed:
+                    self.answer_json(listed)
+                else:
+                    self.answer_json({}, 404, {"X-Error-Code": "EntryNotFound"})
             elif "/resolve/" in path:
                 name = path.partition("/resolve/")[2].partition("/")[2]
                 self.answer_file(hub.files[name], f'"{_blob(hub.files[name])}"')

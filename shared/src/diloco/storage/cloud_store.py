@@ -41,6 +41,7 @@ AT_ONCE = 4  # parts of one upload in flight
 _CODE = re.compile(r"<Code>([A-Za-z0-9]{1,64})</Code>")
 _STATUS = re.compile(r"status code: (\d{3})")
 _CREDENTIALS = re.compile(r"169\.254\.|metadata\.google|credential|IMDS|imds", re.I)
+_NO_BUCKET = "NoSuchBucket"
 _EXPIRED = ("ExpiredToken", "TokenRefreshRequired", "RequestExpired")
 
 
@@ -160,7 +161,7 @@ class CloudStore:
         try:
             yield
         except FileNotFoundError as error:
-            what = "there is no such bucket" if "NoSuchBucket" in str(error) else "there is no such object"
+            what = "there is no such bucket" if _NO_BUCKET in str(error) else "there is no such object"
             raise ObjectMissingError(f"{place}: {what}") from None
         except AlreadyExistsError:
             raise ObjectExistsError(f"{place}: exists already") from None
@@ -169,6 +170,8 @@ class CloudStore:
         except NotSupportedError:
             raise ObjectStoreError(f"{place}: the server does not support this (a range, or a conditional write)") from None
         except (BaseError, ValueError) as error:
+            if _NO_BUCKET in str(error):
+                raise ObjectMissingError(f"{place}: there is no such bucket") from None
             raise ObjectStoreError(f"{place}: {_why(error)}") from None
 
 
