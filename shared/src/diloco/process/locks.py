@@ -68,7 +68,7 @@ def share(path: Path, chosen: ChosenFolder) -> None:
     Raises:
         DilocoError: as :func:`wait_for`.
     """
-    if all(file.name != str(path) for file in _held):
+    if not path.exists() or all(file.name != str(path) for file in _held):  # it may have been deleted since
         _held.append(_locked(path, chosen, fcntl.LOCK_SH))
 
 
