@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 from blake3 import blake3
 
@@ -213,7 +213,7 @@ class _CachedPlace:
                 part.unlink(missing_ok=True)
                 return
             if self.select is not None:
-                self._bring_parts(store, of, file, self.select)
+                self._bring_parts(store, of, part, self.select)
                 part.replace(blob)
                 return
             have = os.fstat(file.fileno()).st_size
@@ -229,19 +229,21 @@ class _CachedPlace:
             os.fsync(file.fileno())
             part.replace(blob)
 
-    def _bring_parts(self, store: ObjectStore, of: StoredObject, file: IO[bytes], select: Selection) -> None:
+    def _bring_parts(self, store: ObjectStore, of: StoredObject, target: Path, select: Selection) -> None:
         """Fill a file with the selected parts of an object."""
         try:
             parts = select.ranges(cast(BinaryIO, io.BufferedReader(StoredFile(store, of), FOOTER_BYTES)))
         except DataError as error:
             raise DataError(f"{self.place}: {of.key}: {error}") from None
-        file.truncate(0)
         self._make_room(sum(stop - start for start, stop in parts))
-        file.truncate(of.size_bytes)
-        for start, stop in parts:
-            for block in _in_ranges(store, of, start, stop):
-                start += os.pwrite(file.fileno(), block, start)
-        os.fsync(file.fileno())
+        with target.open("wb") as file:  # the locked one only appends
+            file.truncate(of.size_bytes)
+            for start, stop in parts:
+                file.seek(start)
+                for block in _in_ranges(store, of, start, stop):
+                    file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
 
     def _make_room(self, needed_bytes: int) -> None:
         """Drop places that no process uses until there is room.
