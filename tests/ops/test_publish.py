@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tests.made.object_stores import DyingStore, Killed, memory_store, use
 
 from diloco.errors import ObjectStoreError, SettingsError
+from diloco.process import observe
+from diloco.process.retry import Complaint
+from diloco.service.rundir import RunDirectory
 from diloco.settings.places import parse_place
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
 from diloco.storage.cloud_store import CloudStore
 from diloco_ops.publish import owner, publisher
+from diloco_ops.weights.versions import Versions
 
 TO = "s3://bucket/published"
 PLACE = parse_place(TO)
@@ -120,3 +127,84 @@ def test_what_is_no_place_is_refused_as_a_setting(to: str, said: str) -> None:
     with pytest.raises(SettingsError, match=said) as error:
         run_settings(overrides={"publish.to": to})
     assert "hidden" not in str(error.value)
+
+
+class Course:
+    """A run's log as a publisher looks at it: at each look the versions of two fragments, and whether they are closed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, looks: list[tuple[int, int, bool]]) -> None:
+        self.looks, self.written = iter(looks), list[Versions]()
+        monkeypatch.setattr(publisher, "read_chains", self.read)
+        monkeypatch.setattr(publisher.export, "export_versions", self.write)
+        monkeypatch.setattr(publisher, "LOOK_S", 0.0)
+        monkeypatch.setattr(publisher, "RETRY_S", 0.0)
+        self.log = SimpleNamespace(run=SimpleNamespace(name="one", identity=b"\0" * 8), log=None)
+
+    async def read(self, log: object) -> list[SimpleNamespace]:
+        one, other, closed = next(self.looks)
+        return [SimpleNamespace(version=version, closed=closed) for version in (one, other)]
+
+    async def write(self, seen: object, draft: Path, asked: object, versions: Versions, ask_task: object) -> list[int]:
+        self.written.append(versions)
+        await asyncio.to_thread(draft.write_text, f"weights of {versions}")
+        return [versions if isinstance(versions, int) else 9] * 2
+
+
+def publishing(path: Path) -> publisher.Publisher:
+    settings = run_settings(overrides={"publish.to": TO, "publish.every_versions": 4, "publish.keep": 1})
+    return publisher.Publisher(RunDirectory(path, "one", "", None, settings), observe.get_logger())
+
+
+def test_weights_are_published_when_all_fragments_have_them_and_at_the_end(
+    store: CloudStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    course = Course(monkeypatch, [(0, 0, False), (4, 3, False), (5, 4, False), (6, 6, False), (13, 12, False), (14, 14, True)])
+    asyncio.run(publishing(tmp_path)._follow(course.log))  # type: ignore[arg-type]
+    assert course.written == [4, 12, None]
+    assert sorted(each.key for each in store.list("published")) == [
+        "published/00000012/model.safetensors",
+        "published/final/model.safetensors",
+        "published/latest.json",
+    ]
+    assert json.loads(read(store, "latest.json"))["folder"] == "final"
+    assert not [*(tmp_path / publisher.DRAFTS).iterdir()]
+
+
+def test_a_store_that_refuses_is_said_once_and_the_newest_weights_are_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    inner, refusals = memory_store(), iter([True, True, True, False, False, False])
+
+    class Expired(DyingStore):
+        def send(self, files: Sequence[tuple[str, Path]]) -> None:
+            if next(refusals):
+                raise ObjectStoreError("s3://bucket/published: the credentials have expired (status 400, ExpiredToken)")
+            super().send(files)
+
+    use(monkeypatch, Expired(inner), publisher)
+    said, own = list[str](), publishing(tmp_path)
+    own._failing = Complaint(SimpleNamespace(warning=lambda event, **values: said.append(event)))  # type: ignore[arg-type]
+    course = Course(monkeypatch, [(4, 4, False), (8, 8, False), (9, 9, False), (9, 9, False), (9, 9, True)])
+    failing = list[dict[str, str]]()
+    tell = own._tell
+    monkeypatch.setattr(own, "_tell", lambda **values: (tell(**values), failing.append(publisher.failures(tmp_path, "p")))[0])
+    own._pause_s = 0.0
+    asyncio.run(own._follow(course.log))  # type: ignore[arg-type]
+    assert course.written == [4, 8, 8, 8, None]
+    assert said == ["publishing_failed"]
+    reason = "s3://bucket/published: the credentials have expired (status 400, ExpiredToken)"
+    assert failing == [{"p": reason}] * 3 + [{}, {}]
+
+
+def test_final_weights_that_cannot_be_published_end_with_the_command_that_exports_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Refusing(DyingStore):
+        def send(self, files: Sequence[tuple[str, Path]]) -> None:
+            raise ObjectStoreError("s3://bucket/published: refused")
+
+    use(monkeypatch, Refusing(memory_store()), publisher)
+    course, own = Course(monkeypatch, [(4, 4, True)] * 3), publishing(tmp_path)
+    monkeypatch.setattr(publisher, "END_S", -1.0)
+    with pytest.raises(ObjectStoreError, match=f"refused; .*: diloco export {tmp_path} s3://bucket/published/final$"):
+        asyncio.run(own._follow(course.log))  # type: ignore[arg-type]

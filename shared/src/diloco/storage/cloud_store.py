@@ -121,7 +121,8 @@ class CloudStore:
             options["if_match"] = of.etag
         with self._errors(of.key):
             result = obstore.get(self._store, of.key, options=options)
-            if result.meta["size"] != of.size_bytes:  # before its bytes are taken in
+            now = _stored(result.meta)
+            if (now.size_bytes, now.etag) != (of.size_bytes, of.etag):  # before its bytes are taken in
                 raise ObjectMissingError(f"{self._shown}/{of.key}: was replaced while it was read; read it again")
             return result.bytes().to_bytes()
 
