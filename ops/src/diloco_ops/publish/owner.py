@@ -41,7 +41,7 @@ def claim(to: str, run: str, token: str | None) -> str:
             store.put(key, content, create=True)
         except ObjectExistsError:
             found = store.head(key)
-            other = _decoded(store.get(found, 0, min(found.size_bytes, MAX_BYTES)))
+            other = decode_owner(store.get(found, 0, min(found.size_bytes, MAX_BYTES)))
             if token is None or other.get("token") != token:
                 raise SettingsError(
                     f"publish.to = {place}: run {other.get('run')!r} of {other.get('host')} publishes there; choose another "
@@ -53,7 +53,8 @@ def claim(to: str, run: str, token: str | None) -> str:
     return str(mine["token"])
 
 
-def _decoded(data: bytes) -> dict[str, Any]:
+def decode_owner(data: bytes) -> dict[str, Any]:
+    """Return what an owner's object says; nothing where it is damaged."""
     try:
         found = json.loads(data)
     except (ValueError, RecursionError):
