@@ -56,6 +56,20 @@ def test_one_run_owns_a_place_and_finds_it_its_own_again(store: CloudStore, tmp_
     assert token not in str(store.head("published/owner.json"))
 
 
+def test_a_run_that_cannot_be_begun_gives_its_place_back(store: CloudStore, tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path, "one", "", None, run_settings(overrides={"publish.to": TO}))
+    with pytest.raises(OSError, match="full"), owner.claimed(directory):
+        raise OSError("the disk is full")
+    with owner.claimed(directory):
+        pass
+    with pytest.raises(KeyboardInterrupt), owner.claimed(directory):  # it has begun by now
+        raise KeyboardInterrupt
+    assert owner.claim(TO, "one", owner.read(tmp_path)) == owner.read(tmp_path)
+    with owner.claimed(RunDirectory(tmp_path / "other", "other", "", None, run_settings())):
+        pass
+    assert not (tmp_path / "other").exists()
+
+
 def test_a_place_that_cannot_be_written_is_said_with_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     class ReadOnly(DyingStore):
         def put(self, key: str, data: bytes, *, create: bool = False) -> None:

@@ -10,11 +10,14 @@ import json
 import platform
 import secrets
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from diloco.errors import ObjectExistsError, ObjectStoreError, SettingsError
 from diloco.process import files
+from diloco.service.rundir import RunDirectory
 from diloco.settings.places import parse_place
 from diloco.storage.opening import open_store
 
@@ -51,6 +54,29 @@ def claim(to: str, run: str, token: str | None) -> str:
     except ObjectStoreError as error:
         raise ObjectStoreError(f"publish.to = {place}: cannot be written: {error}") from None
     return str(mine["token"])
+
+
+@contextmanager
+def claimed(directory: RunDirectory) -> Iterator[None]:
+    """Make a run the owner of the place where it publishes, if it does; a new run gives it back if it cannot be begun.
+
+    Raises:
+        SettingsError, ObjectStoreError: as :func:`claim`.
+    """
+    to, before = directory.settings.publish.to, read(directory.path)
+    if not to:
+        yield
+        return
+    token = claim(to, directory.name, before)
+    try:
+        yield
+    except BaseException:
+        if before is None:
+            with suppress(ObjectStoreError):
+                place = parse_place(to)
+                open_store(place).delete([place.below(OBJECT).key])
+        raise
+    write(directory.path, token)
 
 
 def decode_owner(data: bytes) -> dict[str, Any]:

@@ -196,12 +196,9 @@ def locked_run(
                 directory = _checked(directory, source, nats_url)
     directory = origin.noted(directory)
     with rundir.locked(directory.path):
-        publishing = directory.settings.publish.to
-        token = owner.claim(publishing, directory.name, owner.read(directory.path)) if publishing else None
-        if not resumed:
-            directory = _begun(directory, source, at, existed=existed, quiet=quiet)
-        if token is not None:
-            owner.write(directory.path, token)
+        with owner.claimed(directory):
+            if not resumed:
+                directory = _begun(directory, source, at, existed=existed, quiet=quiet)
         yield directory, resumed or source is not None
 
 
