@@ -67,9 +67,11 @@ class Publisher:
                 async with run_reader.opened(self.directory.path) as seen:
                     await self._follow(seen)
                     return
-            except (BrokerError, RunError) as error:  # the server is away, or the run has no version yet
+            except BrokerError as error:
                 self._waiting.warn("publisher_waits", reason=str(error))
-                await asyncio.sleep(LOOK_S)
+            except RunError as error:  # it has no version yet
+                self.log.debug("publisher_waits", reason=str(error))
+            await asyncio.sleep(LOOK_S)
 
     async def _newest_there(self) -> int:
         """Return the newest version that an earlier process of this run published; 0: none, or it cannot be known."""
