@@ -20,6 +20,7 @@ from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
 from diloco.storage.cloud_store import CloudStore
 from diloco_ops.publish import owner, publisher
+from diloco_ops.weights import export
 from diloco_ops.weights.versions import Versions
 
 TO = "s3://bucket/published"
@@ -36,6 +37,10 @@ def store(monkeypatch: pytest.MonkeyPatch) -> CloudStore:
 def read(store: CloudStore, key: str) -> bytes:
     found = store.head(f"published/{key}")
     return store.get(found, 0, found.size_bytes)
+
+
+def send(made: tuple[Path, dict[str, object]], keep: int) -> None:
+    publisher.send(made[0], PLACE, made[1], keep)
 
 
 def folder(path: Path, number: int | str) -> tuple[Path, dict[str, object]]:
@@ -83,7 +88,7 @@ def test_a_place_that_cannot_be_written_is_said_with_the_setting(monkeypatch: py
 def test_the_last_few_versions_and_the_final_weights_stay(store: CloudStore, tmp_path: Path) -> None:
     owner.claim(TO, "one", None)
     for number in (24, 48, 72, "final", 120):
-        publisher.send(*_in_order(folder(tmp_path, number)), keep=2)
+        send(folder(tmp_path, number), keep=2)
     assert sorted(each.key for each in store.list("published")) == [
         "published/00000072/config.json",
         "published/00000072/model.safetensors",
@@ -97,10 +102,6 @@ def test_the_last_few_versions_and_the_final_weights_stay(store: CloudStore, tmp
     assert json.loads(read(store, "latest.json"))["folder"] == "00000120"
 
 
-def _in_order(made: tuple[Path, dict[str, object]]) -> tuple[Path, object, dict[str, object]]:
-    return made[0], PLACE, made[1]  # type: ignore[return-value]
-
-
 @pytest.mark.parametrize("after", [False, True])
 def test_the_latest_weights_are_whole_whenever_a_publisher_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: bool
@@ -108,14 +109,14 @@ def test_the_latest_weights_are_whole_whenever_a_publisher_is_killed(
     made = [folder(tmp_path, number) for number in (24, 48)]
     whole = DyingStore(memory_store())
     use(monkeypatch, whole, publisher)
-    publisher.send(*_in_order(made[0]), keep=1)
+    send(made[0], keep=1)
     for number in range(1, len(whole.requests) + 2):
         inner = memory_store()
         use(monkeypatch, inner, publisher)
-        publisher.send(*_in_order(made[0]), keep=1)
+        send(made[0], keep=1)
         use(monkeypatch, DyingStore(inner, number, after=after), publisher)
         with pytest.raises(Killed):
-            publisher.send(*_in_order(made[1]), keep=1)
+            send(made[1], keep=1)
         latest = json.loads(read(inner, "latest.json"))["folder"]
         assert read(inner, f"{latest}/model.safetensors") == f"weights {int(latest)}".encode()
         assert read(inner, f"{latest}/config.json") == b"{}"
@@ -149,7 +150,7 @@ class Course:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, looks: list[tuple[int, int, bool]]) -> None:
         self.looks, self.written = iter(looks), list[Versions]()
         monkeypatch.setattr(publisher, "read_chains", self.read)
-        monkeypatch.setattr(publisher.export, "export_versions", self.write)
+        monkeypatch.setattr(export, "export_versions", self.write)
         monkeypatch.setattr(publisher, "LOOK_S", 0.0)
         monkeypatch.setattr(publisher, "RETRY_S", 0.0)
         self.log = SimpleNamespace(run=SimpleNamespace(name="one", identity=b"\0" * 8), log=None)
@@ -197,11 +198,15 @@ def test_a_store_that_refuses_is_said_once_and_the_newest_weights_are_tried_agai
 
     use(monkeypatch, Expired(inner), publisher)
     said, own = list[str](), publishing(tmp_path)
-    own._failing = Complaint(SimpleNamespace(warning=lambda event, **values: said.append(event)))  # type: ignore[arg-type]
+    own._failing = Complaint(SimpleNamespace(warning=lambda event, **values: said.append(event)))
     course = Course(monkeypatch, [(4, 4, False), (8, 8, False), (9, 9, False), (9, 9, False), (9, 9, True)])
-    failing = list[dict[str, str]]()
-    tell = own._tell
-    monkeypatch.setattr(own, "_tell", lambda **values: (tell(**values), failing.append(publisher.failures(tmp_path, "p")))[0])
+    failing, tell = list[dict[str, str]](), own._tell
+
+    def tell_and_look(**values: object) -> None:
+        tell(**values)
+        failing.append(publisher.failures(tmp_path, "p"))
+
+    monkeypatch.setattr(own, "_tell", tell_and_look)
     own._pause_s = 0.0
     asyncio.run(own._follow(course.log))  # type: ignore[arg-type]
     assert course.written == [4, 8, 8, 8, None]
