@@ -36,7 +36,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> CloudStore:
 
 def read(store: CloudStore, key: str) -> bytes:
     found = store.head(f"published/{key}")
-    return store.get(found, 0, found.size_bytes)
+    return bytes(store.get(found, 0, found.size_bytes))
 
 
 def send(made: tuple[Path, dict[str, object]], keep: int) -> None:

@@ -57,7 +57,7 @@ def begin(directory: Path, *options: str) -> list[str]:
 
 def latest(store: ObjectStore) -> str:
     found = store.head("published/latest.json")
-    return str(json.loads(store.get(found, 0, found.size_bytes))["folder"])
+    return str(json.loads(bytes(store.get(found, 0, found.size_bytes)))["folder"])
 
 
 def test_a_run_lives_in_a_bucket_and_trains_on_without_it(store: ObjectStore, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from diloco.errors import ObjectExistsError, ObjectMissingError, ObjectStoreErro
 from diloco.settings import folders
 from diloco.settings.places import parse_place
 from diloco.storage import cloud_store
-from diloco.storage.fetching import fetched
+from diloco.storage.fetching import RANGE_BYTES, fetched
 from diloco.storage.object_store import PART_BYTES, ObjectStore
 from diloco.storage.opening import open_store
 from diloco_ops.checkpoints import in_bucket
@@ -155,12 +155,12 @@ def test_a_process_that_is_killed_while_it_uploads_leaves_the_newest_whole_check
 
 
 def test_a_download_that_was_cut_goes_on_where_it_stopped(weed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    large = os.urandom(8 * (8 << 20))
+    large = os.urandom(8 * RANGE_BYTES)
     (tmp_path / "large").write_bytes(large)
     store_of("cut-download").send([("large", tmp_path / "large")])
     with cutting_proxy(weed) as proxy, monkeypatch.context() as patched:
         patched.setenv("AWS_ENDPOINT_URL", proxy.url)
-        proxy.cuts_at = 6
+        proxy.cuts_at = 7  # the head, and five ranges before
         with pytest.raises(ObjectStoreError):
             fetched("s3://cut-download/large")
         [part] = (tmp_path / "cache").rglob("*.part")
@@ -180,9 +180,8 @@ def test_files_come_from_a_web_server_whose_certificate_is_trusted(tmp_path: Pat
         monkeypatch.setenv("SSL_CERT_FILE", str(server.authority))
         assert fetched(f"{server.url}/data/large.bin").read_bytes() == large
         assert sorted(each.split()[2] for each in server.asked if each.startswith("GET")) == [
-            "bytes=0-8388607",
+            "bytes=0-16777215",
             "bytes=16777216-20971519",
-            "bytes=8388608-16777215",
         ]
         with pytest.raises(ObjectMissingError, match=r"/data/other.bin: there is no such object"):
             fetched(f"{server.url}/data/other.bin")

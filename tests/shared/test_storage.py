@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from pathlib import Path
 
@@ -129,6 +130,16 @@ def test_an_object_that_changes_while_it_is_read_is_no_mixture(tmp_path: Path) -
     store.put("file", b"new content")
     with pytest.raises(ObjectMissingError, match="s3://bucket/file: was replaced while it was read"):
         store.get(seen, 0, 5)
+
+
+@pytest.mark.parametrize(("blocks", "said"), [([b"123", b"45"], None), ([b"1234"], "only 4"), ([b"123", b"456"], "more")])
+def test_a_server_that_sends_other_than_was_asked_is_refused(blocks: list[bytes], said: str | None) -> None:
+    endless = itertools.chain(blocks, [] if said != "more" else itertools.repeat(b"more"))
+    if said is None:
+        assert memory_store()._whole("file", endless, 5) == b"12345"
+    else:
+        with pytest.raises(ObjectStoreError, match=f"s3://bucket/file: the server sent {said} bytes, expected 5"):
+            memory_store()._whole("file", endless, 5)
 
 
 def test_what_was_brought_serves_while_the_store_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,7 @@ def claim(to: str, run: str, token: str | None) -> str:
             store.put(key, content, create=True)
         except ObjectExistsError:
             found = store.head(key)
-            other = decode_owner(store.get(found, 0, min(found.size_bytes, MAX_BYTES)))
+            other = decode_owner(bytes(store.get(found, 0, min(found.size_bytes, MAX_BYTES))))
             if token is None or other.get("token") != token:
                 raise SettingsError(
                     f"publish.to = {place}: run {other.get('run')!r} of {other.get('host')} publishes there; choose another "

@@ -78,7 +78,7 @@ class Publisher:
         try:
             store = await asyncio.to_thread(open_store, self.place)
             found = await asyncio.to_thread(store.head, self.place.below(LATEST_NAME).key)
-            latest = json.loads(await asyncio.to_thread(store.get, found, 0, min(found.size_bytes, 1 << 16)))
+            latest = json.loads(bytes(await asyncio.to_thread(store.get, found, 0, min(found.size_bytes, 1 << 16))))
             return int(latest["folder"])
         except (ObjectStoreError, SettingsError, ValueError, LookupError, TypeError):
             return 0

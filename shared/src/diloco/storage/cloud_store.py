@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import obstore
@@ -31,6 +31,9 @@ from diloco.errors import DataError, ObjectExistsError, ObjectMissingError, Obje
 from diloco.settings.places import StoragePlace
 from diloco.storage import aws_profiles
 from diloco.storage.object_store import MOST_PARTS, PART_BYTES, StoredObject
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")  # of a server that speaks S3
 AUTHORITIES = ("AWS_CA_BUNDLE", "SSL_CERT_FILE")  # files of certificates that are trusted besides the system's
@@ -110,7 +113,7 @@ class CloudStore:
         with self._errors(key):
             return _stored(obstore.head(self._store, key))
 
-    def get(self, of: StoredObject, start: int, stop: int) -> bytes:
+    def get(self, of: StoredObject, start: int, stop: int) -> Buffer:
         """Return the bytes ``start`` to ``stop`` of an object."""
         if start == stop:
             return b""
@@ -124,7 +127,21 @@ class CloudStore:
             now = _stored(result.meta)
             if (now.size_bytes, now.etag) != (of.size_bytes, of.etag):  # before its bytes are taken in
                 raise ObjectMissingError(f"{self._shown}/{of.key}: was replaced while it was read; read it again")
-            return result.bytes().to_bytes()
+            return self._whole(of.key, result.stream(stop - start), stop - start)
+
+    def _whole(self, key: str, blocks: Iterable[Buffer], size_bytes: int) -> Buffer:
+        """Return blocks as one, which is to have so many bytes; no more are taken in, whatever the server sends."""
+        found: list[Buffer] = []
+        came = 0
+        for block in blocks:
+            came += len(memoryview(block))
+            if came > size_bytes:
+                break
+            found.append(block)
+        if came != size_bytes:
+            what = "more" if came > size_bytes else f"only {came}"
+            raise ObjectStoreError(f"{self._shown}/{key}: the server sent {what} bytes, expected {size_bytes}")
+        return found[0] if len(found) == 1 else b"".join(found)
 
     def list(self, prefix: str) -> Iterator[StoredObject]:
         """Yield all objects below a folder."""

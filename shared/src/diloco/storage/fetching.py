@@ -39,7 +39,7 @@ from diloco.storage.opening import open_store
 
 FOLDER = "storage"  # of cache_dir
 BLOBS, PLACES, PART, USED, LAST, WHOLE = "blobs", "places", ".part", ".used", "last.json", "whole"
-RANGE_BYTES = 8 << 20  # of one request
+RANGE_BYTES = 16 << 20  # of one request
 FOOTER_BYTES = 1 << 16  # read at once where a few bytes are asked for
 AHEAD = 4  # ranges of one object, and objects, in flight
 RESERVE_BYTES = 1 << 30  # that a disk keeps free, or 5 % of it where that is less
@@ -127,10 +127,10 @@ def find_objects(store: ObjectStore, place: StoragePlace, only: Sequence[str] = 
     return sorted(found, key=lambda each: each[0])
 
 
-def _in_ranges(store: ObjectStore, of: StoredObject, start: int, stop: int) -> Iterator[bytes]:
+def _in_ranges(store: ObjectStore, of: StoredObject, start: int, stop: int) -> Iterator[memoryview]:
     """Yield the bytes ``start`` to ``stop`` of an object, in order; a few ranges are asked for ahead."""
     if stop - start <= RANGE_BYTES:
-        yield store.get(of, start, stop)
+        yield memoryview(store.get(of, start, stop))
         return
     begins = range(start, stop, RANGE_BYTES)
     with ThreadPoolExecutor(AHEAD, "storage-range") as pool:
@@ -138,9 +138,9 @@ def _in_ranges(store: ObjectStore, of: StoredObject, start: int, stop: int) -> I
         for begin in begins:
             asked.append(pool.submit(store.get, of, begin, min(begin + RANGE_BYTES, stop)))
             if len(asked) == AHEAD:
-                yield asked.pop(0).result()
+                yield memoryview(asked.pop(0).result())
         for each in asked:
-            yield each.result()
+            yield memoryview(each.result())
 
 
 @dataclass(frozen=True)
@@ -285,7 +285,7 @@ class StoredFile(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         """Fill a buffer with the next bytes; return how many there were."""
         stop = max(self._at, min(self._at + len(buffer), self._of.size_bytes))
-        block = self._store.get(self._of, self._at, stop) if stop > self._at else b""
+        block = memoryview(self._store.get(self._of, self._at, stop) if stop > self._at else b"")
         buffer[: len(block)] = block
         self._at += len(block)
         return len(block)

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 PART_BYTES = 8 << 20  # of an upload of several parts: at most 10,000 of them are allowed, so 80 GB
 MOST_PARTS = 10_000
@@ -34,8 +37,8 @@ class ObjectStore(Protocol):
             ObjectMissingError: there is none.
         """
 
-    def get(self, of: StoredObject, start: int, stop: int) -> bytes:
-        """Return the bytes ``start`` to ``stop`` of an object.
+    def get(self, of: StoredObject, start: int, stop: int) -> Buffer:
+        """Return the bytes ``start`` to ``stop`` of an object, in whatever buffer they came.
 
         Raises:
             ObjectMissingError: there is none, or it has another content than ``of`` says.
