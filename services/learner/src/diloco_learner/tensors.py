@@ -34,7 +34,7 @@ class Tensor:
     output_axis: int | tuple[int, ...] = 0  # the axis of output units, or several; -1 for kernels of shape (in, out)
     parts: tuple[int, ...] = ()  # sizes along the last output axis of matrices fused into one; (): one matrix
     partition: PartitionSpec | None = None  # over the axes "data", "fsdp", "tensor"; None: the mesh's default
-    stacked: bool = False  # the first axis is one of layers, as jax.lax.scan takes them
+    stacked: bool = False  # the first axis is an axis of layers, as in jax.lax.scan
 
     def spec(self, path: str, shape: Shape) -> TensorSpec:
         """Return the tensor as the log has it, of this path and shape in the model."""
