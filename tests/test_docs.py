@@ -36,9 +36,8 @@ METRICS = ROOT / "docs" / "metrics.md"
 SECURITY = ROOT / "docs" / "security.md"
 MAINTAINERS = ROOT / "docs" / "maintainers.md"
 QUALITY = ROOT / "docs" / "quality.md"
-PAGES = sorted(str(path.relative_to(ROOT)) for path in [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"])
 SERVICES_TESTS = ROOT / "tests" / "services"
-PAGES = sorted(str(page.relative_to(ROOT)) for folder in ("docs", ".") for page in (ROOT / folder).glob("*.md"))
+PAGES = sorted(str(page.relative_to(ROOT)) for page in [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")])
 TABLE_BEGINS, TABLE_ENDS = "<!-- made from the code -->\n", "\n<!-- end -->"
 BOUNDS_BEGIN = "<!-- made from tests/made/message_bounds.py -->\n"
 HEAD = """# Settings of a run
@@ -273,6 +272,13 @@ def test_links_to_a_heading_find_it(page: str) -> None:
     path = ROOT / page
     for target, anchor in re.findall(r"\]\((?!http)([^)#\s]*\.md|)#([^)\s]+)\)", path.read_text()):
         assert anchor in headings(path.parent / target if target else path), f"{page} links to {target}#{anchor}"
+
+
+def test_tests_that_the_page_on_security_names_exist() -> None:
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    named = re.findall(r"`(test_\w+)`", SECURITY.read_text())
+    assert len(named) > 30
+    assert [name for name in named if f"def {name}(" not in tests] == []
 
 
 def test_numbers_of_the_page_on_quality_are_those_of_the_trials() -> None:
