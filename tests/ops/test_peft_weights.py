@@ -64,7 +64,7 @@ def test_names_are_those_that_peft_itself_gives(options: dict[str, Any]) -> None
         (specs(), {"r": 4}, "--config c: r is 4, but '.*lora_A/default/weight' of the run has the rank 2"),
         (specs(), {"target_modules": ["v"]}, "--config c: target_modules does not have 'q', whose '.*' the run trains"),
         (specs(), {"target_modules": "v.*"}, "--config c: target_modules does not have 'q'"),
-        (specs(), {"target_modules": "*"}, r"--config c: target_modules is '\*', which is no regular expression"),
+        (specs(), {"target_modules": "*"}, r"--config c: target_modules is '\*', which is not a regular expression"),
         (specs(), {"target_modules": None}, "--config c: target_modules does not have 'q'"),
         (specs(), {"target_modules": 3, "rank_pattern": 3}, "--config c: target_modules does not have 'q'"),
         (

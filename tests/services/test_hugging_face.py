@@ -140,7 +140,7 @@ def test_a_folder_needs_a_configuration_and_is_new(text: str, tmp_path: Path, di
         written = diloco("export", run, str(out), "--format", "hf", *options)
         assert written.code == 0, written
         refused = diloco("export", run, str(out), "--format", "hf", *options)
-        assert (refused.code, "exists, and is no empty folder; name a new one" in refused.err) == (2, True)
+        assert (refused.code, "exists, and is not an empty folder; name a new one" in refused.err) == (2, True)
     finally:
         server.stop()
     assert json.loads((out / "config.json").read_text()) == {"model_type": "mine"}

@@ -143,7 +143,7 @@ class Server:
         if not self._says(b"Server is ready", old_bytes):
             self.kill()
             raise BrokerError(
-                f"nats-server: did not come up on port {self.port}: {self._log_end()}; all of it is in {self.log_file}"
+                f"nats-server: did not come up on port {self.port}: {self._log_end()}; its log is {self.log_file}"
             )
 
     def reload(self) -> None:
@@ -156,7 +156,7 @@ class Server:
         (self.directory / "nats-server.conf").write_text(self._configuration())
         self.send_signal(signal.SIGHUP)
         if not self._says(b"Reloaded server configuration", old_bytes):
-            raise BrokerError(f"nats-server: goes on as it was: {self._log_end()}; all of it is in {self.log_file}")
+            raise BrokerError(f"nats-server: keeps its old configuration: {self._log_end()}; its log is {self.log_file}")
 
     def _says(self, word: bytes, old_bytes: int) -> bool:
         """Wait until it says something in what is new of its log; whether it does, in time."""

@@ -249,7 +249,7 @@ def checkpoint(
 ) -> int:
     """Take a checkpoint of a whole run, without a pause. Exit code 1 if learners' states are still on other machines.
 
-    `diloco checkpoint collect CHECKPOINT FOLDER...` looks for these states in folders, and makes the checkpoint whole.
+    `diloco checkpoint collect CHECKPOINT FOLDER...` completes the checkpoint with these states from folders.
     """
     if words[0] == Path("collect") and len(words) > 1:
         if out is not None:

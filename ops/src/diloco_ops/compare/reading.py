@@ -199,5 +199,5 @@ def checked(path: Path) -> Path:
         RunError: nothing is there.
     """
     if not path.exists():
-        raise RunError(f"{path}: nothing is there; give a run's directory, or the results of an experiment of the lab")
+        raise RunError(f"{path}: does not exist; give a run's directory, or the results of an experiment of the lab")
     return path

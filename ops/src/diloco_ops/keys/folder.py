@@ -196,7 +196,7 @@ class Folder:
             self.replace(entry)
             return answer
         if not path.exists():
-            raise SettingsError(f"{path}: was handed over and is no longer here: put it back, because its keys are kept")
+            raise SettingsError(f"{path}: is missing, and the grant is written into it: put the file back")
         identity.load(path)
         write(path, identity_text(tomllib.loads(path.read_text(encoding="utf-8")) | granted), SECRET)
         self.replace(entry)

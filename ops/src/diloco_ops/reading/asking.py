@@ -36,4 +36,4 @@ def ask(module: str, request: Mapping[str, Any], environment: Mapping[str, str])
             answer = json.loads(line)
             if isinstance(answer, dict):
                 return answer
-    raise DilocoError(f"{LEARNER}.{module} ended without an answer: the task has ended the process, by os._exit or the like")
+    raise DilocoError(f"{LEARNER}.{module} ended without an answer: the task ended the process, for example by os._exit")

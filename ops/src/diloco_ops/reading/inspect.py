@@ -110,7 +110,7 @@ def logs(
     level: Annotated[str, typer.Option(help="Least level to show: debug, info, warning or error.")] = "debug",
     json_: Annotated[bool, typer.Option("--json", help="As JSON lines.")] = False,
 ) -> None:
-    """Show all services' logs of a run, in the order of time."""
+    """Show the logs of all services of a run, in order of time."""
     console = Console(soft_wrap=True)
     for entry in run_logs.merge(directory or newest_run("diloco logs"), service or [], level=level, follow=follow):
         if json_:

@@ -66,8 +66,8 @@ def per_process(devices: int | None, processes: int) -> int | None:
     """
     if devices is not None and devices % processes:
         raise SettingsError(
-            f"--devices-per-learner {devices}: {processes} processes do not divide them (--processes-per-learner): each "
-            "has as many devices as the others"
+            f"--devices-per-learner {devices}: not divisible by {processes} processes (--processes-per-learner): each "
+            "process needs the same number of devices"
         )
     return None if devices is None else devices // processes
 
@@ -132,12 +132,12 @@ def metrics_addresses(count: int) -> list[str]:
     last = first + count - 1
     if last > MOST_PORT:
         raise SettingsError(
-            f"environment: {METRICS} = {text}: {count} services take a port each from there on, and {MOST_PORT} is the last one"
+            f"environment: {METRICS} = {text}: {count} services need a port each from there on, and {MOST_PORT} is the last one"
         )
     if taken := [port for port in range(first, last + 1) if not pages.is_free(host, port)]:
         raise SettingsError(
             f"environment: {METRICS} = {text}: the run's {count} services take ports {first} to {last}, and {taken[0]} "
-            "cannot be listened at; give another first port, or 0 for any"
+            "is in use; give another first port, or 0 for any"
         )
     return [pages.address(host, port) for port in range(first, last + 1)]
 

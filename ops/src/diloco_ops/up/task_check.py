@@ -40,7 +40,7 @@ def check_task(directory: RunDirectory, fragment_map: FragmentMap | None = None)
         own = directory.settings.model_copy(update={"task": directory.settings.task.model_copy(update={"name": task})})
         its = _found(directory, own, fragment_map, whole=True)
         if its["framework"] != TORCH:
-            raise SettingsError(f"--torch: {task} makes a task of {its['framework']}, expected a PyTorch task, with module()")
+            raise SettingsError(f"--torch: {task} makes a {its['framework']} task, expected a PyTorch task, with module()")
         try:
             check_same_map(unpack_map(bytes.fromhex(its["map"])), unpack_map(bytes.fromhex(found["map"])), directory.name)
         except AdmissionError as error:
@@ -49,8 +49,8 @@ def check_task(directory: RunDirectory, fragment_map: FragmentMap | None = None)
         _check_shape(directory, framework)
     if directory.torch_processes is not None and not torch:
         raise SettingsError(
-            f"--torch-processes {directory.torch_processes}: no learner of this run computes with PyTorch, since its task is "
-            f"one of {found['framework']}: leave the option out (of JAX it is --processes-per-learner)"
+            f"--torch-processes {directory.torch_processes}: no learner of this run computes with PyTorch, because its task "
+            f"is a {found['framework']} task: leave the option out (for JAX: --processes-per-learner)"
         )
     short = too_short(directory.settings, found["step_tokens"])
     if short is not None:

@@ -224,7 +224,7 @@ class JoinedRun:
         if self._own_data:
             raise SettingsError('batches: this loop joined with data="own", so it holds no share: leave out data="own"')
         if read_ahead and self._parameters.ranked is not None:
-            raise SettingsError("batches: several ranks hear of each batch when its step begins: leave out read_ahead")
+            raise SettingsError("batches: read_ahead does not work with several ranks: leave it out")
         feed = self._side.feed(_Loop(make), self.tokens)
         while not self.over:
             yield self._steps.open(feed, 2 if read_ahead else 1)

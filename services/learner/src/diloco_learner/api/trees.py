@@ -85,7 +85,7 @@ class Tree:
         if str(structure) != str(self._structure):
             came = {path_of(path) for path, _ in keyed}
             differ = sorted(came ^ set(self._paths)) or ["another kind of container"]
-            raise SettingsError(f"step: params are not those that joined: {', '.join(differ[:3])}: hand over the same pytree")
+            raise SettingsError(f"step: params differ from those at join: {', '.join(differ[:3])}: pass the same pytree")
         leaves = []
         for at, (_, leaf) in enumerate(keyed):
             checked = _checked(self._paths[at], leaf)
@@ -174,8 +174,7 @@ class Tree:
             first = places.setdefault(buffer, path)
             if first != path:
                 raise SettingsError(
-                    f"parameters {first!r} and {path!r} are one array, which is given away at each step: hand it over "
-                    "once, or a copy of it"
+                    f"parameters {first!r} and {path!r} are one array, which run.step takes over: pass it once, or pass a copy"
                 )
         of_host = zip(self._paths, leaves, strict=True)
         check_apart({path: _span(leaf) for path, leaf in of_host if isinstance(leaf, np.ndarray)})

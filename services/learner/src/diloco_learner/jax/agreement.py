@@ -84,7 +84,7 @@ def rows_to_make(task: Task, settings: RunSettings, first: Any, own: range) -> r
     if batch_digest(made) != batch_digest(rows_alone(first, own, rows_of(task, first))):
         raise SettingsError(
             f"task.name = {settings.task.name!r}: batches(..., rows={own}) gives other rows than the whole batch has: row "
-            "i is the same whichever rows are asked for, and arrays without rows are whole"
+            "i must not depend on the requested rows, and arrays without rows must be whole"
         )
     return own
 

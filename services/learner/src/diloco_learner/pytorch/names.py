@@ -83,7 +83,7 @@ def refuse_sharding_wrappers(module: torch.nn.Module) -> None:
         if found is not None:
             raise SettingsError(
                 f"module {prefix.rstrip('.') or type(owner).__name__!r} is sharded by {found}, whose parameters cannot be read "
-                "where they lie: shard it by FSDP2 (torch.distributed.fsdp.fully_shard), or use DistributedDataParallel"
+                "in place: shard it by FSDP2 (torch.distributed.fsdp.fully_shard), or use DistributedDataParallel"
             )
 
 

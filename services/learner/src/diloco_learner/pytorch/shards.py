@@ -65,7 +65,7 @@ def _shard(path: str, tensor: Any) -> LocalShard:
     shape = tuple(tensor.shape)
     if any(placement.is_partial() for placement in tensor.placements):
         raise SettingsError(
-            f"parameter {path!r} is a DTensor with the placements {tensor.placements}, of which each rank has a summand: "
+            f"parameter {path!r} is a DTensor with the placements {tensor.placements}, which are partial sums: "
             "redistribute it to Shard or Replicate"
         )
     found = tensor.__create_chunk_list__()  # as torch.distributed.checkpoint asks for it

@@ -50,14 +50,14 @@ def check_rests(own: Mapping[str, torch.Tensor], rests: Mapping[str, Any]) -> No
         if path not in own or path not in rests:
             now, then = ("bfloat16", "float32") if path in own else ("float32", "bfloat16")
             raise SettingsError(
-                f"load_state_dict: parameter {path!r} is {now}, but was {then} when the state was taken: join with the types "
-                "of then, or leave out load_state_dict"
+                f"load_state_dict: parameter {path!r} is {now}, but was {then} when the state was taken: join with the "
+                "earlier types, or leave out load_state_dict"
             )
         here, came = local_of(own[path]), rests[path]
         if not isinstance(came, torch.Tensor) or local_of(came).shape != here.shape or came.shape != own[path].shape:
             raise SettingsError(
-                f"load_state_dict: what rounding left over of parameter {path!r} is not of this rank's shape "
-                f"{tuple(here.shape)}: load it by torch.distributed.checkpoint, which spreads it over other ranks"
+                f"load_state_dict: the rounding error of parameter {path!r} does not have this rank's shape "
+                f"{tuple(here.shape)}: load it with torch.distributed.checkpoint, which reshards it"
             )
 
 

@@ -26,13 +26,13 @@ def check_present(what: str, tensor: Any) -> None:
     if tensor.is_meta:
         raise SettingsError(
             f"{what} is on the meta device, so it has no memory: call module.to_empty(device=...), then load or initialise "
-            "what is frozen, and, where this loop founds the run, all the rest"
+            "the frozen parameters, and all others too if this loop founds the run"
         )
     check_dense(what, tensor)
     if tensor.is_inference():
         raise SettingsError(
-            f"{what} was made under torch.inference_mode(), so it can be neither trained nor written: make it without, or "
-            "hand over a copy that is made outside (copy.deepcopy)"
+            f"{what} was made under torch.inference_mode(), so it can be neither trained nor written: make it outside, or "
+            "pass a copy that is made outside (copy.deepcopy)"
         )
 
 
@@ -78,7 +78,7 @@ def check_dense(what: str, tensor: torch.Tensor) -> None:
     else:
         return
     raise SettingsError(
-        f"{what} is a {type(tensor).__name__} {kind}, expected a plain dense tensor: hand over a dense one (to_dense(), "
-        "dequantize(), or a tensor for each part), or make it a plain attribute of the module, and it is no part of the "
+        f"{what} is a {type(tensor).__name__} {kind}, expected a plain dense tensor: pass a dense one (to_dense(), "
+        "dequantize(), or a tensor for each part), or make it a plain attribute of the module, which is not part of the "
         "run"
     )

@@ -189,7 +189,7 @@ class LoopEntrance:
                 run = await skeleton.find_run(transport, self.settings, self.log)
         except TimeoutError:
             raise RunError(
-                f"run {self.settings.run!r}: {self.settings.nats_url} has had no such run for {self.within_s:g} s: check "
+                f"run {self.settings.run!r}: not found at {self.settings.nats_url} within {self.within_s:g} s: check "
                 "the name, and start the run's coordinator (diloco up, or diloco-coordinator)"
             ) from None
         if run.created.offers_gradients:

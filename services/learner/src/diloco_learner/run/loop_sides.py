@@ -206,7 +206,7 @@ class FollowingLoopSide(RankLoopSide):
                 raise RunError(_unfit(error)) from None
 
         if await agree_on_state(part, None, named=named) is None:
-            raise SettingsError("load_state_dict: not all ranks can go on from this state; rank 0 says why")
+            raise SettingsError("load_state_dict: not all ranks can continue from this state; rank 0 reports the reason")
 
     def boundary(self, done: StepDone | None) -> Boundary:
         return self.follower.boundary(done)

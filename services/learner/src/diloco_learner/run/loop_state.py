@@ -65,7 +65,7 @@ class LoopState:
         """
         if ranks == self.ranks and self.fingerprints.get(rank, fingerprint) != fingerprint:
             raise SettingsError(
-                f"load_state_dict: the parameters are not those of the time when this state was taken ({self.moment}): load "
+                f"load_state_dict: the parameters are not those of the moment of this state ({self.moment}): load "
                 "the model from the same checkpoint before the run is entered, or leave out load_state_dict to join without "
                 "the work that was not merged"
             )

@@ -170,7 +170,7 @@ def _values(path: Path, files: Files, fragment: Fragment, named: Naming, setting
             values = np.asarray(rows, np.float32).reshape(-1)
         if not np.isfinite(values).all():
             raise SettingsError(
-                f"{setting}{path}: tensor {place.name!r} holds NaN or infinity, or more than float32 can be"
+                f"{setting}{path}: tensor {place.name!r} holds NaN, infinity, or a value beyond the range of float32"
                 + named.origin(place.name)
             )
         vector[part.values] = values
