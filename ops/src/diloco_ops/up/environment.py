@@ -73,7 +73,7 @@ def per_process(devices: int | None, processes: int) -> int | None:
 
 
 def check_least(least: int, processes: int, devices: int | None) -> None:
-    """Find out that so few of a learner's processes can be a generation of it.
+    """Check that so few of a learner's processes can be a generation of it.
 
     Raises:
         SettingsError: there are not as many, or the mesh cannot shrink so far.

@@ -19,7 +19,7 @@ from diloco_ops.up.environment import learner_environment, mesh_of
 
 
 def check_task(directory: RunDirectory, fragment_map: FragmentMap | None = None) -> RunDirectory:
-    """Find out that a run's tasks and data are fit to train, as its learners would find out too late; print if it is short.
+    """Check that a run's tasks and data are fit to train, as its learners would find out too late; print if it is short.
 
     ``fragment_map``: of the run that this one continues, whose model it must be. Return the directory, which has the units of
     the loss then, where the task says them, its framework, the learners that compute with PyTorch, and its mix of data, if that
@@ -61,7 +61,7 @@ def check_task(directory: RunDirectory, fragment_map: FragmentMap | None = None)
 
 
 def _check_shape(directory: RunDirectory, framework: str) -> None:
-    """Find out that learners of a framework can have the devices and processes that a run's are to have.
+    """Check that learners of a framework can have the devices and processes that a run's are to have.
 
     Raises:
         SettingsError: they cannot.

@@ -309,7 +309,7 @@ def tell_end(report: dict[str, Any] | None, directory: RunDirectory, json_: bool
 
 
 def check_installed(track: list[str]) -> None:
-    """Find out that the services are installed, and what is to track the run.
+    """Check that the services are installed, and what is to track the run.
 
     Raises:
         DilocoError: some are not; they are named.
@@ -320,7 +320,7 @@ def check_installed(track: list[str]) -> None:
 
 
 def _check_server(nats_url: str | None, settings: RunSettings) -> None:
-    """Find out that a server that was given is enough for the run.
+    """Check that a server that was given is enough for the run.
 
     Raises:
         SettingsError: it is no address; or the run has regions, each of which needs a server.
@@ -396,7 +396,7 @@ def _name_of(path: Path) -> str:
 
 
 async def _check_name(name: str, url: str) -> None:
-    """Find out that a server has no run of this name: the new services would take the places of that one's.
+    """Check that a server has no run of this name: the new services would take the places of that one's.
 
     Raises:
         RunError: it has.

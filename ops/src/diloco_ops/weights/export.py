@@ -136,7 +136,7 @@ def export(
 
 
 def _check_options(format_: Format, names: Path | None, config: Path | None, shard_bytes: int | None) -> None:
-    """Find out that the options fit together.
+    """Check that the options fit together.
 
     Raises:
         SettingsError: they do not.
@@ -247,7 +247,7 @@ def _given_names(tensors: Sequence[TensorSpec], names: Path | None) -> Names | N
 
 
 def _check_tied(named: Naming, config: Mapping[str, Any], source: str) -> None:
-    """Find out that Hugging Face's libraries make the same model of a configuration and these tensors, or say what they go by.
+    """Check that Hugging Face's libraries make the same model of a configuration and these tensors, or say what they go by.
 
     Raises:
         SettingsError: they would make up its head, or take the embedding for it.

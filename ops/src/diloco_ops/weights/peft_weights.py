@@ -90,7 +90,7 @@ def _adapter_tensor(name: str, config: Mapping[str, Any], source: str) -> Adapte
 
 
 def _check_place(spec: TensorSpec, found: AdapterTensor, config: Mapping[str, Any], source: str) -> None:
-    """Find out that peft makes a place for a tensor by this configuration.
+    """Check that peft makes a place for a tensor by this configuration.
 
     Raises:
         SettingsError: it does not.

@@ -186,7 +186,7 @@ def checked(task: Any, settings: TaskSettings) -> Task:
 
 
 def check_members(task: Any, source: str) -> None:
-    """Find out that a task has its members, and that each is called as it can be.
+    """Check that a task has its members, and that each is called as it can be.
 
     Raises:
         SettingsError: one is missing, or needs an argument that is not given to it; ``source`` begins the sentence.
@@ -231,7 +231,7 @@ def _is_of_jax(dtype: Any) -> bool:
 
 
 def check_alike(task: Task, first: Any, later: Any) -> None:
-    """Find out that one of a task's batches has the same arrays as the first.
+    """Check that one of a task's batches has the same arrays as the first.
 
     Raises:
         SettingsError: it has not, or something else than numbers.

@@ -40,7 +40,7 @@ class Aux:
 
 
 def check_metric_names(metrics: Mapping[str, Any], where: str) -> None:
-    """Find out that a loss's metrics are not too many, and well named; ``where`` the loss is written ends the sentence.
+    """Check that a loss's metrics are not too many, and well named; ``where`` the loss is written ends the sentence.
 
     Raises:
         SettingsError: they are not.
@@ -140,7 +140,7 @@ def made(settings: TaskSettings, data: str | None) -> Any:
 
 
 def check_called(task: Any, required: Collection[str], called: Mapping[str, tuple[int, tuple[str, ...]]], source: str) -> None:
-    """Find out that a task has its members, and that each is called as it can be.
+    """Check that a task has its members, and that each is called as it can be.
 
     ``called``: by member, how many arguments it is given by place, and the keywords that it may name.
 

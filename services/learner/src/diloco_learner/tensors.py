@@ -99,7 +99,7 @@ def trained(said: object, path: str, shape: Shape, instead: str) -> Tensor:
 
 
 def check_members(task: object) -> None:
-    """Find out that a task says of its tensors in one way alone.
+    """Check that a task says of its tensors in one way alone.
 
     Raises:
         SettingsError: it says so in two.

@@ -259,7 +259,7 @@ class Evaluated(SharedParameters, Protocol):
         """Return how good the model is, by all that the task has to say it."""
 
     def check_evaluation(self) -> None:
-        """Find out that validation sets and values of the task's own are what they can be.
+        """Check that validation sets and values of the task's own are what they can be.
 
         Raises:
             SettingsError: they are not.
@@ -282,7 +282,7 @@ class Model(Stepping, SavedModel, Evaluated, Protocol):
         """Return the fragments that the run cuts the model into."""
 
     def check(self, batch: Any) -> None:
-        """Find out that the task's loss of a batch is one number that can be differentiated.
+        """Check that the task's loss of a batch is one number that can be differentiated.
 
         Raises:
             SettingsError: it is something else.

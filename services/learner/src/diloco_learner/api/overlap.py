@@ -58,7 +58,7 @@ class _Claim:
 
 
 def check_apart(spans: Mapping[str, MemorySpan], beside: Mapping[str, MemorySpan] = MappingProxyType({})) -> None:
-    """Find out that no two values of tensors, by path, lie in one place; those ``beside`` may share memory with each other.
+    """Check that no two values of tensors, by path, lie in one place; those ``beside`` may share memory with each other.
 
     Raises:
         SettingsError: some do; the tensors are named.

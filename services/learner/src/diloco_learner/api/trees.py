@@ -122,7 +122,7 @@ class Tree:
         return {}
 
     def put_rests(self, rests: Mapping[str, Any]) -> None:
-        """Find out that there is nothing to take over.
+        """Check that there is nothing to take over.
 
         Raises:
             SettingsError: there is.
@@ -162,7 +162,7 @@ class Tree:
                 leaf[...] = kept.restored(written)
 
     def _check_apart(self, leaves: Sequence[Leaf], buffers: Sequence[int]) -> None:
-        """Find out that no two arrays share memory: one would be donated twice, or written into by the other's versions.
+        """Check that no two arrays share memory: one would be donated twice, or written into by the other's versions.
 
         Arrays of which ``buffers`` has the same number are one.
 

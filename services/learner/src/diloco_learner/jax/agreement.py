@@ -95,7 +95,7 @@ def program_facts(step: Sequence[jax.stages.Lowered]) -> dict[str, Any]:
 
 
 def check_meshes(settings: LearnerSettings, task: Task, run: RunSettings, first: Any) -> None:
-    """Find out that the tensors and the batches of a task fit the meshes of all generations that the learner may have.
+    """Check that the tensors and the batches of a task fit the meshes of all generations that the learner may have.
 
     Raises:
         SettingsError: they do not fit one.

@@ -45,7 +45,7 @@ class Fixed:
 
 
 def check_finite(make: Any, arrays: Any) -> None:
-    """Find out that the arrays that a task's member makes hold numbers.
+    """Check that the arrays that a task's member makes hold numbers.
 
     Raises:
         SettingsError: one holds NaN or infinity.

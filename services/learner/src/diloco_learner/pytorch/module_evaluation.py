@@ -42,7 +42,7 @@ class TorchEvaluating:
             return [batches[0] for batches in validation_sets(self._task, self._run.task).values()]
 
     def try_out(self, module: nn.Module, batches: Sequence[Any]) -> None:
-        """Find out that batches have losses.
+        """Check that batches have losses.
 
         Raises:
             SettingsError: one has none.

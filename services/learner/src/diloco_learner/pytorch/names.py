@@ -70,7 +70,7 @@ class ModuleTensor(NamedTuple):
 
 
 def refuse_sharding_wrappers(module: torch.nn.Module) -> None:
-    """Find out that a module's parameters are what they seem, and no flat or empty stand-ins of a wrapper.
+    """Check that a module's parameters are what they seem, and no flat or empty stand-ins of a wrapper.
 
     Raises:
         SettingsError: they are those of FSDP1 or of DeepSpeed.

@@ -41,7 +41,7 @@ def swapped(views: Views, values: Any) -> Iterator[None]:
 
 
 def check_rests(own: Mapping[str, torch.Tensor], rests: Mapping[str, Any]) -> None:
-    """Find out that ``rests``, of rounding to bfloat16, are of the tensors that have ``own`` ones here, and spread as they are.
+    """Check that ``rests``, of rounding to bfloat16, are of the tensors that have ``own`` ones here, and spread as they are.
 
     Raises:
         SettingsError: they are not.

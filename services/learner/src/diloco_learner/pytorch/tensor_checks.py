@@ -13,7 +13,7 @@ from diloco_learner.pytorch.tensors import FLOATS, shown
 
 
 def check_present(what: str, tensor: Any) -> None:
-    """Find out that a tensor has values that can be read and written, and all of them here; ``what`` it is begins the sentence.
+    """Check that a tensor has values that can be read and written, and all of them here; ``what`` it is begins the sentence.
 
     Raises:
         SettingsError: it has not.
@@ -37,7 +37,7 @@ def check_present(what: str, tensor: Any) -> None:
 
 
 def check_type(path: str, tensor: torch.Tensor) -> None:
-    """Find out that a trained tensor is float32 or bfloat16, in memory of its own.
+    """Check that a trained tensor is float32 or bfloat16, in memory of its own.
 
     Raises:
         SettingsError: it is not.
@@ -66,7 +66,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def check_dense(what: str, tensor: torch.Tensor) -> None:
-    """Find out that a tensor has a place in memory for each value; ``what`` it is begins the sentence.
+    """Check that a tensor has a place in memory for each value; ``what`` it is begins the sentence.
 
     Raises:
         SettingsError: it is sparse, nested or quantized, or of another layout with a form of its own.

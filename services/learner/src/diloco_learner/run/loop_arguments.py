@@ -16,7 +16,7 @@ Data: TypeAlias = Literal["dealt", "own"]
 
 
 def check_said(tokens: int, data: str, optimizer: object) -> None:
-    """Find out that a loop says of its steps and data what can be.
+    """Check that a loop says of its steps and data what can be.
 
     Raises:
         SettingsError: it does not.
@@ -58,7 +58,7 @@ def default_name(host: str, process: int) -> str:
 
 
 def check_loss(loss: Any, what: str = "step: loss") -> None:
-    """Find out that a loss is one number, on a device or not, without waiting for it; ``what`` it is begins the sentence.
+    """Check that a loss is one number, on a device or not, without waiting for it; ``what`` it is begins the sentence.
 
     Raises:
         SettingsError: it is something else.

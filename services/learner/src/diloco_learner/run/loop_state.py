@@ -58,7 +58,7 @@ class LoopState:
         return sorted({_fragment_of(name) for name in self.arrays})
 
     def check_values(self, rank: int, ranks: int, fingerprint: str) -> None:
-        """Find out that the parameters are those that a rank had; of another number of ranks that is not known.
+        """Check that the parameters are those that a rank had; of another number of ranks that is not known.
 
         Raises:
             SettingsError: they are not.

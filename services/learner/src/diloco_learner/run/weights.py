@@ -117,7 +117,7 @@ def _check(path: Path, files: Files, named: Naming, setting: str) -> None:
 
 
 def _check_tied(path: Path, files: Files, named: Naming, setting: str) -> None:
-    """Find out that a folder's head is the one that Hugging Face's libraries would take, or say that it may be another.
+    """Check that a folder's head is the one that Hugging Face's libraries would take, or say that it may be another.
 
     Without a configuration it is that one.
 
