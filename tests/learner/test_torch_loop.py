@@ -407,7 +407,7 @@ def quantized() -> Any:
             nn.Sequential(nn.Linear(4, 4), nn.LazyBatchNorm1d(affine=False)),
             "buffer '1/running_mean' has no shape yet: call the module once on a batch, and join then",
         ),
-        (made_for_inference(linear), r"parameter '0/weight' was made under torch.inference_mode\(\), .*: make it without, or"),
+        (made_for_inference(linear), r"parameter '0/weight' was made under torch.inference_mode\(\), .*: make it outside, or"),
         ({"a": made_for_inference(X.clone)}, "parameter 'a' was made under torch.inference_mode"),
         (buffered(made_for_inference(X.clone)), "buffer 'mean' was made under torch.inference_mode"),
         (

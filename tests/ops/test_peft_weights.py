@@ -72,7 +72,7 @@ def test_names_are_those_that_peft_itself_gives(options: dict[str, Any]) -> None
             {},
             "--config c: bias is 'none', but the run trains 'base_model",
         ),
-        (specs(**{"base_model/model/norm/weight": (3,)}), {}, "the run has 'base_model.model.norm.weight', which is no tensor"),
+        (specs(**{"base_model/model/norm/weight": (3,)}), {}, "the run has 'base_model.model.norm.weight', which is not a tensor"),
         (
             specs(**{"base_model/model/head/modules_to_save/default/weight": (3,)}),
             {},
@@ -93,6 +93,6 @@ def test_what_peft_would_not_load_is_refused(tensors: list[TensorSpec], config: 
 
 def test_buffers_of_the_base_have_no_place_in_an_adapter() -> None:
     with pytest.raises(
-        SettingsError, match=r"the run has 'base_model.model.norm.running_mean', which is no tensor of an adapter"
+        SettingsError, match=r"the run has 'base_model.model.norm.running_mean', which is not a tensor of a LoRA adapter"
     ):
         adapter_naming([*specs(), TensorSpec("state/base_model/model/norm/running_mean", (3,), state=True)], CONFIG, "")

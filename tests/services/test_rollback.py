@@ -217,7 +217,7 @@ async def test_what_cannot_be_gone_back_to_is_refused_before_anything_is_ordered
     registry = await link.bucket(cluster.subjects.bucket, create=False)
     assert await registry.get("changes") is None
     await cluster.ended()
-    with pytest.raises(RunError, match="ends: the logs of 4 of its 4 fragments are closed"):
+    with pytest.raises(RunError, match="is ending: the logs of 4 of its 4 fragments are closed"):
         await go_back(cluster, 5)
 
 

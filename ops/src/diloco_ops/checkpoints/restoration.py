@@ -205,7 +205,7 @@ class _Restoration:
                 faults.append(f"{place} has its log, with {log['state'].get('messages')} messages")
         if faults:
             raise RunError(
-                f"run {self.run!r} already exists there, and a restore replaces nothing: {'; '.join(faults)}; use empty "
+                f"run {self.run!r} is there already, and a restore replaces nothing: {'; '.join(faults)}; use empty "
                 f"servers, or delete its data for good: diloco runs remove {self.run}"
             )
         return False
