@@ -72,7 +72,11 @@ def test_names_are_those_that_peft_itself_gives(options: dict[str, Any]) -> None
             {},
             "--config c: bias is 'none', but the run trains 'base_model",
         ),
-        (specs(**{"base_model/model/norm/weight": (3,)}), {}, "the run has 'base_model.model.norm.weight', which is not a tensor"),
+        (
+            specs(**{"base_model/model/norm/weight": (3,)}),
+            {},
+            "the run has 'base_model.model.norm.weight', which is not a tensor",
+        ),
         (
             specs(**{"base_model/model/head/modules_to_save/default/weight": (3,)}),
             {},

@@ -175,7 +175,7 @@ class ReplayedLearner:
         )
 
     def change(self, changes: Changes, event: events.Changed) -> None:
-        """Go by so many of the run's changes.
+        """Apply the first changes of the run, up to this number.
 
         Raises:
             RunError: it does not have as many.

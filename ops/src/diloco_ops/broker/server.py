@@ -52,7 +52,7 @@ def free_port() -> int:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return so many of them, all different: one that was given out alone may be given out again before it is used.
+    """Return this many different free ports. Single requests could return the same port twice before it is used.
 
     They are below those that the system gives to connections and to who asks for any port: a server that is started again on
     its port finds no server there.
@@ -114,7 +114,7 @@ class Server:
 
     @property
     def running(self) -> bool:
-        """Whether it was started and has not ended, for whatever reason."""
+        """Whether it was started and has not ended."""
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
@@ -147,7 +147,7 @@ class Server:
             )
 
     def reload(self) -> None:
-        """Have a running server read its keys again; it cuts off identities that it does not know any more.
+        """Make a running server read its keys again. It disconnects identities that it no longer knows.
 
         Raises:
             BrokerError: it does not take them; with the end of its log.

@@ -1,4 +1,4 @@
-"""Runs' directories as entries of a page that compares them: from the report of a run that is over, else from its series."""
+"""Runs' directories as entries of a page that compares them: from the report of a finished run, else from its series."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``diloco set``, ``eject`` and ``readmit``: changing a run while it goes on, each time by a record that stays."""
+"""``diloco set``, ``eject`` and ``readmit``: changing a run while it is live, each time by a record that stays."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ async def _list(path: Path) -> None:
 
 
 async def apply_settings(path: Path, wanted: Mapping[str, Any], reason: str, say: Say = print) -> None:
-    """Give settings of a run that goes on, or its token budget, the values that are wanted.
+    """Give settings of a live run, or its token budget, the values that are wanted.
 
     Raises:
         SettingsError: one cannot be set, or not so, or time limits contradict each other then.

@@ -1,4 +1,4 @@
-"""``diloco rollback``: a run goes on from its state at an earlier version, after a loss spike for one.
+"""``diloco rollback``: a run continues from its state at an earlier version, for example after a loss spike.
 
 The command writes an order, a record among the run's changes; each fragment's owner carries it out by an entry of the log,
 which has the state of that version (:func:`diloco.core.syncer.merging.make_rollback`). Nothing is ordered unless all can be

@@ -17,7 +17,7 @@ LEARNER = "diloco_learner"
 
 
 def ask(module: str, request: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
-    """Have a module of the learner answer a request, both JSON; its answer is a line, and the task may print others.
+    """Send a request to a module of the learner, and return its answer. Both are JSON; the task may print other lines.
 
     Raises:
         DilocoError: the learner is not installed, or the task ended its process.

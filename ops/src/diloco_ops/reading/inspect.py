@@ -135,7 +135,7 @@ def answered(data: bytes, run: rundir.RunDirectory) -> dict[str, Any]:
 
 
 async def ask(run: rundir.RunDirectory) -> dict[str, Any]:
-    """Return the status of a run that goes on, as its coordinator has it.
+    """Return the status of a live run, as its coordinator has it.
 
     Raises:
         RunError: it has not been started yet, or is stopped.

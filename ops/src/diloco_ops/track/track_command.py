@@ -1,4 +1,4 @@
-"""``diloco track``: a run's values for TensorBoard or Weights & Biases, of a run under way or over."""
+"""``diloco track``: a run's values for TensorBoard or Weights & Biases, of a live or finished run."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class Chosen:
 
 
 def choose(folder: Path | None, task: str, preset: str, given: Mapping[str, Any]) -> Chosen:
-    """Return the settings of a task in a ``folder``: those of its project, and over them those ``given``.
+    """Return the settings of a task in a ``folder``: its project's, overridden by those ``given``.
 
     Raises:
         SettingsError: one is no setting, or out of range.

@@ -1,4 +1,4 @@
-"""Going on with more tokens from a run that is over, in a new directory: ``diloco up --continue RUN --tokens N``.
+"""Continue a finished run with more tokens, in a new directory: ``diloco up --continue RUN --tokens N``.
 
 A log that is closed stays closed. So that is a new run, with a name, an identity and a budget of its own. Its version 0 has the
 parameters and the outer momentum of the closing version, each share of its data begins behind what was trained of it, and its
@@ -61,7 +61,7 @@ class ContinuationSource:
         return self.directory.path
 
     def changed(self, settings: RunSettings) -> RunSettings:
-        """Return a run's settings as it goes on with them.
+        """Return a run's settings for its continuation.
 
         Raises:
             RunError: an override concerns what may not change; it is named.

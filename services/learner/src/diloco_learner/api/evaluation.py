@@ -1,4 +1,4 @@
-"""How good a model is, by its task: the losses of its validation sets, their metrics, and values of the task's own."""
+"""The evaluation of a model by its task: losses and metrics of validation sets, and the task's own values."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Evaluation:
 
 
 def validation_sets(task: object, settings: TaskSettings) -> dict[str, Sequence[Any]]:
-    """Return the batches that the global model is evaluated on, by the name of their set; nothing if the task has none.
+    """Return the validation batches by the name of their set; empty if the task has none.
 
     Raises:
         SettingsError: a set is empty or has no fit name, or there are none though the task says it has.
@@ -69,7 +69,7 @@ def validation_sets(task: object, settings: TaskSettings) -> dict[str, Sequence[
 
 
 def evaluated(sets: Mapping[str, Found], own: Callable[[], Mapping[str, float]], settings: TaskSettings) -> Evaluation:
-    """Return the evaluation of a model whose batches have these losses; ``own`` gives the values of ``evaluate``."""
+    """Return the evaluation with these losses of batches. ``own`` returns the values of ``evaluate``."""
     losses, values = [], {}
     for name, found in sets.items():
         losses.append(_mean(loss for loss, _ in found))
@@ -86,7 +86,7 @@ def evaluated(sets: Mapping[str, Found], own: Callable[[], Mapping[str, float]],
 
 
 def own_values(task: object, given: Mapping[str, Any], params: Any) -> dict[str, float]:
-    """Return the values of a task's ``evaluate``, to which the keywords ``given`` are.
+    """Return the values of a task's ``evaluate``, called with the keywords ``given``.
 
     Raises:
         SettingsError: it returned something else.

@@ -1,4 +1,4 @@
-"""The parameters of a loop of one's own as a pytree of arrays, JAX's or NumPy's."""
+"""The parameters of a user's own loop as a pytree of arrays, JAX's or NumPy's."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class Evaluator:
         An error of the task's own code ends nothing: it is logged and told, and the next evaluation begins again.
 
         Raises:
-            SettingsError: the last evaluation of a run that is over failed so; all that was found is saved.
+            SettingsError: the last evaluation of a finished run failed so; all that was found is saved.
         """
         self._tell_of_text()
         self._evaluate()  # before a version of the log is written into it: learners may be far ahead of this process

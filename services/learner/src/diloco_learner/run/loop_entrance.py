@@ -1,4 +1,4 @@
-"""How a loop of one's own comes into its run: it finds the run and the other ranks, and gets its side of the protocol."""
+"""How a user's own loop comes into its run: it finds the run and the other ranks, and gets its side of the protocol."""
 
 from __future__ import annotations
 
