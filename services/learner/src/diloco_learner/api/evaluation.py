@@ -20,11 +20,11 @@ UNNAMED = ""  # the set of a task whose validation() returns a list
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How good a model is.
+    """The results of an evaluation.
 
-    ``loss`` is the mean of the validation sets' losses; None where the task has no set. ``values`` are by name:
-    ``val_loss/SET`` of named sets, ``val/METRIC`` or ``val/SET/METRIC`` of the loss's metrics, and those of ``evaluate``. Where
-    that raised the ``failure``, its values are missing.
+    ``loss`` is the mean of the validation sets' losses, or None if the task has no set. ``values`` are named ``val_loss/SET``
+    for named sets, ``val/METRIC`` or ``val/SET/METRIC`` for the loss's metrics, and as ``evaluate`` names its own. If
+    ``evaluate`` raised the ``failure``, its values are missing.
     """
 
     loss: float | None

@@ -231,7 +231,7 @@ class Island(OnDevices):
         return bool(self._held)
 
     def hold(self) -> None:
-        """Have steps wait for captures whatever room there is here: another process of the learner has none."""
+        """Make steps wait for captures even if there is room here, because another process of the learner has none."""
         self._held = True
 
     def step(self, batch: Any, learning_rate: float, at: tuple[int, int] = (0, 0)) -> StepOutput:

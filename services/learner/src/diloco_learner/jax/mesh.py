@@ -52,7 +52,7 @@ def make_mesh(settings: MeshSettings, devices: Sequence[jax.Device] | None = Non
 
 
 def axis_sizes(settings: MeshSettings, devices: int, platform: str) -> dict[str, int]:
-    """Return the devices of each axis, of a mesh of so many devices of a platform.
+    """Return the size of each axis of a mesh of this many devices of a platform.
 
     Raises:
         SettingsError: the axes do not fit their number.

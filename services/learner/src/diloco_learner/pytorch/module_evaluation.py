@@ -1,4 +1,4 @@
-"""How good a torch task's module is, by all that the task has to say it: validation losses, values of its own, samples."""
+"""The evaluation of a torch task's module: validation losses, the task's own values, samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors that PyTorch spreads over the ranks of a loop or the processes of a learner: what is here of each.
+"""Local parts of tensors that PyTorch spreads over the ranks of a loop or the processes of a learner.
 
 An operation on a DTensor may be a collective, and a collective that a single rank calls never ends. So a rank reads and writes
 its local tensor. The placements say where in the whole tensor it lies.

@@ -1,4 +1,4 @@
-"""Values that come into a loop's tensors from elsewhere: averaged weights for an evaluation, rests from a checkpoint."""
+"""Values written into a loop's tensors from outside: averaged weights for an evaluation, rounding errors of a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Views = dict[str, torch.Tensor]
 
 @contextmanager
 def swapped(views: Views, values: Any) -> Iterator[None]:
-    """Have ``views`` by path hold ``values`` within: those of a module with the same parameters, or of tensors by name.
+    """Put ``values`` into ``views``, by path, inside the ``with`` statement: of a module with the same parameters, or by name.
 
     They are written in place, so that whatever keeps a tensor's memory has them too. Copies of the views are kept meanwhile.
 

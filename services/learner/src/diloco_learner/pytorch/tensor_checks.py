@@ -1,4 +1,4 @@
-"""Checks of the tensors that a loop hands over: each has its values here, and a trained one has a type that the run knows."""
+"""Checks of the tensors that a loop passes: each has its values here, and trained ones have a supported type."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The evaluator: follows the log like a learner, contributes nothing, and says how good the global model is."""
+"""The evaluator: follows the log like a learner, contributes nothing, and evaluates the global model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a user's own loop comes into its run: it finds the run and the other ranks, and gets its side of the protocol."""
+"""The entrance of a user's own loop into a run: finding the run and the other ranks, and making its side of the protocol."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class LoopEntrance:
         return {RESTS: rests} if rests else {}
 
     def load(self, state: Any) -> None:
-        """Have the loop go on from what :meth:`packed` gave.
+        """Continue from the result of :meth:`packed`.
 
         Raises:
             SettingsError: it is something else, or of another run, learner or model.

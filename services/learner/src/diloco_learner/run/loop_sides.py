@@ -1,4 +1,4 @@
-"""The protocol's side of a loop that joins a run: of a loop of one process, and of one rank of a loop of several.
+"""The protocol side of a loop in a run: for a loop of one process, and for one rank of several.
 
 All ranks of a loop are one learner. The first one leads: to the run it is the learner. The others carry out what it decides.
 """
