@@ -290,7 +290,7 @@ def fill_buffer(module: Any) -> None:
         (fill_scales, "params differ from those at join: scales/a: pass the same tensors"),
         (fill_child, "params differ from those at join: child/scale"),
         (fill_child_with_frozen, "params differ from those at join: child/scale"),
-        (new_buffer, r"joined: state/child/mean: .* \(register a buffer that comes later with persistent=False\)"),
+        (new_buffer, r"at join: state/child/mean: .* \(register a buffer that comes later with persistent=False\)"),
         (set_buffer, "params differ from those at join: state/unset"),
         (fill_buffer, "params differ from those at join: state/empty"),
     ],

@@ -124,7 +124,7 @@ class RankedParameters(SharedParameters, Protocol):
         """Return this rank's part of each tensor, by path."""
 
     def deal(self, layouts: Sequence[RowLayout]) -> None:
-        """From now on, read only the rows that the layouts, by fragment, deal to this rank."""
+        """Read, from now on, only the rows that the layouts, by fragment, deal to this rank."""
 
 
 class JoinedParameters(SharedParameters, Protocol):
