@@ -230,7 +230,7 @@ def passphrase_(
     new_file: NewFile = None,
     remove: Annotated[bool, typer.Option("--remove", help="Leave ca.key without a passphrase.")] = False,
 ) -> None:
-    """Put ca.key under a new passphrase. The old one is asked for, or of the file that DILOCO_CA_PASSPHRASE_FILE names."""
+    """Put ca.key under a new passphrase. The old one is asked for, or read from DILOCO_CA_PASSPHRASE_FILE."""
     if remove and new_file is not None:
         raise SettingsError("--remove and --new-file contradict each other: give one of them")
     opened = Folder.open(folder_and(where)[0])

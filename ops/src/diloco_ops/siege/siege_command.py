@@ -52,9 +52,12 @@ def siege(
 ) -> int:
     """Attack a rehearsal of a run under members' identities, and measure the harm. Exit code 1 if there is any.
 
-    The run must be training, at servers with identities. Make an identity of each role for the siege, and revoke it afterwards.
-    The exit code is 0 if no process exits, no key changes that the identity may not write, no fragment stops for longer than a
-    takeover, and versions come at 90 % or more of their pace beside as many messages without a subscriber.
+    The run must be training, at servers with identities. Make an identity of
+    each role for the siege, and revoke it afterwards.
+
+    The exit code is 0 if no process exits, no key changes that the identity may
+    not write, no fragment stops for longer than a takeover, and versions come at
+    90 % or more of their pace beside as many messages without a subscriber.
     """
     attackers = [identity.load(path) for path in as_]
     for attacker in attackers:
