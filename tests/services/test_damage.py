@@ -331,7 +331,7 @@ def test_an_older_checkpoint_serves_and_it_is_said(source: Path, tmp_path: Path)
     (directory / "whole" / "3").mkdir()  # one that was begun, and never finished
     found = resume.find(directory)
     assert found.checkpoint.path == directory / "whole" / "1"
-    assert [("never finished" in note, "is damaged" in note) for note in found.notes] == [
+    assert [("is incomplete" in note, "is damaged" in note) for note in found.notes] == [
         (True, False), (False, True), (False, False)
     ]  # fmt: skip
     assert str(directory / "whole" / "1") in found.notes[2]

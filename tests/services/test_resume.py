@@ -298,7 +298,7 @@ async def test_damaged_checkpoints_are_named_and_an_older_whole_one_is_used(laun
     manifest.write_text(json.dumps({"format": "something else"}))
     assert "is not a checkpoint's manifest" in resume.find(directory).notes[0]
     manifest.unlink()  # as if it had never been finished
-    assert "never finished" in resume.find(directory).notes[0]
+    assert "is incomplete" in resume.find(directory).notes[0]
     (older / "manifest.json").write_text("{")
     with pytest.raises(RunError, match=rf"{newer}: is not a checkpoint.*; {older}/manifest.json: damaged"):
         resume.find(directory)
