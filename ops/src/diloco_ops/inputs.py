@@ -47,7 +47,7 @@ def beginning_with(
         return directory
     if source is not None:
         option = "--resume" if isinstance(source, RunCheckpoint) else "--continue"
-        raise SettingsError(f"--init {init}: a run that goes on from {option} has its weights; leave one of them out")
+        raise SettingsError(f"--init {init}: a run of {option} already has weights; leave one of the options out")
     file = str(parse_place(init, "--init")) if has_scheme(init) else str(Path(init).resolve())
     named = None if names is None else str(names.resolve())
     if (directory.path / "run.json").exists() and (directory.init, directory.init_names) != (file, named):
