@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import obstore.store
 import pytest
@@ -11,6 +12,9 @@ import pytest
 from diloco.storage import fetching
 from diloco.storage.cloud_store import CloudStore
 from diloco.storage.object_store import ObjectStore, StoredObject
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 
 class Killed(BaseException):
@@ -46,7 +50,7 @@ class DyingStore:
         self._end(with_key)
         return found
 
-    def get(self, of: StoredObject, start: int, stop: int) -> bytes:
+    def get(self, of: StoredObject, start: int, stop: int) -> Buffer:
         number = self._begin(f"get {of.key} {start}")
         found = self.store.get(of, start, stop)
         self._end(number)
