@@ -13,6 +13,8 @@ from diloco.errors import ObjectExistsError, ObjectMissingError, ObjectStoreErro
 from diloco.process import locks
 from diloco.settings import folders
 from diloco.settings.places import is_remote, parse_place
+from diloco.settings.service import LearnerSettings
+from diloco.settings.validation import parse
 from diloco.storage import aws_profiles, fetching
 from diloco.storage.fetching import fetched
 from diloco.storage.object_store import StoredObject
@@ -63,6 +65,16 @@ def test_what_is_no_place_is_refused_and_secrets_are_not_repeated(text: str, sai
     assert said in str(error.value)
     assert "hid" not in str(error.value)
     assert "AKIA" not in str(error.value)
+
+
+def test_a_learner_keeps_no_credentials_and_passes_on_what_its_task_understands() -> None:
+    for data in ("hf://corpus", "mine://user:word@thing?x", "s3://bucket/text", "/data/text"):
+        assert LearnerSettings(name="one", data=data).data == data
+    for place in ("s3://key:hidden@bucket/text", "https://host/text?token=hidden"):
+        for name in ("data", "init"):
+            with pytest.raises(SettingsError, match=f"{name} = (s3://bucket|https://host): has") as error:
+                parse(LearnerSettings, {"name": "learner-0", name: place}, "learner.toml")
+            assert "hidden" not in str(error.value)
 
 
 def test_the_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

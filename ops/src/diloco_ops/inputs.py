@@ -8,7 +8,7 @@ from pathlib import Path
 from diloco.core.tensors.built_in import BUILT_IN
 from diloco.errors import DataError, RunError, SettingsError
 from diloco.service.rundir import RunDirectory
-from diloco.settings.places import has_scheme, is_remote, parse_place
+from diloco.settings.places import has_scheme, parse_place, refuse_credentials
 from diloco.settings.run import RunSettings
 from diloco_ops.checkpoints.manifest import RunCheckpoint
 from diloco_ops.up.continuing import ContinuationSource
@@ -19,12 +19,15 @@ def data_source(data: str | None, settings: RunSettings) -> str | None:
 
     Raises:
         DataError: the built-in task would not find it.
-        SettingsError: it is a place that may hold credentials, or of an unknown scheme.
+        SettingsError: it may hold credentials; or the built-in task knows no such place.
     """
     if data is None:
         return None
-    if is_remote(data) or (settings.task.name == BUILT_IN and has_scheme(data)):
-        return str(parse_place(data, "--data"))
+    if has_scheme(data):  # another task than the built-in one may mean anything by it
+        if settings.task.name == BUILT_IN:
+            return str(parse_place(data, "--data"))
+        refuse_credentials(data, "--data")
+        return data
     if Path(data).exists():
         return str(Path(data).resolve())
     if settings.task.name == BUILT_IN:

@@ -113,20 +113,32 @@ def parse_place(text: str, setting: str = "") -> StoragePlace:
         close = difflib.get_close_matches(scheme, SCHEMES, n=1, cutoff=0.3)
         hint = f" (did you mean {close[0]}://?)" if close else ""
         raise SettingsError(f"{begin}{shown}: unknown scheme{hint}; expected {', '.join(each + _MARK for each in SCHEMES)}")
-    host = rest.partition("/")[0].rpartition("@")[2] if scheme != "hf" else "..."
-    safe = f"{begin}{scheme}{_MARK}{host.partition('?')[0].partition('#')[0][:MOST_CHARACTERS]}"
-    if "@" in rest.partition("/")[0]:
-        raise SettingsError(
-            f"{safe}: has user information: leave it out; credentials come from the environment or a profile (docs/storage.md)"
-        )
-    for sign, what in (("?", "query"), ("#", "fragment")):
-        if sign in rest:
-            raise SettingsError(
-                f"{safe}: has a {what}: leave it out; credentials come from the environment or a profile (docs/storage.md)"
-            )
+    refuse_credentials(text, setting)
     if len(text) > MOST_CHARACTERS or any(character.isspace() and character != " " for character in text):
-        raise SettingsError(f"{safe}: is no place: longer than {MOST_CHARACTERS} characters, or has a line break")
+        raise SettingsError(
+            f"{begin}{scheme}{_MARK}...: is no place: longer than {MOST_CHARACTERS} characters, or has a line break"
+        )
     return _of_hub(rest, f"{begin}{text}") if scheme == "hf" else _of_bucket(scheme, rest, begin)
+
+
+def refuse_credentials(text: str, setting: str = "") -> None:
+    """Find out that a text of a known scheme holds no credentials; ``setting`` begins the sentence of an error.
+
+    Raises:
+        SettingsError: it has user information, a query or a fragment. The message does not repeat these.
+    """
+    scheme, _, rest = text.partition(_MARK)
+    if not is_remote(text):
+        return
+    authority = rest.partition("/")[0]
+    host = authority.rpartition("@")[2].partition("?")[0].partition("#")[0] if scheme != "hf" else "..."
+    signs = {"user information": "@" in authority, "a query": "?" in rest, "a fragment": "#" in rest}
+    for what, is_there in signs.items():
+        if is_there:
+            safe = f"{setting} {scheme}{_MARK}{host[:MOST_CHARACTERS]}".lstrip()
+            raise SettingsError(
+                f"{safe}: has {what}: leave it out; credentials come from the environment or a profile (docs/storage.md)"
+            )
 
 
 def _of_bucket(scheme: str, rest: str, begin: str) -> StoragePlace:

@@ -12,7 +12,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from diloco.errors import SettingsError
 from diloco.settings.folders import CACHE_DIR
-from diloco.settings.places import checked_place
+from diloco.settings.places import refuse_credentials
 from diloco.settings.presets import run_settings
 from diloco.settings.run import Name, ProcessName, RegionName, RunSettings
 from diloco.settings.validation import nearest
@@ -282,7 +282,11 @@ class LearnerSettings(ServiceSettings):
     @field_validator("data", "init")
     @classmethod
     def _has_no_credentials(cls, value: str | None, info: ValidationInfo) -> str | None:
-        return value if value is None else checked_place(value, str(info.field_name))
+        try:
+            refuse_credentials(value or "", f"{info.field_name} =")
+        except SettingsError as error:
+            raise ValueError(str(error)) from None
+        return value
 
 
 class TorchLearnerSettings(LearnerSettings):
