@@ -126,6 +126,7 @@ def test_a_run_that_publishes_nothing_is_what_it_was_and_one_that_does_trains_th
     plain, publishing = run_settings(), run_settings(overrides={"publish.to": TO})
     assert "publish" not in plain.model_dump()
     assert publishing.digest() == plain.digest()
+    assert publishing.canonical() == plain.canonical()  # what members read, of whatever version they are
     assert RunSettings.model_validate(publishing.model_dump()) == publishing
 
 
@@ -167,7 +168,7 @@ class Course:
 
 def publishing(path: Path) -> publisher.Publisher:
     settings = run_settings(overrides={"publish.to": TO, "publish.every_versions": 4, "publish.keep": 1})
-    return publisher.Publisher(RunDirectory(path, "one", "", None, settings), observe.get_logger())
+    return publisher.Publisher(RunDirectory(path, "one", "", None, settings), settings.publish, observe.get_logger())
 
 
 def test_weights_are_published_when_all_fragments_have_them_and_at_the_end(

@@ -182,7 +182,7 @@ class _Saver:
             version=self._version(learners, others=number is not None or bool(keep_own)),
             made_by=__version__,
             run=directory.name,
-            settings=directory.settings.model_dump(),
+            settings=directory.settings.for_members().model_dump(),
             data=directory.data,
             map_digest=self.run.map.digest.hex(),
             created_at_s=time.time(),

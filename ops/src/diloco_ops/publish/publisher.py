@@ -24,6 +24,7 @@ from diloco.process.observe import Logger
 from diloco.process.retry import Complaint
 from diloco.service.rundir import RunDirectory
 from diloco.settings.places import StoragePlace, parse_place
+from diloco.settings.publish import PublishSettings
 from diloco.storage.object_store import ObjectStore
 from diloco.storage.opening import open_store
 from diloco_ops.reading import run_reader
@@ -41,10 +42,10 @@ END_S = 60.0  # after the run's end the final weights are tried for so long
 
 
 class Publisher:
-    """Publishes the weights of the run in a directory until it is over."""
+    """Publishes the weights of the run in a directory until it is over, as ``wanted`` says."""
 
-    def __init__(self, directory: RunDirectory, log: Logger) -> None:
-        self.directory, self.log, self.wanted = directory, log, directory.settings.publish
+    def __init__(self, directory: RunDirectory, wanted: PublishSettings, log: Logger) -> None:
+        self.directory, self.log, self.wanted = directory, log, wanted
         self.place = parse_place(self.wanted.to, "publish.to =")
         self._newest = 0  # version that was published, or cannot be any more
         self._failing, self._waiting = Complaint(log), Complaint(log)

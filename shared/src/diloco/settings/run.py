@@ -466,9 +466,13 @@ class RunSettings(_Section):
         batches = [] if self.continues is None else self.continues.batches
         return batches[share] if share < len(batches) else 0
 
+    def for_members(self) -> RunSettings:
+        """Return the settings that are stored with the run: without those that concern only the process that starts it."""
+        return self.model_copy(update={"publish": PublishSettings()})
+
     def canonical(self) -> bytes:
-        """Return the settings as canonical JSON: equal settings, equal bytes, on any machine."""
-        return _canonical(self.model_dump())
+        """Return the settings for members as canonical JSON: equal settings, equal bytes, on any machine."""
+        return _canonical(self.for_members().model_dump())
 
     def digest(self) -> bytes:
         """Return BLAKE3 (32 bytes) of the canonical JSON of all settings that a member's bits depend on.
