@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from tests.made.object_stores import DyingStore, Killed, folder_store, memory_store, use
@@ -19,6 +21,9 @@ from diloco.storage import aws_profiles, fetching
 from diloco.storage.fetching import fetched
 from diloco.storage.object_store import StoredObject
 from diloco.storage.opening import open_store
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 
 @pytest.mark.parametrize(
@@ -133,6 +138,30 @@ def test_a_download_goes_on_where_it_was_killed(tmp_path: Path, monkeypatch: pyt
     use(monkeypatch, later)
     assert fetched("s3://bucket/file", tmp_path).read_bytes() == data
     assert next(each for each in later.requests if each.startswith("get")) == f"get file {kept}"
+
+
+def test_processes_that_begin_together_read_a_place_once(tmp_path: Path) -> None:
+    """As the learners of a run do: each locks with files of its own, so threads stand for them."""
+    store, read = memory_store(), list[str]()
+
+    class Counting(DyingStore):
+        def get(self, of: StoredObject, start: int, stop: int) -> Buffer:
+            read.append(of.key)
+            return super().get(of, start, stop)
+
+    for number in range(20):
+        store.put(f"data/{number}", b"x" * number)
+    place = parse_place("s3://bucket/data")
+    cached = fetching._CachedPlace(tmp_path, place, (), None)
+    counting = Counting(store)
+    with ThreadPoolExecutor(8) as pool:
+        found = {
+            each.result()
+            for each in [pool.submit(cached.fill, counting, fetching.find_objects(store, place)) for _ in range(8)]
+        }
+    [path] = found
+    assert len([*path.iterdir()]) == 20
+    assert sorted(read) == sorted(f"data/{number}" for number in range(20))
 
 
 def test_an_object_that_changes_while_it_is_read_is_no_mixture(tmp_path: Path) -> None:

@@ -7,10 +7,11 @@ The cache is a folder of ``cache_dir``:
 * ``places/PLACE/VIEW/NAME``: a place as it was listed once. Its files are hard links to blobs, with the names that they have
   there.
 * ``places/PLACE/last.json``: the view that the place had last, which is taken where the store does not answer.
+* ``places/PLACE.filling``: locked by the process that brings a place; the others wait, and find it.
 * ``places/PLACE.used``: locked, shared, by each process that uses the place, until it ends. Where the disk has no room, places
   that no process uses are dropped, those first that were used longest ago.
 
-One process of a machine downloads a blob at a time, and the others find it.
+Places may have blobs in common, so a blob's download is locked, too.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ from diloco.storage.object_store import ObjectStore, StoredObject
 from diloco.storage.opening import open_store
 
 FOLDER = "storage"  # of cache_dir
-BLOBS, PLACES, PART, USED, LAST, WHOLE = "blobs", "places", ".part", ".used", "last.json", "whole"
+BLOBS, PLACES, LAST, WHOLE = "blobs", "places", "last.json", "whole"
+PART, USED, FILLING = ".part", ".used", ".filling"
 RANGE_BYTES = 16 << 20  # of one request
 FOOTER_BYTES = 1 << 16  # read at once where a few bytes are asked for
 AHEAD = 4  # ranges of one object, and objects, in flight
@@ -173,12 +175,16 @@ class _CachedPlace:
         return found if (view / WHOLE).exists() and found.exists() else None
 
     def fill(self, store: ObjectStore, listed: Sequence[tuple[str, StoredObject]]) -> Path:
-        """Return the path of the place's objects, after all of them were brought.
+        """Return the path of the place's objects, after all of them were brought, by this process or by another.
 
         Raises:
             SettingsError: there is no room for them, or the cache cannot be written.
             ObjectStoreError: one cannot be read.
         """
+        with locks.wait_for(self.folder.with_suffix(FILLING), folders.CACHE):
+            return self._fill(store, listed)
+
+    def _fill(self, store: ObjectStore, listed: Sequence[tuple[str, StoredObject]]) -> Path:
         blobs = [(name, each, self._blob(each)) for name, each in listed]
         view = self.folder / blake3("".join(f"{name}\0{blob.name}\n" for name, _, blob in blobs).encode()).hexdigest(16)
         target = view / self.place.name
