@@ -5,6 +5,7 @@ The system ends a lock with its process, however that ends, and whether or not t
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import time
 from pathlib import Path
@@ -70,6 +71,12 @@ def share(path: Path, chosen: ChosenFolder) -> None:
     """
     if not path.exists() or all(file.name != str(path) for file in _held):  # it may have been deleted since
         _held.append(_locked(path, chosen, fcntl.LOCK_SH))
+
+
+@atexit.register
+def _release() -> None:
+    for file in _held:
+        file.close()
 
 
 def _locked(path: Path, chosen: ChosenFolder, how: int) -> IO[bytes]:
