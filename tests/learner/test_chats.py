@@ -133,9 +133,9 @@ def test_what_is_longer_than_a_row_is_cut_and_said(make: MakeChats) -> None:
     assert counts.tokens + counts.lost == source.counts.training.tokens
     assert cut > dropped
     assert chats.notes() == [
-        "source 'chats': cut at 64 tokens: 1 of 5 conversations; left out, since nothing before that is learned: 1; tokens lost: "
-        f"{counts.lost} of {source.counts.training.tokens + source.counts.held_out.tokens}. The longest is chats.jsonl, line 2, "
-        f"with {cut} tokens. A larger context keeps more"
+        "source 'chats': cut at 64 tokens: 1 of 5 conversations; left out, since nothing before that is learned: 1; "
+        f"tokens lost: {counts.lost} of {source.counts.training.tokens + source.counts.held_out.tokens}. The longest is "
+        f"chats.jsonl, line 2, with {cut} tokens. A larger context keeps more"
     ]
     lengths = sorted(len(document) for row in epoch(chats) for document in documents(row))
     assert lengths == sorted([int(source.training.chats.ends[0]), 64, *[64] * (divided // 64), divided % 64])
@@ -156,8 +156,8 @@ def test_lines_that_cannot_be_used_are_counted_and_named_and_too_many_refused(ma
     with pytest.raises(DataError) as caught:
         make(*good, b"{", {"text": 3}, chat("a", ""))
     assert str(caught.value).startswith(
-        "source 'chats': chats.jsonl, line 201: not JSON: Input data was truncated; chats.jsonl, line 202: text: expected text, "
-        "got a number; chats.jsonl, line 203: message 2: an empty assistant turn: 3 of 203 lines of "
+        "source 'chats': chats.jsonl, line 201: not JSON: Input data was truncated; chats.jsonl, line 202: text: expected "
+        "text, got a number; chats.jsonl, line 203: message 2: an empty assistant turn: 3 of 203 lines of "
     )
     assert str(caught.value).endswith(
         "chats.jsonl cannot be used, more than 1 %: mend or remove them, or allow more by most_bad in a mix.toml"

@@ -312,9 +312,9 @@ def _notes(name: str, source: ChatSource, context: int) -> Iterator[str]:
     cut, dropped, lost = (sum(getattr(side.rows.counts, each) for side in sides) for each in ("cut", "dropped", "lost"))
     if cut or dropped:
         yield (
-            f"source {name!r}: cut at {context} tokens: {cut} of {documents} conversations; left out, since nothing before that is "
-            f"learned: {dropped}; tokens lost: {lost} of {tokens}. The longest is {counts.longest}, with {counts.longest_tokens} "
-            "tokens. A larger context keeps more"
+            f"source {name!r}: cut at {context} tokens: {cut} of {documents} conversations; left out, since nothing before "
+            f"that is learned: {dropped}; tokens lost: {lost} of {tokens}. The longest is {counts.longest}, with "
+            f"{counts.longest_tokens} tokens. A larger context keeps more"
         )
 
 
