@@ -128,6 +128,8 @@ class ChatTokenizer:
                     texts[number] = self._with_spans(line, place)
             except BadLineError as error:
                 found[number] = error
+            except RecursionError:
+                found[number] = BadLineError("not a conversation: JSON that is nested too deeply")
         unmarked = [number for number, (text, _) in texts.items() if BEGIN not in text]
         for number, ids, offsets in zip(unmarked, *self._batch([texts[number][0] for number in unmarked]), strict=True):
             found[number] = _learned(ids, offsets, texts[number][1])

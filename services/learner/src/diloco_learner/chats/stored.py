@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
 
@@ -101,7 +102,8 @@ def of_files(
         DataError: a file cannot be read, too many lines are bad, or too few conversations are left; or as ``encode_all``.
     """
     digest = str(seen(files, root, cache, _content)["digest"])
-    folder = cache / TOKENS / blake3(f"{FORMAT} {tokenizer.digest} {digest}".encode()).hexdigest(16)
+    made_by = " ".join(metadata.version(each) for each in ("tokenizers", "transformers"))
+    folder = cache / TOKENS / blake3(f"{FORMAT} {made_by} {tokenizer.digest} {digest}".encode()).hexdigest(16)
     dtype = np.dtype("<u2" if tokenizer.vocabulary <= 1 << 16 else "<u4")
     counts = drafts.make_once(folder, _about, lambda draft: _Making(name, tokenizer, draft, dtype).make(root, files))
     _check_counts(name, root, counts, most_bad)
