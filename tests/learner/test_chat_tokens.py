@@ -18,7 +18,7 @@ pytest.importorskip("transformers", reason="PyTorch and transformers are not ins
 import tokenizers
 from transformers import AutoTokenizer
 
-from diloco_learner.chats.chat_tokenizer import ChatTokenizer, Encoded
+from diloco_learner.chats.chat_tokenizer import ChatTokenizer, EncodedLine
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
@@ -92,9 +92,9 @@ def with_template(folder: Path, template: str) -> tuple[ChatTokenizer, Any]:
     return ChatTokenizer(folder), AutoTokenizer.from_pretrained(folder)
 
 
-def encoded(tokenizer: ChatTokenizer, *lines: Conversation | PlainText) -> list[Encoded]:
+def encoded(tokenizer: ChatTokenizer, *lines: Conversation | PlainText) -> list[EncodedLine]:
     found = tokenizer.encode_all(lines, ["chats.jsonl, line 1"] * len(lines))
-    assert all(isinstance(each, Encoded) for each in found), found
+    assert all(isinstance(each, EncodedLine) for each in found), found
     return found  # type: ignore[return-value]
 
 
@@ -174,7 +174,7 @@ def test_messages_that_the_template_refuses_are_bad_lines(bytes_folder: Path) ->
     bad, good = ours.encode_all([conversation(robot), conversation(messages(CHATS[0]))], ["a", "b"])
     assert isinstance(bad, BadLineError)
     assert str(bad) == "the chat template refuses it: role robot: expected system, user or assistant"
-    assert isinstance(good, Encoded)
+    assert isinstance(good, EncodedLine)
     calls = [messages(["a"])[0], {"role": ASSISTANT, "tool_calls": [{"function": {}}]}]
     (bad,) = ours.encode_all([conversation(calls)], ["a"])
     assert "the chat template refuses it: " in str(bad)

@@ -160,7 +160,7 @@ def test_lines_that_cannot_be_used_are_counted_and_named_and_too_many_refused(ma
         "text, got a number; chats.jsonl, line 203: message 2: an empty assistant turn: 3 of 203 lines of "
     )
     assert str(caught.value).endswith(
-        "chats.jsonl cannot be used, more than 1 %: mend or remove them, or allow more by most_bad in a mix.toml"
+        "chats.jsonl cannot be used, more than 1 %: repair or remove them, or allow more by most_bad in a mix.toml"
     )
 
 

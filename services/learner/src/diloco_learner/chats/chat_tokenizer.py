@@ -40,7 +40,7 @@ CLOCK = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedLine:
     """The tokens of a line, uint32 [tokens], and which are learned, bool [tokens]; ``divides`` as of :class:`PlainText`."""
 
     tokens: NDArray[np.uint32]
@@ -112,13 +112,13 @@ class ChatTokenizer:
             raise DataError(f"prompt: {error}") from None
         return self._tokens(text)[0].astype(np.int32)
 
-    def encode_all(self, lines: Sequence[Conversation | PlainText], places: Sequence[str]) -> list[Encoded | BadLineError]:
+    def encode_all(self, lines: Sequence[Conversation | PlainText], places: Sequence[str]) -> list[EncodedLine | BadLineError]:
         """Return the tokens of each line, or why it has none; ``places`` are the lines' for errors.
 
         Raises:
             DataError: there is no chat template, or it does not show what the assistant's turns are.
         """
-        found: list[Encoded | BadLineError | None] = [None] * len(lines)
+        found: list[EncodedLine | BadLineError | None] = [None] * len(lines)
         texts: dict[int, tuple[str, list[Span]]] = {}
         for number, (line, place) in enumerate(zip(lines, places, strict=True)):
             try:
@@ -141,7 +141,7 @@ class ChatTokenizer:
                     found[number] = error
         return [each for each in found if each is not None]
 
-    def _plain(self, line: PlainText) -> Encoded:
+    def _plain(self, line: PlainText) -> EncodedLine:
         """Return a text's tokens, with what the tokenizer itself puts before or behind it, and the end."""
         found = self._made(line.text, split_special_tokens=True, return_offsets_mapping=True, verbose=False)
         ids, offsets = found["input_ids"], found["offset_mapping"]
@@ -150,7 +150,7 @@ class ChatTokenizer:
             ids, learned = [*ids, self.end], [*learned, True]
         if not any(learned[1:]):
             raise BadLineError("makes no token to learn")
-        return Encoded(np.array(ids, np.uint32), np.array(learned, np.bool_), line.divides)
+        return EncodedLine(np.array(ids, np.uint32), np.array(learned, np.bool_), line.divides)
 
     def _with_spans(self, line: Conversation, place: str) -> tuple[str, list[Span]]:
         """Return a conversation's rendering, and which characters are learned."""
@@ -292,7 +292,7 @@ def _chosen(line: Conversation, marked: int) -> Iterable[int]:
     return [at for at, number in enumerate(assistants) if number in line.learned]
 
 
-def _learned(ids: Sequence[int] | NDArray[np.uint32], offsets: Any, spans: Sequence[Span]) -> Encoded:
+def _learned(ids: Sequence[int] | NDArray[np.uint32], offsets: Any, spans: Sequence[Span]) -> EncodedLine:
     """Return the tokens, of which those that overlap a span are learned, as in transformers' ``assistant_masks``.
 
     ``offsets``: [tokens, 2], characters from and up to; spans are in order and do not overlap.
@@ -300,7 +300,7 @@ def _learned(ids: Sequence[int] | NDArray[np.uint32], offsets: Any, spans: Seque
     places, edges = np.asarray(offsets, np.int64).reshape(-1, 2), np.asarray(spans, np.int64).reshape(-1, 2)
     nearest = np.searchsorted(edges[:, 1], places[:, 0], side="right")  # the first span that ends behind the token's begin
     begins = np.append(edges[:, 0], np.iinfo(np.int64).max)[nearest]
-    return Encoded(np.asarray(ids, np.uint32), places[:, 1] > begins, divides=False)
+    return EncodedLine(np.asarray(ids, np.uint32), places[:, 1] > begins, divides=False)
 
 
 def _changed(found: Any, change: Callable[[str], str]) -> Any:

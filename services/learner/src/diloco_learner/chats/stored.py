@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from diloco.errors import DataError
 from diloco_learner.chats import packing
-from diloco_learner.chats.chat_tokenizer import ChatTokenizer, Encoded
+from diloco_learner.chats.chat_tokenizer import ChatTokenizer, EncodedLine
 from diloco_learner.chats.conversations import BadLineError, Conversation, PlainText, parse
 from diloco_learner.chats.lines import read_lines
 from diloco_learner.mix import drafts
@@ -44,7 +44,7 @@ class SideCounts(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class SourceCounts(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """What became of a source's lines. ``bad``: lines of which no tokens were made; the first ones are ``named``.
+    """Counts of a source's lines. ``bad``: lines of which no tokens were made; the first ones are ``named``.
 
     ``longest``: the place of the longest conversation, which has ``longest_tokens``.
     """
@@ -73,7 +73,7 @@ class StoredChats:
 
 
 class RowCounts(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """What rows hold: their number, the tokens in them, those trained on, and what is not in them (``packing.Pieces``)."""
+    """Counts of rows: their number, the tokens in them, those trained on, and what is not in them (``packing.Pieces``)."""
 
     rows: Count
     tokens: Count
@@ -127,7 +127,7 @@ def _check_counts(name: str, root: Path, counts: SourceCounts, most_bad: float) 
     if counts.bad > max(1, most_bad * counts.lines):
         raise DataError(
             f"source {name!r}: {first}: {counts.bad} of {counts.lines} lines of {root} cannot be used, more than "
-            f"{100 * most_bad:g} %: mend or remove them, or allow more by most_bad in a mix.toml"
+            f"{100 * most_bad:g} %: repair or remove them, or allow more by most_bad in a mix.toml"
         )
     if not counts.training.documents or not counts.held_out.documents:
         good = counts.training.documents + counts.held_out.documents
@@ -148,7 +148,7 @@ class _Making:
 
     def make(self, root: Path, files: Sequence[Path]) -> None:
         sides = {side: _Side(self.draft / side, self.dtype) for side in SIDES}
-        last: Encoded | None = None  # held out, if there are too few to hold out every so many
+        last: EncodedLine | None = None  # held out, if there are too few to hold out every so many
         for document in self._documents(root, files):
             if last is not None:
                 sides[self._side(self.documents - 1)].write(last)
@@ -166,7 +166,7 @@ class _Making:
     def _side(self, number: int) -> str:
         return "held_out" if number % HELD_OUT_EVERY == HELD_OUT_EVERY - 1 else "training"
 
-    def _documents(self, root: Path, files: Sequence[Path]) -> Iterator[Encoded]:
+    def _documents(self, root: Path, files: Sequence[Path]) -> Iterator[EncodedLine]:
         places, parsed, size = list[str](), list[Conversation | PlainText](), 0
         for path in files:
             name = path.name if path == root else path.relative_to(root).as_posix()
@@ -186,9 +186,9 @@ class _Making:
                     places, parsed, size = [], [], 0
         yield from self._encoded(places, parsed)
 
-    def _encoded(self, places: list[str], parsed: list[Conversation | PlainText]) -> Iterator[Encoded]:
+    def _encoded(self, places: list[str], parsed: list[Conversation | PlainText]) -> Iterator[EncodedLine]:
         for place, found in zip(places, self.tokenizer.encode_all(parsed, places), strict=True):
-            if isinstance(found, Encoded):
+            if isinstance(found, EncodedLine):
                 if found.tokens.size > self.longest_tokens:
                     self.longest, self.longest_tokens = place, found.tokens.size
                 yield found
@@ -210,7 +210,7 @@ class _Side:
         self.hash = blake3()
         self.files: dict[str, BinaryIO] = {each: (folder / f"{each}.bin").open("wb") for each in _types(dtype)}
 
-    def write(self, document: Encoded) -> None:
+    def write(self, document: EncodedLine) -> None:
         self.documents += 1
         self.size += document.tokens.size
         self.learned += int(document.learned.sum())

@@ -1,4 +1,4 @@
-"""What all learners of a run have alike of their data, and how often the run goes over it."""
+"""Comparison of data with the run's, which all its learners have, and the limit of epochs."""
 
 from __future__ import annotations
 
