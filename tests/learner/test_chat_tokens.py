@@ -148,6 +148,13 @@ def test_special_tokens_in_a_message_are_text(folder: Path, template: str, text:
     assert ours.decode(found.tokens[found.learned]).strip() == f"no {text}<|im_end|>"
 
 
+def test_characters_for_private_use_stay(folder: Path) -> None:
+    ours, theirs = with_template(folder, CHATML)
+    chat = messages(["a\U000f0000b\U000f0001", "c"])
+    (found,) = encoded(ours, conversation(chat))
+    assert found.tokens.tolist() == theirs.apply_chat_template(chat, return_dict=False)
+
+
 def test_a_template_that_asks_for_the_date_gets_the_same_one_each_day(bytes_folder: Path) -> None:
     ours, theirs = with_template(bytes_folder, DATED)
     chat = messages(CHATS[0])
@@ -175,6 +182,11 @@ def test_messages_that_the_template_refuses_are_bad_lines(bytes_folder: Path) ->
     assert isinstance(bad, BadLineError)
     assert str(bad) == "the chat template refuses it: role robot: expected system, user or assistant"
     assert isinstance(good, EncodedLine)
+    deep: Any = "deep"
+    for _ in range(5000):
+        deep = [deep]
+    (bad,) = ours.encode_all([conversation([{**robot[1], "name": deep}, robot[2]])], ["a"])
+    assert str(bad) == "not a conversation: JSON that is nested too deeply"
     calls = [messages(["a"])[0], {"role": ASSISTANT, "tool_calls": [{"function": {}}]}]
     (bad,) = ours.encode_all([conversation(calls)], ["a"])
     assert "the chat template refuses it: " in str(bad)

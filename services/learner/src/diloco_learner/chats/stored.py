@@ -14,7 +14,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from diloco.errors import DataError
-from diloco_learner.chats import packing
+from diloco_learner.chats import lines, packing
 from diloco_learner.chats.chat_tokenizer import ChatTokenizer, EncodedLine
 from diloco_learner.chats.conversations import BadLineError, Conversation, PlainText, parse
 from diloco_learner.chats.lines import read_lines
@@ -174,7 +174,7 @@ class _Making:
                 self.lines += 1
                 try:
                     if line is None:
-                        raise BadLineError("is longer than 16 MiB, more than a conversation may be")
+                        raise BadLineError(f"is longer than {lines.MOST_LINE_BYTES:,} bytes")
                     parsed.append(parse(line, templated=self.tokenizer.has_template))
                 except BadLineError as error:
                     self._leave_out(place, error)
