@@ -66,9 +66,9 @@ class ChatTokenizer:
         self.folder = Path(folder)
         self._made = _load(self.folder)
         self._given = None if template is None else _read_template(Path(template))
-        self.vocabulary = 1 + max(self._made.get_vocab().values())
+        self.vocabulary: int = 1 + max(self._made.get_vocab().values())
         self.end: int | None = self._made.eos_token_id
-        self.padding = next((each for each in (self._made.pad_token_id, self.end) if each is not None), 0)
+        self.padding: int = next((each for each in (self._made.pad_token_id, self.end) if each is not None), 0)
         special = [token.content for token in self._made.added_tokens_decoder.values() if token.special]
         self._special = sorted(special, key=lambda token: (-len(token), token))
         self._written = re.compile("|".join(map(re.escape, self._special)) or "(?!)")  # (?!) never matches
