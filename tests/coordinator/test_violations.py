@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,25 @@ def test_half_a_line_is_read_when_the_rest_has_come_and_a_log_that_was_rotated_f
     log._log_file.unlink()
     log.read()
     assert log.total == 2
+
+
+def test_a_log_that_was_rotated_several_times_since_the_last_look_is_read_to_its_end(log: ViolationLog) -> None:
+    """As nats-server does: the name's file is renamed, with the time in the name, and begun anew."""
+    old = log._log_file.with_name(f"{log._log_file.name}.2026.11.28")
+    old.write_text(line(ANN, 'Publish Violation - Subject "older"'))
+    os.utime(old, (1, 1))
+    assert written(log, line(ANN, 'Publish Violation - Subject "a"')) == {("ann", "publish", "a"): 1.0}
+    for second in range(3):
+        with log._log_file.open("a") as file:
+            file.write(line(ANN, 'Publish Violation - Subject "a"'))
+        rotated = log._log_file.with_name(f"{log._log_file.name}.2026.11.29.{second}")
+        log._log_file.rename(rotated)
+        os.utime(rotated, (2 + second, 2 + second))
+        log._log_file.touch()
+    assert written(log, line(ANN, 'Publish Violation - Subject "b"')) == {
+        ("ann", "publish", "a"): 4.0,
+        ("ann", "publish", "b"): 1.0,
+    }
 
 
 def test_what_is_kept_and_read_at_once_is_bounded(log: ViolationLog) -> None:
