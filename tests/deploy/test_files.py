@@ -362,7 +362,7 @@ def test_the_servers_configuration_is_the_same_everywhere() -> None:
     assert (DEPLOY / "kubernetes" / "base" / "nats.conf").read_text() == configuration
     for text in (configuration, (DEPLOY.parent / "compose" / "nats.conf").read_text()):
         assert f"sync_interval: always, request_queue_limit: {REQUEST_QUEUE_LIMIT} }}" in text
-    assert "logfile_size_limit: 10MB" in configuration
+        assert re.search(r"^logfile_size_limit: 10MB .*\nlogfile_max_num: 5$", text, re.MULTILINE)
     assert (DEPLOY / "kubernetes" / "coordinator" / "run.toml").read_text() == (DATACENTER / "run.example.toml").read_text()
 
 
