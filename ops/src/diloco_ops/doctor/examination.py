@@ -9,7 +9,7 @@ import platform
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, cast, get_args
 
@@ -34,7 +34,7 @@ from diloco.wire import framing
 from diloco.wire.subjects import Subjects, reader
 from diloco_ops.broker.admin import SERVER_AWAY
 from diloco_ops.broker.probe import NotAllowedError, Probe
-from diloco_ops.doctor import access, machine, needs, reach, verdicts
+from diloco_ops.doctor import access, machine, needs, reach, region_verdicts, verdicts
 from diloco_ops.doctor import mesh_check as island
 from diloco_ops.doctor import server_check as server
 from diloco_ops.doctor.check import Check, Role, skipped
@@ -234,6 +234,10 @@ class ServiceExamination:
         if self._identity is not None:
             yield await self._limited(f"{place.name} list", lambda: self._list(opened))
         yield await self._limited(f"{place.name} permissions", lambda: self._permissions(opened))
+        if place.shortened:
+            yield await self._limited(f"{place.name} shortening", lambda: self._shortening(opened))
+        if not place.control and not place.bulk:
+            return
         if opened.jetstream:
             yield await self._limited(f"{place.name} storage", lambda: self._storage(opened))
             yield await self._limited(f"{place.name} limits", lambda: self._limits(opened))
@@ -265,6 +269,9 @@ class ServiceExamination:
         refused = await server.forbidden(opened.probe, tried)
         excess = await server.excessive(opened.probe, tried) if self._identity is not None else []
         return verdicts.allowed(opened.place.name, tried.needed, refused, excess)
+
+    async def _shortening(self, opened: _Open) -> Check:
+        return region_verdicts.shortening(opened.place.name, await server.may_shorten(opened.probe, opened.place.shortened))
 
     async def _list(self, opened: _Open) -> Check:
         return verdicts.listed(opened.place.name, await opened.probe.server_list())
@@ -342,6 +349,9 @@ class ServiceExamination:
         if self._run is None:
             yield skipped("name", "the run is not there yet")
             return
+        regions = self._run.created.regions.names
+        if regions and self.role in ("syncer", "coordinator"):
+            yield region_verdicts.other_regions(self.role, self.settings.region, regions, self.settings.region_urls)
         for check in await self._several("name", lambda: self._listen(control)):
             yield check
 
@@ -426,8 +436,11 @@ def places(settings: DoctorSettings, role: Role, identity: Identity | None) -> S
             ServerPlace("control", (settings.nats_url,), control, control=True),
             ServerPlace(settings.region or "bulk", (settings.bulk_url,), bulk, bulk=True),
         ]
-    others = settings.region_urls if role == "syncer" else {}
-    return [
-        *found,
-        *(ServerPlace(region, (url,), access.other_region(run, own), bulk=True, far=True) for region, url in others.items()),
-    ]
+    if role == "syncer":
+        tried = access.other_region(run, own)
+        found += [ServerPlace(region, (url,), tried, bulk=True, far=True) for region, url in settings.region_urls.items()]
+    elif role == "coordinator":
+        log, tried = Subjects(run).log_stream, access.shortened_region(run, own)
+        found[-1] = replace(found[-1], shortened=log)
+        found += [ServerPlace(region, (url,), tried, far=True, shortened=log) for region, url in settings.region_urls.items()]
+    return found
