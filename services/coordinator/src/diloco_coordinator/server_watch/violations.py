@@ -1,4 +1,7 @@
-"""Permission violations in a NATS server's log, by identity and subject: the server publishes them nowhere else.
+"""Violations in a NATS server's log, by identity and subject: the server publishes them nowhere else.
+
+They are subjects that an identity has no right to, and messages larger than it may send, for which the server closes the
+connection before it knows a subject (action ``payload``).
 
 A line of the log has texts that a client chose: its own name, and the subject. Only its end is read, behind the key that the
 server knows the client by, and a subject has no spaces. So no client can have another one's violation counted.
@@ -21,8 +24,9 @@ MAX_SUBJECT = 128  # characters
 NO_KEY = "unknown"  # of a client without an identity
 
 _VIOLATION = re.compile(
-    rb'\[ERR\] .* - "[^"/ ]*/?(?:nkey:(?P<key>U[A-Z2-7]{55})|[^" ]*)" - (?P<action>Publish|Subscription) Violation - '
-    rb'(?:Subject|Reply) "(?P<subject>[^ ]*)"(?:, [^ ]+ [^ ]+)*$'
+    rb'\[ERR\] .* - "[^"/ ]*/?(?:nkey:(?P<key>U[A-Z2-7]{55})|[^" ]*)" - (?:'
+    rb'(?P<action>Publish|Subscription) Violation - (?:Subject|Reply) "(?P<subject>[^ ]*)"(?:, [^ ]+ [^ ]+)*'
+    rb"|maximum payload exceeded: \d+ vs \d+)$"
 )
 _LISTED = re.compile(r"^ *# (\S+): \S+\n *users: \[ \{ nkey: (U[A-Z2-7]{55})", re.MULTILINE)
 
@@ -109,7 +113,7 @@ class ViolationLog:
     def _take(self, line: bytes) -> None:
         found = _VIOLATION.search(line) if len(line) <= MAX_LINE_BYTES else None
         if found is not None:
-            key, action, subject = (found[name] or b"" for name in ("key", "action", "subject"))
+            key, action, subject = found["key"] or b"", found["action"] or b"payload", found["subject"] or b""
             shown = subject.decode("ascii", "backslashreplace")[:MAX_SUBJECT]
             self._counts.add(key.decode(), f"{action.decode().lower()} {shown}")
 
