@@ -246,6 +246,8 @@ def test_permissions() -> None:
 
 def test_limits_of_streams() -> None:
     assert verdicts.limits("us", {}).verdict == "skipped"
+    unlimited = verdicts.limits("us", {"A": []}, lists_have_none=True)
+    assert (unlimited.verdict, unlimited.found) == ("warning", "the server's auth.conf has no max_payload for this identity")
     assert verdicts.limits("us", {"A": [], "B": []}).found == "limits of A, B as the run sets them"
     assert verdicts.limits("us", {"A": [], "B": ["max_msg_size = no limit"]}).found == "B: max_msg_size = no limit"
 

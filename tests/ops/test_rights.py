@@ -12,7 +12,7 @@ from tests.services.secured import make_keys
 
 from diloco.control import history
 from diloco.nats.append import HEADER_BYTES
-from diloco.nats.identity import ROLES
+from diloco.nats.identity import ROLES, load
 from diloco.wire import framing
 from diloco.wire.body import PART_BYTES
 from diloco.wire.control import Gauges, MarkerAnswer, StateLoan, StatePart
@@ -110,6 +110,15 @@ def test_who_never_sends_large_messages_may_not() -> None:
     assert most_payload_bytes(Who("a", "learner", "us"), apart, together) == LEARNER_PAYLOAD_BYTES
     assert most_payload_bytes(Who("a", "learner"), (), ()) == LEARNER_PAYLOAD_BYTES
     assert most_payload_bytes(Who("a", "learner", None, True), (), ()) is None
+
+
+def test_an_identity_knows_whether_servers_limit_its_messages(tmp_path: Path) -> None:
+    founders = [Who("a-founder", "learner", None, founder=True), Who("a-creator", "coordinator", None, founder=True)]
+    everybody = [*(Who(f"a-{role}", role) for role in ROLES), *founders]
+    folder = make_keys(tmp_path, RUN, everybody)
+    for who in everybody:
+        limited = most_payload_bytes(who, (), ()) is not None
+        assert load(folder.identity_file(who.name)).sends_little == limited, who
 
 
 @pytest.mark.parametrize("column", COLUMNS)

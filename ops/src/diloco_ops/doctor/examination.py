@@ -288,7 +288,8 @@ class ServiceExamination:
         return verdicts.storage(opened.place.name, found, self._needed_storage(opened.place))
 
     async def _limits(self, opened: _Open) -> Check:
-        return verdicts.limits(opened.place.name, await server.wider_limits(opened.probe, self.settings.run))
+        wider = await server.wider_limits(opened.probe, self.settings.run)
+        return verdicts.limits(opened.place.name, wider, lists_have_none=opened.probe.lacks_limit)
 
     async def _scratch(self, opened: _Open) -> list[Check]:
         """Make streams of our own for a moment, to see whether there is room and how long a sync takes."""

@@ -30,6 +30,9 @@ COMPLAIN_SELDOM_S = 320.0  # the pause between two complaints doubles until it i
 ASK_AGAIN_S = 3.0  # between two attempts at a server that refuses the identity, and logs each of them
 REFUSALS = 2  # of an identity, to be believed: a server that reads its users again refuses a client just connecting, too
 TURNED_AWAY_S = 10.0  # an identity that a server does not know for so long will not be known again
+_NO_LIMIT = (
+    "its auth.conf has no max_payload for this identity; write it again with 'diloco keys refresh', and reload the server"
+)
 WAITS = "waiting for it: give that server its new auth.conf, and reload it"
 
 
@@ -108,6 +111,8 @@ class Opening:
             await asyncio.sleep(ASK_AGAIN_S if self._refused.is_set() and self._refusals >= REFUSALS else RETRY_S)
             self.client = Client(self.identity)
             self._refused.clear()
+        if self.client.lacks_limit:
+            self.log.warning("server_without_limits", connection=self.name, reason=_NO_LIMIT)
         return self.client
 
     async def _try(self, timeout_s: float | None) -> bool:
