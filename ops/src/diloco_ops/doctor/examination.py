@@ -232,10 +232,10 @@ class ServiceExamination:
         """Try all that can be tried at a place that let us in."""
         place = opened.place
         if self._identity is not None:
-            yield await self._limited(f"{place.name} list", lambda: self._list(opened))
+            yield await self._limited(f"{place.name} list", lambda: _check_list(opened))
         yield await self._limited(f"{place.name} permissions", lambda: self._permissions(opened))
         if place.shortened:
-            yield await self._limited(f"{place.name} shortening", lambda: self._shortening(opened))
+            yield await self._limited(f"{place.name} shortening", lambda: _check_shortening(opened))
         if not place.control and not place.bulk:
             return
         if opened.jetstream:
@@ -243,7 +243,7 @@ class ServiceExamination:
             yield await self._limited(f"{place.name} limits", lambda: self._limits(opened))
             for check in await self._several(f"{place.name} room", lambda: self._scratch(opened)):
                 yield check
-            yield await self._limited(f"{place.name} clock", lambda: self._clock(opened))
+            yield await self._limited(f"{place.name} clock", lambda: _check_clock(opened, self.subjects))
         else:
             yield skipped(f"{place.name} storage", "not available without JetStream")
         for check in await self._several(f"{place.name} link", lambda: self._link(opened)):
@@ -269,12 +269,6 @@ class ServiceExamination:
         refused = await server.forbidden(opened.probe, tried)
         excess = await server.excessive(opened.probe, tried) if self._identity is not None else []
         return verdicts.allowed(opened.place.name, tried.needed, refused, excess)
-
-    async def _shortening(self, opened: _Open) -> Check:
-        return region_verdicts.shortening(opened.place.name, await server.may_shorten(opened.probe, opened.place.shortened))
-
-    async def _list(self, opened: _Open) -> Check:
-        return verdicts.listed(opened.place.name, await opened.probe.server_list())
 
     def _needed_storage(self, place: ServerPlace) -> dict[str, int] | None:
         """Return the bytes needed by stream; None: not known yet."""
@@ -317,16 +311,6 @@ class ServiceExamination:
             room if needed else skipped(f"{place} room", "the run has no model yet"),
             verdicts.sync(place, memory_s, file_s),
         ]
-
-    async def _clock(self, opened: _Open) -> Check:
-        place = opened.place
-        stream = f"KV_{self.subjects.bucket}" if place.control else self.subjects.log_stream
-        found = await server.clock(opened.probe, stream)
-        if found is None:
-            return skipped(
-                f"{place.name} clock", "the server's time is read from the run's streams, and the run does not exist yet"
-            )
-        return verdicts.clock(place.name, found.ahead_s, found.uncertainty_s)
 
     async def _link(self, opened: _Open) -> list[Check]:
         place, settings = opened.place, self._run.in_force if self._run else None
@@ -422,6 +406,25 @@ class ServiceExamination:
         if own in heard:
             return verdicts.members(self.settings.name, found, listen_s)
         return [skipped("name", "this identity may not listen to processes of its own role")]
+
+
+async def _check_shortening(opened: _Open) -> Check:
+    return region_verdicts.shortening(opened.place.name, await server.may_shorten(opened.probe, opened.place.shortened))
+
+
+async def _check_list(opened: _Open) -> Check:
+    return verdicts.listed(opened.place.name, await opened.probe.server_list())
+
+
+async def _check_clock(opened: _Open, subjects: Subjects) -> Check:
+    place = opened.place
+    stream = f"KV_{subjects.bucket}" if place.control else subjects.log_stream
+    found = await server.clock(opened.probe, stream)
+    if found is None:
+        return skipped(
+            f"{place.name} clock", "the server's time is read from the run's streams, and the run does not exist yet"
+        )
+    return verdicts.clock(place.name, found.ahead_s, found.uncertainty_s)
 
 
 def places(settings: DoctorSettings, role: Role, identity: Identity | None) -> Sequence[ServerPlace]:

@@ -349,10 +349,7 @@ def reserved(place: str, missing_bytes: int, refusal: str) -> Check:
 
 
 def limits(place: str, wider: Mapping[str, Sequence[str]], *, lists_have_none: bool = False) -> Check:
-    """Judge the limits of a run's streams: those of each stream that are wider than the run sets them.
-
-    ``lists_have_none``: the server's list of identities has no limit of this identity's messages, and should have one.
-    """
+    """Judge the limits of a run's streams, and whether the server's list lacks one of this identity's messages."""
     name = f"{place} limits"
     if lists_have_none:
         remedy = "write the server's newest auth.conf with 'diloco keys refresh', copy it to the server and reload the server"
