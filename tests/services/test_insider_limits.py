@@ -36,6 +36,7 @@ from diloco.transport import Heard, Stored
 from diloco.wire import subjects
 from diloco.wire.body import Body
 from diloco.wire.offers import Answer, Offer, RegionalOffer
+from diloco.wire.refusals import refusals_key
 from diloco.wire.subjects import Subjects
 from diloco_coordinator.server_watch.violations import ViolationLog
 from diloco_ops.broker import raw_messages
@@ -373,15 +374,15 @@ async def last_sequence(syncer: Guest) -> int:
 
 
 async def test_a_key_that_readers_would_refuse_is_refused_by_the_server(syncer: Guest, server: Server, keys: Folder) -> None:
-    key = f"$KV.{NAMES.bucket}.share.toy-0"  # of a founder, which may send large messages
-    async with guest(server, keys, "toy-0") as liar:
-        for size, fits in ((MAX_VALUE_BYTES + 1, False), (liar.link.control.max_payload, False), (MAX_VALUE_BYTES, True)):
-            told = json.loads((await liar.link.control.request(key, bytes(size), timeout=DEADLINE_S)).data)
-            assert ("error" not in told) == fits, told
-        registry = await liar.link.bucket(NAMES.bucket, create=False)
-        found = await registry.get("share.toy-0")
-        assert found is not None
-        assert len(found[0]) == MAX_VALUE_BYTES
+    key = refusals_key("nobody")  # a syncer's: a learner's messages are smaller than the largest value
+    for size, fits in ((MAX_VALUE_BYTES + 1, False), (syncer.link.control.max_payload, False), (MAX_VALUE_BYTES, True)):
+        answered = await syncer.link.control.request(f"$KV.{NAMES.bucket}.{key}", bytes(size), timeout=DEADLINE_S)
+        told = json.loads(answered.data)
+        assert ("error" not in told) == fits, told
+    registry = await syncer.link.bucket(NAMES.bucket, create=False)
+    found = await registry.get(key)
+    assert found is not None
+    assert len(found[0]) == MAX_VALUE_BYTES
 
 
 @pytest.mark.parametrize(
