@@ -21,7 +21,7 @@ def shortening(place: str, allowed: bool) -> Check:
     )
 
 
-def other_regions(role: Role, own: str, regions: Sequence[str], urls: Collection[str]) -> Check:
+def other_regions(role: Role, own: str | None, regions: Sequence[str], urls: Collection[str]) -> Check:
     """Judge for which of a run's other ``regions`` a syncer or coordinator has the server's URL."""
     others = [name for name in regions if name != own]
     missing, unknown = [name for name in others if name not in urls], sorted(set(urls) - set(regions))

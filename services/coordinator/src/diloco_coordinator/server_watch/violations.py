@@ -44,8 +44,8 @@ class ViolationLog:
         self._log_file, self._lists_file = log_file, lists_file
         self._counts = SenderCounts()
         found = _stat(log_file)
-        self._inode, self._offset_bytes = (found.st_ino, found.st_size) if found is not None else (None, 0)
-        self._rest = b""
+        self._inode = None if found is None else found.st_ino  # of the file that is read
+        self._offset_bytes, self._rest = (0 if found is None else found.st_size), b""
 
     @property
     def total(self) -> int:
