@@ -577,7 +577,7 @@ def test_a_certificate_that_is_not_accepted_names_its_probable_cause(code: int, 
 
 
 async def test_a_connection_that_was_reset_has_nothing_to_drain() -> None:
-    """A server resets the connection of a client that has sent too large a message: what the client ends is then ended whole."""
+    """A server resets the connection of a client that sends too large a message, which then ends whole."""
     reset = asyncio.Event()
 
     async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
