@@ -65,7 +65,7 @@ class CountedOutput(Protocol):
         """
 
 
-def tokens_of(output: Output, most: int) -> int:
+def counted_tokens(output: Output, most: int) -> int:
     """Wait until the tokens of a step are known, and return them: those that its loss counts, or the ``most`` of a step.
 
     Raises:
