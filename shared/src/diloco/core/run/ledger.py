@@ -79,18 +79,24 @@ class Ledger:
         self.own = self.own or [{} for _ in range(self.fragments)]
         self.versions = self.versions or [0] * self.fragments
 
-    def train(self, process: Process, trained: Sequence[Range], batch_tokens: int = 0) -> None:
-        """Enter the batches that a process has trained, and the most tokens of a batch (0: not known)."""
+    def train(
+        self, process: Process, trained: Sequence[Range], batch_tokens: int = 0, learner_tokens: int | None = None
+    ) -> None:
+        """Enter the batches that a process has trained, and the most tokens of a batch (0: not known).
+
+        ``learner_tokens``: that the learner has processed by then, in all its processes, as it says; None: it does not.
+        """
         self.trained[process] = ranges.normal([*self.trained.get(process, ()), *trained])
         self.batch_tokens = batch_tokens or self.batch_tokens
+        if learner_tokens is not None:
+            self._note_tokens(process, learner_tokens)
 
-    def note_tokens(self, process: Process, tokens: int) -> None:
-        """Note that a learner says it has processed so many tokens, when its process had trained the batches entered so far.
+    def _note_tokens(self, process: Process, tokens: int) -> None:
+        """Count a process's tokens, if they have grown by less than its batches have at most.
 
-        If those of a process are fewer than its batches could have, its first batches, of which nothing was heard, are taken to
-        have as many as the others on average.
+        Its first batches, of which nothing was heard, are taken to have as many as the others on average.
         """
-        batches = ranges.batches(self.trained.get(process, ()))
+        batches = ranges.batches(self.trained[process])
         first_tokens, first_batches = self.heard.setdefault(process, (tokens, batches))
         newest = self.newest[process] = max(tokens, self.newest.get(process, 0))  # heartbeats may overtake one another
         grown, more = newest - first_tokens, batches - first_batches
@@ -105,9 +111,11 @@ class Ledger:
         """Return how many batches a learner has trained in all its processes, repetitions included."""
         return sum(ranges.batches(trained) for (name, _), trained in self.trained.items() if name == learner)
 
-    def varies(self, learner: str) -> bool:
-        """Return whether some of a learner's batches had fewer tokens than others."""
-        return any(name == learner for name, _ in self.counted)
+    def steps(self, learner: str, processed: int, heard: int) -> int:
+        """Return the steps in which a learner has ``processed`` tokens; so many it was ``heard`` to say it took."""
+        if any(name == learner for name, _ in self.counted):
+            return max(heard, self.batches(learner))
+        return processed // self.batch_tokens if self.batch_tokens else heard
 
     def processed(self, learner: str | None = None) -> int:
         """Return the tokens that a learner (None: all of them) has trained in all its processes, repetitions included."""
