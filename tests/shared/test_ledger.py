@@ -109,6 +109,16 @@ def test_tokens_that_vary_are_the_growth_of_what_a_learner_says() -> None:
     assert again.processed("ann") == 123 + 121 + round(2 * 121 / 5)
 
 
+def test_learners_whose_batches_differ_have_each_its_own_tokens() -> None:
+    ledger = Ledger(1)
+    ledger.train(ANN, [(0, 0, 10)], 64, 640)
+    ledger.train(BOB, [(1, 0, 20)], 16, 320)
+    ledger.train(ANN_AGAIN, [(0, 10, 1)])  # by its tape alone
+    assert (ledger.processed("ann"), ledger.processed("bob"), ledger.batch_tokens, ledger.varies) == (11 * 64, 320, 64, True)
+    assert (ledger.steps("ann", 640, 3), ledger.steps("bob", 320, 3), ledger.steps("cat", 640, 3)) == (10, 20, 10)
+    assert Ledger.load(1, json.loads(json.dumps(ledger.dump()))) == ledger
+
+
 def test_tokens_of_an_earlier_processs_offer_make_no_constant_batches_vary() -> None:
     ledger = Ledger(1)
     ledger.train(ANN, [], 100, 0)

@@ -49,7 +49,7 @@ def _train(ledger: Ledger, process: Process, life: Life) -> None:
     own = life.ranges()
     ledger.train(process, own)
     if life.counted:
-        counted = sum(life.step_tokens(ledger.batch_tokens))
+        counted = sum(life.step_tokens(ledger.most_tokens(process)))
         is_whole = ranges.batches(ledger.trained[process]) == ranges.batches(own)
         ledger.count(process, counted if is_whole else max(counted, ledger.counted.get(process, 0)))
 
@@ -219,7 +219,7 @@ def _data(ledger: Ledger, sizes: Sequence[int], epochs: Mapping[str, float]) -> 
     return {
         "epochs": {name: round(value, 4) for name, value in epochs.items()},
         "batch_tokens": ledger.batch_tokens,
-        "tokens_vary": bool(ledger.counted),
+        "tokens_vary": ledger.varies,
         "shares": [
             {
                 "share": share.share,
