@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -148,7 +149,7 @@ def test_learners_of_unequal_masks_end_where_one_process_on_the_mix_does_and_the
         pytest.importorskip("torch", reason="torch is not installed: make torch")
     for name, text in (("masked_data", DATA), ("masked", JAX), ("masked_torch", TORCH)):
         (tmp_path / f"{name}.py").write_text(text)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "masked_data", raising=False)
     data = importlib.import_module("masked_data")
@@ -187,7 +188,7 @@ def test_gradients_of_learners_are_averaged_by_the_tokens_that_they_counted(
     diloco: Diloco, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "biased.py").write_text(BIASED)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     settings = {"task.name": "biased:make", "fragments.count": 1, "inner.learning_rate": 0.1, "inner.weight_decay": 0.0}
     run(diloco, "--preset", "data-parallel", "--tokens", str(64 * 150), settings=settings)
 

@@ -156,7 +156,7 @@ class TokenCount:
         """Dispatch the program ahead of a step; None: it is not known that the task counts."""
         return self._program(*arguments) if self._counts else None
 
-    def waiting(self, ahead: jax.Array | None, own: jax.Array | None, at: tuple[int, int]) -> dict[str, Callable[[], int]]:
+    def waiting(self, ahead: jax.Array | None, own: jax.Array | None, at: tuple[int, int]) -> dict[str, Any]:
         """Return as ``counted`` what waits for a step's tokens: those begun ``ahead`` of it, or its ``own`` output.
 
         Nothing, if the task does not count them. ``at``: share and index of its batch.
