@@ -39,7 +39,7 @@ def data(
     json_: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
     toml: Annotated[bool, typer.Option("--toml", help="Only print the lines that a coordinator's file needs.")] = False,
 ) -> None:
-    """Make a mix of data ready, and show its sources, epochs, speed and first window."""
+    """Prepare a mix of data, and show its sources, epochs, speed and first window."""
     given = {"tokens": tokens, "learners": learners}
     overrides = parse_assignments(set_ or []) | {key: value for key, value in given.items() if value is not None}
     settings = run_settings(overrides=overrides, source="diloco data")

@@ -38,7 +38,7 @@ def serve(
     page: Annotated[str | None, typer.Option(help=pages.HELP)] = None,
     open_: Annotated[bool, typer.Option("--open", help="Open the run's page in a browser.")] = False,
 ) -> int:
-    """Start the services of a run for training loops of your own, and print the line by which they join."""
+    """Start the services of a run for your own training loops, and print the line by which they join."""
     given = {"learners": learners, "shards": shards, "tokens": tokens, "seed": seed}
     overrides = overrides_of(set_, None) | {key: value for key, value in given.items() if value is not None}
     settings, address = run_settings(preset, overrides, "diloco serve"), None if listen is None else _host_and_port(listen)

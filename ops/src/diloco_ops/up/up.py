@@ -161,7 +161,7 @@ def _source(
     if came_from.resume is not None and came_from.continued is not None:
         raise SettingsError(f"--continue {came_from.continued}, --resume {came_from.resume}: leave one of them out")
     if any(key.partition(".")[0] == "continues" for key in overrides):
-        raise SettingsError("--set continues: says what a run continues, and is set by --continue RUN alone")
+        raise SettingsError("--set continues: names the run that is continued; use --continue RUN")
     if came_from.resume is not None:
         return _resumed(came_from.resume, came_from.resume_at, path, preset, overrides, data, nats_url)
     if came_from.continued is not None:
@@ -252,7 +252,7 @@ def _beginning_with(
         return directory
     if source is not None:
         option = "--resume" if isinstance(source, RunCheckpoint) else "--continue"
-        raise SettingsError(f"--init {init}: a run that goes on from {option} has its weights; leave one of them out")
+        raise SettingsError(f"--init {init}: a run of {option} already has weights; leave one of the options out")
     file, named = str(init.resolve()), None if names is None else str(names.resolve())
     if (directory.path / "run.json").exists() and (directory.init, directory.init_names) != (file, named):
         began = f"the weights in {directory.init}" if directory.init else "the weights that its task creates"
@@ -309,7 +309,7 @@ def tell_end(report: dict[str, Any] | None, directory: RunDirectory, json_: bool
 
 
 def check_installed(track: list[str]) -> None:
-    """Find out that the services are installed, and what is to track the run.
+    """Check that the services are installed, and what is to track the run.
 
     Raises:
         DilocoError: some are not; they are named.
@@ -320,7 +320,7 @@ def check_installed(track: list[str]) -> None:
 
 
 def _check_server(nats_url: str | None, settings: RunSettings) -> None:
-    """Find out that a server that was given is enough for the run.
+    """Check that a server that was given is enough for the run.
 
     Raises:
         SettingsError: it is no address; or the run has regions, each of which needs a server.
@@ -328,8 +328,8 @@ def _check_server(nats_url: str | None, settings: RunSettings) -> None:
     names, address = settings.regions.names, None if nats_url is None else checked(nats_url)
     if address is not None and names:
         raise SettingsError(
-            f"--nats {shown(address)}: is one server, and the run has the regions {', '.join(names)}; without --nats a "
-            "server is started for each, or go on without regions: --set 'regions.names=[]'"
+            f"--nats {shown(address)}: is one server, but the run has the regions {', '.join(names)}: leave it out, which "
+            "starts a server for each region, or train without regions: --set 'regions.names=[]'"
         )
 
 
@@ -378,7 +378,7 @@ def directory_of(
     if directory.finished:
         raise RunError(
             f"{path}: this run is finished (its report is {directory.report}); choose another --run-dir, or for more "
-            f"tokens go on from it in another one: diloco up --continue {path} --tokens N"
+            f"tokens continue it in a new one: diloco up --continue {path} --tokens N"
         )
     rundir.check_free(path)
     settings = settings.with_mix(directory.settings.task.mix)
@@ -396,7 +396,7 @@ def _name_of(path: Path) -> str:
 
 
 async def _check_name(name: str, url: str) -> None:
-    """Find out that a server has no run of this name: the new services would take the places of that one's.
+    """Check that a server has no run of this name: the new services would take the places of that one's.
 
     Raises:
         RunError: it has.

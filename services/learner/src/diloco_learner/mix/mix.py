@@ -124,7 +124,7 @@ class Mix:
         return {name: self._held_out(source, most) for name, source in self.sources.items()}
 
     def check_epochs(self, settings: RunSettings) -> None:
-        """Find out that a run goes over no source more often than the file allows.
+        """Check that a run goes over no source more often than the file allows.
 
         Raises:
             DataError: it does; the source is named.
@@ -169,7 +169,7 @@ class Mix:
 
 
 def check_same(ours: MixSettings, runs: MixSettings, path: Path) -> None:
-    """Find out that data are the run's.
+    """Check that data are the run's.
 
     Raises:
         AdmissionError: they are not; the first thing that differs is named.
@@ -216,7 +216,7 @@ def _digest(text: str) -> str:
 
 
 def _check_installed(said: MixFile) -> None:
-    """Find out that the libraries are there that a mix needs.
+    """Check that the libraries are there that a mix needs.
 
     Raises:
         DilocoError: some are not; they are named.
