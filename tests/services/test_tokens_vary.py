@@ -189,7 +189,8 @@ def test_gradients_of_learners_are_averaged_by_the_tokens_that_they_counted(
 ) -> None:
     (tmp_path / "biased.py").write_text(BIASED)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    settings = {"task.name": "biased:make", "fragments.count": 1, "inner.learning_rate": 0.1, "inner.weight_decay": 0.0}
+    inner = {"inner.learning_rate": 0.1, "inner.weight_decay": 0.0, "inner.clip_norm": 10.0}  # each learner clips its own
+    settings = inner | {"task.name": "biased:make", "fragments.count": 1}
     run(diloco, "--preset", "data-parallel", "--tokens", str(64 * 150), settings=settings)
 
     assert diloco("export", "run", "weights.safetensors").code == 0
