@@ -187,7 +187,8 @@ class Monitor:
         process, ranges_of = (heartbeat.learner, heartbeat.incarnation), self._ranges
         if ranges_of[heartbeat.learner] < MAX_TRAINED:
             before = len(self.ledger.trained.get(process, ()))
-            self.ledger.train(process, heartbeat.trained, heartbeat.batch_tokens)
+            tokens = None if heartbeat.state == "starting" else heartbeat.tokens  # its checkpoint is not restored yet
+            self.ledger.train(process, heartbeat.trained, heartbeat.batch_tokens, tokens)
             ranges_of[heartbeat.learner] += max(1, len(self.ledger.trained[process]) - before)
 
     def entry(self, record: Record, now_s: float) -> None:
@@ -382,7 +383,7 @@ class Monitor:
         return said | {
             **{key: sent[key] for key in ("bytes_up", "bytes_down")},
             "state": state,
-            "steps": heartbeat.tokens // heartbeat.batch_tokens if heartbeat.batch_tokens else heartbeat.step,
+            "steps": self.ledger.steps(heartbeat.learner, heartbeat.tokens, heartbeat.step),
             "tokens_merged": _mean(self.map, {index: tokens for index, (_, tokens) in merged.items()}),
             "lost_tokens": _mean(self.map, dict(enumerate(heartbeat.lost_tokens))),
             "tokens_per_s": None if state in IDLE else learner.rate.get(),

@@ -47,7 +47,8 @@ AHEAD = 4  # ranges of one object, and objects, in flight
 RESERVE_BYTES = 1 << 30  # that a disk keeps free, or 5 % of it where that is less
 MOST_FILES = 1_000_000  # below one place
 # files of a model that this project reads; repositories often have the same weights in other formats, too
-MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
+TOKENIZER_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
+MODEL_FILES = ("*.safetensors", *TOKENIZER_FILES)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from blake3 import blake3
@@ -21,7 +21,7 @@ from diloco.core.tensors.boxes import Box
 from diloco.core.tensors.chunks import Chunk
 from diloco.core.tensors.fragments import FixedSpec, Fragment, FragmentMap, TensorSpec
 from diloco.core.tensors.rows import RowLayout
-from diloco.errors import RunError
+from diloco.errors import RunError, SettingsError
 from diloco.member.peer import Layout
 from diloco.states.state import Content
 from diloco_learner.api.evaluation import Evaluation
@@ -51,6 +51,43 @@ class Output(Protocol):
 
     def gradient_norm(self) -> float:
         """Wait for the step to end; the norm of all gradients together, before clipping."""
+
+
+@runtime_checkable
+class CountedOutput(Protocol):
+    """A step whose loss may count its tokens, beside :class:`Output`."""
+
+    def tokens(self) -> int | None:
+        """Wait until the tokens are known that the loss counts, which may be before the step's end; None: it does not say.
+
+        Raises:
+            SettingsError: it counts more than ``tokens_per_batch``, or no whole number.
+        """
+
+
+def counted_tokens(output: Output, most: int) -> int:
+    """Wait until the tokens of a step are known, and return them: those that its loss counts, or the ``most`` of a step.
+
+    Raises:
+        SettingsError: the loss counts what cannot be.
+    """
+    counted = output.tokens() if isinstance(output, CountedOutput) else None
+    return most if counted is None else counted
+
+
+def rehearsed_loss(output: Output) -> float:
+    """Wait for a step that is rehearsed, on the first batch of share 0, and return its loss as :meth:`Output.wait` does.
+
+    Raises:
+        SettingsError: the loss counts what cannot be, or nothing: no step is taken then, and its arrays are not known.
+    """
+    loss, counted = output.wait(), output.tokens() if isinstance(output, CountedOutput) else None
+    if counted == 0:
+        raise SettingsError(
+            "task: loss() counts no token in the first batch of share 0, by which a step is rehearsed: begin with a batch in "
+            "which some label counts"
+        )
+    return loss
 
 
 class FragmentCopy(Protocol):

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
-from blake3 import blake3
 from numpy.typing import NDArray
 
-from diloco.errors import AdmissionError, DataError, DilocoError
-from diloco.process import locks
+from diloco.errors import DataError, DilocoError, SettingsError
 from diloco.settings import folders
-from diloco.settings.places import is_remote, parse_place
 from diloco.settings.run import MixedSource, MixSettings, RunSettings, TaskSettings
-from diloco.storage.fetching import Selection, fetched, local_path
-from diloco_learner.mix import documents, file, parquet_columns, stored, tokenizer
-from diloco_learner.mix.file import BINARY, MixFile, SourceTable
+from diloco.storage.fetching import local_path
+from diloco_learner.mix import agreement, documents, file, stored, tokenizer
+from diloco_learner.mix.agreement import digest_of
+from diloco_learner.mix.drafts import locked
+from diloco_learner.mix.file import BINARY, CHATS, MixFile, SourceTable
+from diloco_learner.mix.source_paths import find_path
 from diloco_learner.mix.stored import StoredTokens
 from diloco_learner.mix.tokenizer import Tokenizer
 from diloco_learner.text import VALIDATION_WINDOWS, evenly
@@ -57,15 +55,24 @@ class Mix:
         self.batch, self.context, self.data = settings.batch, settings.context, data
         self._cache_dir = cache_dir or folders.cache_dir()
         said = file.read(local_path(data, self._cache_dir))
+        if CHATS in {table.kind for table in said.sources.values()}:
+            raise SettingsError(
+                f"{data}: its sources are conversations: train a model of transformers on them (diloco up --model), or "
+                "see what they hold by diloco data --tokenizer DIR"
+            )
         _check_installed(said)
-        with _locked(self._cache_dir / "data") as cache:
+        with locked(self._cache_dir / "data") as cache:
             texts = {
                 name: documents.documents(name, table, self._place(name, table))
                 for name, table in said.sources.items()
                 if table.kind != BINARY
             }
             self.tokenizer: Tokenizer = tokenizer.make(
-                said.tokenizer, said.vocabulary, lambda name: self._found("tokenizer.file", name), list(texts.values()), cache
+                said.tokenizer,
+                said.vocabulary,
+                lambda name: find_path(data, "tokenizer.file", name, self._cache_dir),
+                list(texts.values()),
+                cache,
             )
             smallest = min(table.weight for table in said.sources.values())
             self.sources = {
@@ -74,13 +81,13 @@ class Mix:
             }
         self.settings = MixSettings(
             vocabulary=self.tokenizer.vocabulary,
-            tokenizer=_digest(self.tokenizer.digest),
+            tokenizer=digest_of(self.tokenizer.digest),
             sources={name: _mixed(source) for name, source in self.sources.items()},
         )
         for name, source in self.sources.items():
             self._check_windows(name, source)
         if settings.mix is not None:
-            check_same(self.settings, settings.mix, data)
+            agreement.check_same(self.settings, settings.mix, data)
 
     units = "nats per token"
 
@@ -134,32 +141,11 @@ class Mix:
         Raises:
             DataError: it does; the source is named.
         """
-        for name, epochs in settings.with_mix(self.settings).epochs(settings.tokens).items():
-            most = self.sources[name].table.most_epochs
-            if most is not None and epochs > most:
-                raise DataError(
-                    f"source {name!r}: ends before the run does: {settings.tokens} tokens go over it {epochs:.2f} times, "
-                    f"and sources.{name}.most_epochs = {most:g}: set fewer tokens, a smaller weight or more epochs"
-                )
+        agreement.check_epochs(settings, self.settings, {name: each.table.most_epochs for name, each in self.sources.items()})
 
     def _place(self, name: str, table: SourceTable) -> Path | None:
         path = table.path
-        return None if path is None else self._found(f"source {name!r}: path", path, table)
-
-    def _found(self, key: str, given: str, table: SourceTable | None = None) -> Path:
-        """Return the path of what a key of the file names, relative to it; what lies at a place is brought here.
-
-        ``table``: of a source, of which only some files may be needed, or parts of files.
-        """
-        if not is_remote(given):
-            path = folders.expanded(Path(given), f"{self.data}: {key}")
-            if path.is_absolute() or not is_remote(self.data):
-                return (Path(self.data).parent / path).resolve()
-            given = str(parse_place(self.data).parent.relative(given))
-        if table is None or table.kind != "parquet":
-            return fetched(given, self._cache_dir)
-        column = Selection(f"column {table.column}", partial(parquet_columns.ranges, column=table.column))
-        return fetched(given, self._cache_dir, only=("*.parquet",), select=column if table.digest == "column" else None)
+        return None if path is None else find_path(self.data, f"source {name!r}: path", path, self._cache_dir, table)
 
     def _stored(self, name: str, table: SourceTable, texts: dict[str, documents.Documents], cache: Path) -> StoredTokens:
         if table.kind != BINARY:
@@ -187,51 +173,8 @@ class Mix:
         return list(windows.reshape(-1, self.batch, self.context + 1))
 
 
-def check_same(ours: MixSettings, runs: MixSettings, data: str) -> None:
-    """Check that data are the run's.
-
-    Raises:
-        AdmissionError: they are not; the first thing that differs is named.
-    """
-
-    def refuse(what: str, here: object, there: object, advice: str) -> None:
-        raise AdmissionError(f"{data}: {what} is {here} here, the run's is {there}: {advice}")
-
-    if ours.sources.keys() != runs.sources.keys():
-        refuse("the list of sources", ", ".join(ours.sources), ", ".join(runs.sources), "take the mix.toml that the run has")
-    for name, source in ours.sources.items():
-        other = runs.sources[name]
-        if source.weight != other.weight:
-            refuse(f"the weight of source {name!r}", source.weight, other.weight, "take the mix.toml that the run has")
-        if source.digest != other.digest:
-            here, there = (f"{each.digest} ({each.tokens} tokens)" for each in (source, other))
-            refuse(f"the content of source {name!r}", here, there, "copy its files from where the run was begun")
-    # after the content: a tokenizer that is trained follows from it
-    if ours.vocabulary != runs.vocabulary:
-        refuse(
-            "the vocabulary",
-            ours.vocabulary,
-            runs.vocabulary,
-            "take the tokenizer's file from where the run was begun",
-        )
-    if ours.tokenizer != runs.tokenizer:
-        refuse("the tokenizer", ours.tokenizer, runs.tokenizer, "take its file from where the run was begun")
-    if ours != runs:
-        here, there = (", ".join(str(source.tokens) for source in each.sources.values()) for each in (ours, runs))
-        refuse(
-            "the number of tokens by source",
-            here,
-            there,
-            "use the version of the library tokenizers that the run was started with",
-        )
-
-
 def _mixed(source: MixSource) -> MixedSource:
-    return MixedSource(digest=_digest(source.stored.digest), tokens=source.stored.training.size, weight=source.weight)
-
-
-def _digest(text: str) -> str:
-    return blake3(text.encode()).hexdigest(16)
+    return MixedSource(digest=digest_of(source.stored.digest), tokens=source.stored.training.size, weight=source.weight)
 
 
 def _check_installed(said: MixFile) -> None:
@@ -246,15 +189,3 @@ def _check_installed(said: MixFile) -> None:
     missing = [name for name, is_needed in needed.items() if is_needed and find_spec(name) is None]
     if missing:
         raise DilocoError(f"--data: not installed: {', '.join(missing)}; pip install 'diloco[data]'")
-
-
-@contextmanager
-def _locked(cache: Path) -> Iterator[Path]:
-    """Make the folder of tokens, and let one process of the machine at a time fill it: the others then find it full.
-
-    Raises:
-        SettingsError: it cannot be written, or its file system has no locks.
-    """
-    folder = folders.made(cache)
-    with locks.wait_for(folder / "lock", folders.CACHE):
-        yield folder
