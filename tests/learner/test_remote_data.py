@@ -10,7 +10,8 @@ import pytest
 from tests.made.object_stores import DyingStore, memory_store, use
 
 from diloco.errors import AdmissionError, DataError, SettingsError
-from diloco.settings.run import TaskSettings
+from diloco.settings import folders
+from diloco.settings.run import MixSettings, TaskSettings
 from diloco.storage.cloud_store import CloudStore
 from diloco_learner.data.data import open_data
 from diloco_learner.text import load_corpus
@@ -20,7 +21,8 @@ SETTINGS = TaskSettings(context=32, batch=2)
 
 
 @pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> CloudStore:
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CloudStore:
+    monkeypatch.setenv(folders.CACHE_VARIABLE, str(tmp_path / "cache of the account"))
     made = memory_store()
     use(monkeypatch, made)
     return made
@@ -132,3 +134,27 @@ def test_what_a_mix_names_wrongly_is_said_with_the_source(store: CloudStore, tmp
     mix(tmp_path / "local", web="s3://bucket/copy/web", digest="column")
     with pytest.raises(DataError, match=r"s3://bucket/copy/web: copy/web/0.parquet: cannot be read as Parquet"):
         open_data(SETTINGS, str(tmp_path / "local" / "mix-column.toml"), tmp_path / "cache")
+
+
+def test_conversations_of_a_place_are_those_of_their_copy(store: CloudStore, tmp_path: Path) -> None:
+    pytest.importorskip("grain")
+    pytest.importorskip("transformers")
+    from diloco_learner.chats import tiny
+    from diloco_learner.chats.chats import Chats, is_chats
+
+    local = tmp_path / "local"
+    (local / "tokenizer").mkdir(parents=True)
+    (local / "chats").mkdir()
+    tiny.write_tokenizer(local / "tokenizer")
+    tiny.write_chats(local / "chats" / "one.jsonl", 60)
+    (local / "mix.toml").write_text('[sources.talk]\nkind = "chats"\npath = "chats"\n')
+    put_folder(store, local)
+    task = TaskSettings(layers=1, width=8, heads=2, context=64, batch=2)
+
+    def settings(data: str, tokenizer: str) -> MixSettings:
+        return Chats(task, data, tokenizer=tokenizer, context=64, batch=2, cache_dir=tmp_path / "cache").settings
+
+    for data in ("chats/one.jsonl", "chats", "mix.toml"):
+        place = f"s3://bucket/copy/{data}"
+        assert is_chats(place)
+        assert settings(place, "s3://bucket/copy/tokenizer") == settings(str(local / data), str(local / "tokenizer"))
