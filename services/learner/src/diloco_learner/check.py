@@ -25,6 +25,7 @@ from diloco.settings.service import LearnerSettings, MeshSettings
 from diloco.settings.validation import parse
 from diloco_learner import frameworks
 from diloco_learner.api import members, options
+from diloco_learner.chats.chats import Chats
 from diloco_learner.data.data import open_data
 from diloco_learner.frameworks import Framework, LoadedTask
 from diloco_learner.mix.mix import Mix
@@ -59,13 +60,15 @@ class TaskFacts:
     """Facts of a task that is fit.
 
     ``step_tokens``: of one step of a learner. ``units``: of the loss; None: it does not say. ``framework``: the name of the
-    framework that computes it. ``mix``: its mix of data as the run's settings are to have it, if that is one.
+    framework that computes it. ``mix``: its mix of data as the run's settings are to have it, if that is one. ``notes``:
+    sentences about what its data leaves out.
     """
 
     step_tokens: int
     units: str | None
     framework: str
     mix: MixSettings | None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -174,10 +177,11 @@ def _check_step(loaded: LoadedTask, settings: RunSettings, model: Any, batch: An
 
 def _found(settings: RunSettings, step_tokens: int, units: str | None, data: object, framework: Framework) -> TaskFacts:
     """Return the facts of a task, after those of a mix: the run must not go over a source too often."""
-    if not isinstance(data, Mix):
+    if not isinstance(data, Mix | Chats):
         return TaskFacts(step_tokens, units, framework.name, None)
     data.check_epochs(settings)
-    return TaskFacts(step_tokens, units, framework.name, data.settings)
+    notes = tuple(data.notes()) if isinstance(data, Chats) else ()
+    return TaskFacts(step_tokens, units, framework.name, data.settings, notes)
 
 
 def _plan(request: dict[str, Any]) -> PlannedRun:
@@ -199,7 +203,14 @@ def _main() -> None:
     found = check(plan) if made is None else made.found
     mix = None if found.mix is None else found.mix.model_dump()
     packed = None if made is None else made.model.fragments().pack().hex()
-    facts = {"step_tokens": found.step_tokens, "units": found.units, "framework": found.framework, "mix": mix, "map": packed}
+    facts: dict[str, Any] = {
+        "step_tokens": found.step_tokens,
+        "units": found.units,
+        "framework": found.framework,
+        "mix": mix,
+        "map": packed,
+    }
+    facts["notes"] = found.notes
     print(json.dumps(facts))
 
 
