@@ -79,8 +79,8 @@ async def lay_siege(
         seen, RUN, [attacker], actions=actions, rate=rate, seed=seed, base_s=base_s, tell=lambda outcome: None
     )
     [outcome] = outcomes
-    ended = [service.name for service in cluster.services if service.process.poll() is not None]
-    assert not ended, outcome.row
+    ended = {service.name: service.said for service in cluster.services if service.process.poll() is not None}
+    assert not ended, (ended, outcome.row)
     await some_versions(cluster, of=sorted(HONEST))
     await check_log(cluster, before)
     return outcome

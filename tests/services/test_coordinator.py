@@ -7,10 +7,14 @@ import json
 import signal
 from typing import Any
 
+import msgspec
 import pytest
 from tests.made.fixtures import Launch
 from tests.pace import DEADLINE_S
 from tests.services.cluster import Cluster, Service, small, some_versions
+
+from diloco.wire import framing
+from diloco.wire.control import CoordinatorHeartbeat
 
 TOKENS = 10**9  # the run ends when the test has seen all else
 
@@ -83,6 +87,28 @@ async def test_a_standby_takes_over_and_one_that_comes_back_stands_by(launch: La
     assert learners.keys() == heartbeats.keys()
     # of a learner that was late at the end, the coordinator may not have heard the last word
     assert all(0 < learners[name]["step"] <= heartbeat.step for name, heartbeat in heartbeats.items())
+
+
+async def test_a_coordinator_that_is_told_that_the_run_is_over_looks_into_the_logs(launch: Launch) -> None:
+    """Whoever has stolen a coordinator's identity can say so, and that it leads."""
+    cluster = launch(small(tokens=TOKENS))
+    coordinator(cluster, "coordinator")
+    await cluster.until(lambda: led(cluster, "coordinator") > 0, "the first leads")
+    second = coordinator(cluster, "coordinator-1")
+    await cluster.begin(coordinator=False)
+    await cluster.until(lambda: cluster.steps() > 30, "training")
+    link = await cluster.link()
+    lie = CoordinatorHeartbeat("stolen", 1, finished=True, software="0")
+    await link.publish(cluster.subjects.coordinator, framing.pack(lie, cluster.run_id))
+    registry = await link.bucket(cluster.subjects.bucket, create=False)
+    await registry.put("coordinator", msgspec.msgpack.encode(["stolen", bytes(8)]))
+    await cluster.until(
+        lambda: bool(cluster.events("stepped_down", "coordinator")), "the leader finds another one in its place"
+    )
+    await cluster.until(lambda: len(cluster.events("leading")) > 1, "one of them leads again")
+    assert all(service.process.poll() is None for service in cluster.services)
+    await cluster.use_up()
+    assert second.process.returncode == 0
 
 
 @pytest.mark.promise("training goes on without a coordinator")

@@ -56,6 +56,7 @@ HISTORY_BYTES_S = 8192  # on average, which a thin link to the control store has
 LAST_HISTORY_S = 5.0  # for the history as of the run's end: then the process ends without it
 STORAGE_EVERY_S = 15.0  # between two looks at how full the streams are, which fill over hours
 SAVE_EVERY_S = 5.0  # at most so much of the series is lost with a process; writing a long one takes a tenth of a second
+LOOK_S = 5.0  # for a look at whether the logs are closed
 LAST_HEARTBEATS_S = 1.0  # two heartbeats of every member, which say that it has finished
 TICK_S = 0.5  # between the leader's own heartbeats: four fit into leadership.SILENCE_S
 NOTE_EVERY_S = 1.0  # of what the series holds: a curve on a page needs no more
@@ -104,6 +105,7 @@ class Coordinator:
         self._gate: HeartbeatGate | None = None  # and of its heartbeats
         self._closed = asyncio.Event()  # of the run that it leads, all logs are closed
         self.finished = self._measured = False  # measured: a learner has said how many tokens its steps have
+        self._told_finished = False  # by another coordinator, which may be any process with the identity of one
         self.ticked_s = self._clock()  # time of the last tick of the leadership
         self._heard: frozenset[str] = frozenset()  # members that the tape has as present
         self._away: dict[str, float] = {}  # by region that the logs have as away: since when
@@ -130,6 +132,9 @@ class Coordinator:
             await self._tick()
             if self._leadership.leads:
                 await self._lead()
+            elif self._told_finished:
+                self._told_finished = False
+                self.finished = await _is_over(self.transport, self.run)
 
     async def _lead(self) -> None:
         """Watch the run while this process leads."""
@@ -183,7 +188,7 @@ class Coordinator:
 
     async def _hear_coordinator(self, heartbeat: CoordinatorHeartbeat, _: Heard) -> None:
         self._leadership.hear(heartbeat.revision, self._clock())
-        self.finished = self.finished or heartbeat.finished
+        self._told_finished = self._told_finished or heartbeat.finished
 
     async def _watch(self) -> None:
         """Watch the run until it is finished."""
@@ -430,6 +435,16 @@ async def _note_storage(transport: Transport, subjects: Subjects, monitor: Monit
         except BrokerError as error:
             complaint.warn("storage_unknown", reason=str(error))
         await asyncio.sleep(STORAGE_EVERY_S)
+
+
+async def _is_over(transport: Transport, run: KnownRun) -> bool:
+    """Whether all logs of a run are closed, as far as can be told now."""
+    try:
+        async with asyncio.timeout(LOOK_S):
+            home = Log(transport, run.name, run.identity, await creation.find_map(run), run.created)
+            return await home.reader.closed()
+    except (BrokerError, TimeoutError):
+        return False
 
 
 def _holder(stored: bytes) -> tuple[str, bytes] | None:
