@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypedDict
+from typing import Protocol
 
 import numpy as np
 from blake3 import blake3
@@ -14,23 +14,16 @@ from numpy.typing import NDArray
 from diloco.errors import DataError, SettingsError
 from diloco.process import files
 from diloco.settings import folders
-from diloco.settings.run import MixSettings, TaskSettings
+from diloco.settings.run import TaskSettings
 from diloco.weights_files import model_folder, naming
 from diloco.weights_files.model_folder import ModelFolder
 from diloco_learner.causal_lm.options import CausalLmOptions
+from diloco_learner.chats.chats import Chats, PackedRows, is_chats
 from diloco_learner.mix.mix import Mix, is_mix
 from diloco_learner.mix.tokenizer import FileTokenizer
 
 Rows = NDArray[np.int32]
 PROMPT_TOKENS = 16  # of held-out text, which a sample continues
-
-
-class PackedRows(TypedDict):
-    """A batch: arrays int32 [batch, context]."""
-
-    input_ids: Rows
-    labels: Rows  # not shifted; -100 where nothing is learned
-    position_ids: Rows  # begin at 0 with each document
 
 
 class CausalLmData(Protocol):
@@ -41,8 +34,8 @@ class CausalLmData(Protocol):
         """Tokens of the tokenizer."""
 
     @property
-    def mix(self) -> Any:
-        """The mix of data, which all learners of the run have alike; None: it is none."""
+    def mix(self) -> Mix | Chats:
+        """The data, of which all learners of the run have the same content."""
 
     @property
     def end(self) -> int:
@@ -78,7 +71,45 @@ def open_data(settings: TaskSettings, data: str | None, folder: ModelFolder, opt
     """
     if data is None:
         raise DataError(f"--model {options.model}: needs --data, a file of conversations (.jsonl), or a file or folder of text")
+    if is_chats(data):
+        return Conversations(settings, data, folder, options)
     return TextWindows(settings, data, folder)
+
+
+class Conversations:
+    """Conversations in packed rows. A sample answers a prompt as the assistant does."""
+
+    before_answer = "\n"
+    prompt = "Hello!"
+
+    def __init__(self, settings: TaskSettings, data: str, folder: ModelFolder, options: CausalLmOptions) -> None:
+        self.mix = Chats(
+            settings,
+            data,
+            tokenizer=folder.path,
+            context=settings.context,
+            batch=settings.batch,
+            template=options.template or None,
+        )
+        self.vocabulary = self.mix.vocabulary
+        self.end = FileTokenizer(folder.path / model_folder.TOKENIZER, end_token(folder)).end
+
+    def batches(self, share: int, shares: int, seed: int, start: int) -> Iterator[PackedRows]:
+        """Yield packed rows of a share, arrays int32 [batch, context]."""
+        return self.mix.batches(share, shares, seed, start)
+
+    def validation(self) -> dict[str, list[PackedRows]]:
+        """Return packed rows of held-out conversations by source, arrays int32 [batch, context]."""
+        return self.mix.validation()
+
+    def render_prompt(self, text: str) -> list[int]:
+        """Return the tokens after which the model answers a user's text."""
+        return list(map(int, self.mix.render_prompt(text)))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of an answer up to its end."""
+        ends = list(tokens).index(self.end) if self.end in tokens else len(tokens)
+        return self.mix.decode(tokens[:ends])
 
 
 class TextWindows:
@@ -99,11 +130,6 @@ class TextWindows:
             )
         if its.file is None and its.digest == "bytes":
             raise SettingsError(f"--data {data}: has no [tokenizer]: name the model's file and its end {end!r} there")
-
-    @property
-    def settings(self) -> MixSettings:
-        """The mix that all learners of the run have."""
-        return self.mix.settings
 
     def batches(self, share: int, shares: int, seed: int, start: int) -> Iterator[PackedRows]:
         """Yield windows of a share, arrays int32 [batch, context + 1]: the last token of a row is a label alone."""
@@ -134,7 +160,9 @@ class TextWindows:
 def _rows_of(windows: Rows) -> PackedRows:
     """Return windows, int32 [batch, context + 1], as rows of one document each, whose first token is learned by none."""
     positions = np.broadcast_to(np.arange(windows.shape[1], dtype=np.int32), windows.shape)
-    return PackedRows(input_ids=windows, labels=windows, position_ids=np.ascontiguousarray(positions))
+    return PackedRows(
+        input_ids=windows, labels=windows, position_ids=np.ascontiguousarray(positions), documents=np.ones_like(windows)
+    )
 
 
 def _mix_of_text(data: str, folder: ModelFolder, end: str) -> Path:

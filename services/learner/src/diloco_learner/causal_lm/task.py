@@ -13,13 +13,13 @@ from diloco.errors import AdmissionError, SettingsError
 from diloco.settings.run import TaskSettings
 from diloco.weights_files import model_folder
 from diloco_learner.causal_lm import modeling
-from diloco_learner.causal_lm.data import PackedRows, open_data
+from diloco_learner.causal_lm.data import open_data
 from diloco_learner.causal_lm.options import CausalLmOptions
+from diloco_learner.chats.chats import IGNORED, PackedRows
 from diloco_learner.pytorch import names
 from diloco_learner.task_api import Aux, Units
 from diloco_learner.tensors import Tensor
 
-IGNORED = -100  # the label of a position whose token is not learned, as transformers has it
 TEMPERATURE = 0.7
 CARRIED = (*model_folder.TOKENIZER_FILES, "generation_config.json")  # files that an exported model has beside its weights
 
