@@ -24,7 +24,7 @@ from diloco.settings.run import MixSettings, TaskSettings
 pytest.importorskip("grain", reason="the extra `data` is not installed: make extras")
 
 from diloco_learner.check import PlannedRun, check
-from diloco_learner.mix import file, pipeline, stored
+from diloco_learner.mix import drafts, file, pipeline, stored
 from diloco_learner.mix import mix as mixes
 from diloco_learner.mix.describe import describe
 from diloco_learner.mix.mix import Mix
@@ -213,7 +213,7 @@ def test_two_processes_make_the_same_tokens_at_once(make: MakeMix, tmp_path: Pat
 
 def test_a_draft_that_a_killed_process_left_is_removed(make: MakeMix, tmp_path: Path) -> None:
     tokens = tmp_path / "cache" / "data" / "tokens"
-    for name, age_s in (("left", stored.LEFT_S + 60), ("young", 60)):
+    for name, age_s in (("left", drafts.LEFT_S + 60), ("young", 60)):
         draft = tokens / f"{name}.draft"
         draft.mkdir(parents=True)
         (draft / "training.bin").write_bytes(b"ab")

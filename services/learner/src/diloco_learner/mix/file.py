@@ -15,6 +15,7 @@ from diloco.settings.validation import parse
 
 SUFFIX = ".toml"
 BINARY = "bin"  # the kind of source that has tokens already
+CHATS = "chats"  # that of conversations: all sources are of it, or none
 
 
 class _Table(BaseModel):
@@ -44,16 +45,17 @@ class TokenizerTable(_Table):
 class SourceTable(_Table):
     """One source."""
 
-    kind: Literal["text", "bin", "parquet", "huggingface"]
+    kind: Literal["chats", "text", "bin", "parquet", "huggingface"]
     path: str | None = Field(None, description="optional for text; default: Python's standard library sources")
     weight: float = Field(1.0, gt=0, le=1e6)
     column: str = Field("text", min_length=1, description="for parquet and huggingface: column of the texts")
     dtype: Literal["uint16", "uint32"] = Field("uint16", description="of bin")
+    most_bad: float = Field(0.01, ge=0, le=1, description="of chats: the largest part of its lines that may be unusable")
     most_epochs: float | None = Field(None, gt=0, description="a run that would use more epochs of this source is refused")
 
     @model_validator(mode="after")
     def _fits_kind(self) -> SourceTable:
-        of = {"column": ("parquet", "huggingface"), "dtype": (BINARY,)}
+        of = {"column": ("parquet", "huggingface"), "dtype": (BINARY,), "most_bad": (CHATS,)}
         for key, kinds in of.items():
             if key in self.model_fields_set and self.kind not in kinds:
                 raise ValueError(
@@ -75,6 +77,17 @@ class MixFile(_Table):
 
     @model_validator(mode="after")
     def _tokens_from_somewhere(self) -> MixFile:
+        chats = [name for name, source in self.sources.items() if source.kind == CHATS]
+        if chats and len(chats) < len(self.sources):
+            other = min(self.sources.keys() - chats)
+            raise ValueError(
+                f"sources.{other}.kind: source {chats[0]!r} is of kind chats, and then all are: write the texts of {other!r} as "
+                'lines of the form {"text": ...}, of kind chats'
+            )
+        if chats and (self.tokenizer is not None or self.vocabulary is not None):
+            raise ValueError(
+                "tokenizer: sources of kind chats have the model's tokenizer; leave [tokenizer] and vocabulary out"
+            )
         texts = [name for name, source in self.sources.items() if source.kind != BINARY]
         if self.vocabulary is not None and (texts or self.tokenizer):
             raise ValueError(

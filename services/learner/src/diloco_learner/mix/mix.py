@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
-from blake3 import blake3
 from numpy.typing import NDArray
 
-from diloco.errors import AdmissionError, DataError, DilocoError
-from diloco.process import locks
+from diloco.errors import DataError, DilocoError, SettingsError
 from diloco.settings import folders
 from diloco.settings.run import MixedSource, MixSettings, RunSettings, TaskSettings
-from diloco_learner.mix import documents, file, stored, tokenizer
-from diloco_learner.mix.file import BINARY, MixFile, SourceTable
+from diloco_learner.mix import agreement, documents, file, stored, tokenizer
+from diloco_learner.mix.agreement import digest_of
+from diloco_learner.mix.drafts import locked
+from diloco_learner.mix.file import BINARY, CHATS, MixFile, SourceTable
 from diloco_learner.mix.stored import StoredTokens
 from diloco_learner.mix.tokenizer import Tokenizer
 from diloco_learner.text import VALIDATION_WINDOWS, evenly
@@ -52,8 +51,12 @@ class Mix:
     def __init__(self, settings: TaskSettings, data: str, cache_dir: Path | None = None) -> None:
         self.batch, self.context, self.path = settings.batch, settings.context, Path(data)
         said = file.read(self.path)
+        if CHATS in {table.kind for table in said.sources.values()}:
+            raise SettingsError(
+                f"{self.path}: its sources are conversations: only a model of transformers trains on them (--model)"
+            )
         _check_installed(said)
-        with _locked((cache_dir or folders.cache_dir()) / "data") as cache:
+        with locked((cache_dir or folders.cache_dir()) / "data") as cache:
             texts = {
                 name: documents.documents(name, table, self._place(name, table.path))
                 for name, table in said.sources.items()
@@ -69,13 +72,13 @@ class Mix:
             }
         self.settings = MixSettings(
             vocabulary=self.tokenizer.vocabulary,
-            tokenizer=_digest(self.tokenizer.digest),
+            tokenizer=digest_of(self.tokenizer.digest),
             sources={name: _mixed(source) for name, source in self.sources.items()},
         )
         for name, source in self.sources.items():
             self._check_windows(name, source)
         if settings.mix is not None:
-            check_same(self.settings, settings.mix, self.path)
+            agreement.check_same(self.settings, settings.mix, self.path)
 
     units = "nats per token"
 
@@ -129,13 +132,7 @@ class Mix:
         Raises:
             DataError: it does; the source is named.
         """
-        for name, epochs in settings.with_mix(self.settings).epochs(settings.tokens).items():
-            most = self.sources[name].table.most_epochs
-            if most is not None and epochs > most:
-                raise DataError(
-                    f"source {name!r}: ends before the run does: {settings.tokens} tokens go over it {epochs:.2f} times, "
-                    f"and sources.{name}.most_epochs = {most:g}: set fewer tokens, a smaller weight or more epochs"
-                )
+        agreement.check_epochs(settings, self.settings, {name: each.table.most_epochs for name, each in self.sources.items()})
 
     def _place(self, name: str, path: str | None) -> Path | None:
         if path is None:
@@ -168,51 +165,8 @@ class Mix:
         return list(windows.reshape(-1, self.batch, self.context + 1))
 
 
-def check_same(ours: MixSettings, runs: MixSettings, path: Path) -> None:
-    """Find out that data are the run's.
-
-    Raises:
-        AdmissionError: they are not; the first thing that differs is named.
-    """
-
-    def refuse(what: str, here: object, there: object, advice: str) -> None:
-        raise AdmissionError(f"{path}: {what} is {here} here, the run's is {there}: {advice}")
-
-    if ours.sources.keys() != runs.sources.keys():
-        refuse("the list of sources", ", ".join(ours.sources), ", ".join(runs.sources), "take the mix.toml that the run has")
-    for name, source in ours.sources.items():
-        other = runs.sources[name]
-        if source.weight != other.weight:
-            refuse(f"the weight of source {name!r}", source.weight, other.weight, "take the mix.toml that the run has")
-        if source.digest != other.digest:
-            here, there = (f"{each.digest} ({each.tokens} tokens)" for each in (source, other))
-            refuse(f"the content of source {name!r}", here, there, "copy its files from where the run was begun")
-    # after the content: a tokenizer that is trained follows from it
-    if ours.vocabulary != runs.vocabulary:
-        refuse(
-            "the vocabulary",
-            ours.vocabulary,
-            runs.vocabulary,
-            "take the tokenizer's file from where the run was begun",
-        )
-    if ours.tokenizer != runs.tokenizer:
-        refuse("the tokenizer", ours.tokenizer, runs.tokenizer, "take its file from where the run was begun")
-    if ours != runs:
-        here, there = (", ".join(str(source.tokens) for source in each.sources.values()) for each in (ours, runs))
-        refuse(
-            "the number of tokens by source",
-            here,
-            there,
-            "use the version of the library tokenizers that the run was started with",
-        )
-
-
 def _mixed(source: MixSource) -> MixedSource:
-    return MixedSource(digest=_digest(source.stored.digest), tokens=source.stored.training.size, weight=source.weight)
-
-
-def _digest(text: str) -> str:
-    return blake3(text.encode()).hexdigest(16)
+    return MixedSource(digest=digest_of(source.stored.digest), tokens=source.stored.training.size, weight=source.weight)
 
 
 def _check_installed(said: MixFile) -> None:
@@ -227,15 +181,3 @@ def _check_installed(said: MixFile) -> None:
     missing = [name for name, is_needed in needed.items() if is_needed and find_spec(name) is None]
     if missing:
         raise DilocoError(f"--data: not installed: {', '.join(missing)}; pip install 'diloco[data]'")
-
-
-@contextmanager
-def _locked(cache: Path) -> Iterator[Path]:
-    """Make the folder of tokens, and let one process of the machine at a time fill it: the others then find it full.
-
-    Raises:
-        SettingsError: it cannot be written, or its file system has no locks.
-    """
-    folder = folders.made(cache)
-    with locks.wait_for(folder / "lock", folders.CACHE):
-        yield folder

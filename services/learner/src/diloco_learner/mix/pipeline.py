@@ -1,4 +1,4 @@
-"""Batches of a mix, by Grain: random access, so that the k-th batch of a share follows from seed, share and k alone.
+"""Batches of sources, by Grain: random access, so that the k-th batch of a share follows from seed, share and k alone.
 
 A source's tokens are cut into windows of ``context + 1``, ``context`` apart, so that each token is predicted once an epoch.
 Share i of M has the windows i, i + M, ... of each source, in an order of its own in each epoch, and sources take turns by their
@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import grain
 import numpy as np
@@ -19,6 +19,14 @@ from numpy.typing import NDArray
 from diloco_learner.mix.stored import TokenArray
 
 AHEAD = 8  # batches made beforehand: a disk that is asleep or far away for as many steps delays no step
+
+
+class WindowSource(Protocol):
+    """A source of windows by their number: int32 arrays, all of one shape."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: Any) -> NDArray[np.int32]: ...
 
 
 @dataclass(frozen=True)
@@ -54,7 +62,7 @@ class _Batches:
 
 
 def batches(
-    sources: Sequence[TokenWindows],
+    sources: Sequence[WindowSource],
     weights: Sequence[int],
     batch: int,
     *,
@@ -64,7 +72,7 @@ def batches(
     start: int,
     rows: range,
 ) -> Iterator[NDArray[np.int32]]:
-    """Yield the batches of a share from the ``start``-th on, without end: int32 [rows, context + 1].
+    """Yield the batches of a share from the ``start``-th on, without end: int32 [rows, *shape of a window].
 
     They are made beforehand, in a thread.
     """
@@ -72,8 +80,8 @@ def batches(
     return iter(made[start:].to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=AHEAD)))
 
 
-def mixed(sources: Sequence[TokenWindows], weights: Sequence[int], share: int, shares: int, seed: int) -> grain.MapDataset[Any]:
-    """Return the windows of a share in the order in which it trains on them, without end, each int32 [context + 1]."""
+def mixed(sources: Sequence[WindowSource], weights: Sequence[int], share: int, shares: int, seed: int) -> grain.MapDataset[Any]:
+    """Return the windows of a share in the order in which it trains on them, without end."""
     parts = []
     for number, source in enumerate(sources):
         (order,) = np.random.SeedSequence((seed, share, number)).generate_state(1)

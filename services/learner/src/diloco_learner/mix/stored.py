@@ -7,11 +7,7 @@ there are fewer than 20 documents, as of a ``.bin``, which has no documents.
 from __future__ import annotations
 
 import itertools
-import shutil
-import time
-import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
@@ -22,7 +18,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from diloco.errors import DataError
-from diloco_learner.mix import forms
+from diloco_learner.mix import drafts, forms
 from diloco_learner.mix.documents import Documents, content, seen
 from diloco_learner.mix.file import SourceTable
 from diloco_learner.mix.tokenizer import Tokenizer
@@ -35,7 +31,6 @@ STORED = "tokens"  # folder of the cache
 PARTS = ("training.bin", "held_out.bin")
 ABOUT = "about.json"
 AT_ONCE = 1 << 20  # characters that are tokenised at once, by all cores
-LEFT_S = 3600.0  # a process that makes tokens writes some every few seconds
 SCANNED = 1 << 24  # tokens looked at at once
 
 
@@ -95,11 +90,7 @@ def of_documents(documents: Documents, tokenizer: Tokenizer, cache: Path) -> Sto
     key = blake3(f"{FORMAT} {tokenizer.digest} {digest}".encode()).hexdigest(16)
     folder = cache / STORED / key
     dtype = np.dtype("<u2" if tokenizer.vocabulary <= 1 << 16 else "<u4")
-    about = _about(folder)
-    if about is None:
-        _make(documents, tokenizer, folder, dtype)
-        about = _about(folder)
-    assert about is not None
+    about = drafts.make_once(folder, _about, lambda draft: _fill(documents, tokenizer, draft, dtype))
     training, held_out = (_mapped(folder / part, dtype) for part in PARTS)
     if about.documents < HELD_OUT_EVERY:
         whole = _split(training, digest)
@@ -123,36 +114,6 @@ def _about(folder: Path) -> _About | None:
     except (OSError, msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         return None
     return about if whole else None
-
-
-def _make(documents: Documents, tokenizer: Tokenizer, folder: Path, dtype: np.dtype[Any]) -> None:
-    """Make a folder of tokens in a draft of this process's own: one of another machine may be making the same folder.
-
-    Raises:
-        DataError: there is no text.
-    """
-    _remove_left_drafts(folder.parent)
-    draft = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}.draft")
-    draft.mkdir(parents=True)
-    try:
-        _fill(documents, tokenizer, draft, dtype)
-        if _about(folder) is None:
-            shutil.rmtree(folder, ignore_errors=True)
-            draft.rename(folder)
-    except OSError:
-        if _about(folder) is None:  # else the other process was faster by a moment
-            raise
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-
-
-def _remove_left_drafts(folder: Path) -> None:
-    """Remove drafts whose processes were killed."""
-    for draft in folder.glob("*.draft"):
-        with suppress(OSError):  # it was renamed or removed meanwhile
-            written_s = max(path.stat().st_mtime for path in (draft, *draft.iterdir()))
-            if time.time() - written_s > LEFT_S:
-                shutil.rmtree(draft, ignore_errors=True)
 
 
 def _fill(documents: Documents, tokenizer: Tokenizer, draft: Path, dtype: np.dtype[Any]) -> None:
