@@ -7,15 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from diloco.settings.run import TaskSettings
+from diloco.weights_files import model_folder
 from diloco_ops.finetune.model_options import TASK
 
 PROGRAM = "diloco-torch-learner"
 
 
 def model_of(task: TaskSettings) -> str | None:
-    """Return the model that a run's built-in task trains, a folder or a name of the hub; None: the run has another task."""
+    """Return the model of transformers that a run trains, a folder or a name of the hub; None: its task trains none.
+
+    A project of one's own has the built-in task's options, and names a folder.
+    """
     model = task.options.get("model")
-    return model if task.name == TASK and isinstance(model, str) else None
+    if not isinstance(model, str) or not (task.name == TASK or (Path(model) / model_folder.CONFIG).is_file()):
+        return None
+    return model
 
 
 def server_text(run: str, url: str, task: TaskSettings) -> str | None:

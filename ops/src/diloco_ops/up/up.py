@@ -39,6 +39,7 @@ from diloco_ops.up import compiling, continuing, origin, pages, resume, task_che
 from diloco_ops.up.environment import check_least, metrics_addresses, per_process
 from diloco_ops.up.launch import Launcher, LaunchRequest, service_count
 from diloco_ops.up.progress_lines import progress_line
+from diloco_ops.up.project import settings_here
 from diloco_ops.up.run_summary import summarise
 from diloco_ops.up.supervise import ServiceFailed
 from diloco_ops.up.up_options import (
@@ -163,6 +164,8 @@ def _source(
         return _resumed(came_from.resume, came_from.resume_at, path, preset, overrides, data, nats_url)
     if came_from.continued is not None:
         return _continued(came_from.continued, path, preset, overrides, data, nats_url)
+    if not (path / "run.json").exists():
+        overrides = settings_here(overrides, Path())
     settings = run_settings(preset, overrides, "diloco up")
     return None, directory_of(path, settings, bool(overrides) or preset != DEFAULT_PRESET, data, nats_url)
 

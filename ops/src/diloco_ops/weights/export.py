@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from diloco.core.log.chain import WrongEntries
 from diloco.core.log.fold import Replica
+from diloco.core.tensors.built_in import BUILT_IN
 from diloco.core.tensors.float_mode import exact
 from diloco.core.tensors.fragments import TensorSpec
 from diloco.errors import FormatError, HashError, MachineError, RunError, SettingsError
@@ -33,11 +34,9 @@ from diloco.process import files, observe
 from diloco.weights_files import naming, tying
 from diloco.weights_files.naming import Names, Naming
 from diloco_ops.reading import run_reader
-from diloco_ops.reading.asking import ask
 from diloco_ops.reading.local_runs import newest_run
 from diloco_ops.reading.run_reader import RunReader
-from diloco_ops.up.environment import learner_environment
-from diloco_ops.weights import orbax_weights, peft_weights, scratch, weights_file
+from diloco_ops.weights import model_files, orbax_weights, peft_weights, scratch, weights_file
 from diloco_ops.weights.versions import LATEST, Versions, WantedVersion, choose_versions, parsed_version, stated, version_of
 from diloco_ops.weights.weights_file import SHARD_BYTES, Precision, Weights
 from diloco_report.units import model_size, size
@@ -146,11 +145,6 @@ def _check_options(format_: Format, names: Path | None, config: Path | None, sha
             raise SettingsError(f"{option} {given}: is for --format {' and '.join(formats)}")
     if format_ == "peft" and names is not None:
         raise SettingsError(f"--names {names}: leave it out with --format peft, whose names are those of peft's files")
-    if format_ == "peft" and config is None:
-        raise SettingsError(
-            "--format peft: needs --config FILE, the adapter_config.json; model.peft_config['default'].save_pretrained(FOLDER) "
-            "writes it"
-        )
 
 
 def _give_buffers_back() -> None:
@@ -209,29 +203,71 @@ def _opened(seen: RunReader, draft: Path, asked: ExportRequest, versions: Versio
     metadata, tensors = metadata_of(seen, versions, asked.average), seen.map.tensors
     config = None if asked.config is None else naming.read_object(asked.config, f"--config {asked.config}")[0]
     if asked.format == "peft":
-        assert config is not None, "it was asked for"
-        named = peft_weights.adapter_naming(tensors, config, f"--config {asked.config}")
-        return peft_weights.peft(draft, named, asked.precision, metadata, config)
+        return _adapter(seen, draft, asked, metadata, config)
     names = _given_names(tensors, asked.names)
     if asked.format == "hf":
-        if names is None or config is None:
-            said = _said_by_task(seen)
-            names = Names(said["names"] or {}, "task: names()") if names is None else names
-            config = said["config"] if config is None else config
-        if config is None:
-            raise SettingsError(
-                f"task.name = {seen.run.created.task.name!r}: has no config(), which says how Hugging Face's libraries "
-                "make the model; give the config.json with --config FILE"
-            )
-        named = Naming(tensors, names)
-        _check_tied(named, config, "task: config()" if asked.config is None else f"--config {asked.config}")
-        draft.mkdir()
-        shard_bytes = asked.shard_bytes or SHARD_BYTES
-        return weights_file.hugging_face(draft, named, asked.precision, metadata, config, shard_bytes)
+        return _model_folder(seen, draft, asked, metadata, config, names)
     named = Naming(tensors, names or Names({}, ""))
     if asked.format == "orbax":
         return orbax_weights.orbax(draft, named, asked.precision, metadata)
     return weights_file.one_file(draft, named, asked.precision, metadata)
+
+
+def _adapter(
+    seen: RunReader, draft: Path, asked: ExportRequest, metadata: Mapping[str, str], config: dict[str, Any] | None
+) -> AbstractContextManager[Weights]:
+    """Return the weights of an adapter to be written, by the configuration that was given or that the run's task has."""
+    said = model_files.ModelFacts() if config is not None or _is_loops(seen) else model_files.facts_of(seen)
+    source = "task: adapter_config()" if config is None else f"--config {asked.config}"
+    config = said.adapter_config if config is None else config
+    if config is None:
+        raise SettingsError(
+            "--format peft: needs --config FILE, the adapter_config.json; model.peft_config['default'].save_pretrained(FOLDER) "
+            "writes it"
+        )
+    named = peft_weights.adapter_naming(seen.map.tensors, config, source)
+    written = peft_weights.peft(draft, named, asked.precision, metadata, config)
+    return model_files.with_companions(draft, written, seen, said, "peft")
+
+
+def _is_loops(seen: RunReader) -> bool:
+    """Whether the run's task says nothing of its model: learners are loops that joined, and the task is the built-in one."""
+    return seen.run.created.task.name == BUILT_IN
+
+
+def _model_folder(
+    seen: RunReader,
+    draft: Path,
+    asked: ExportRequest,
+    metadata: Mapping[str, str],
+    config: dict[str, Any] | None,
+    names: Names | None,
+) -> AbstractContextManager[Weights]:
+    """Return the weights of a whole model to be written, as Hugging Face's libraries read it."""
+    tensors, said = seen.map.tensors, model_files.ModelFacts()
+    if names is None or config is None:
+        said = model_files.facts_of(seen)
+        if said.adapter_config is not None:
+            model_files.check_mergeable(asked.precision)
+            adapter = draft.with_name(f"{draft.name}.adapter")
+            shutil.rmtree(adapter, ignore_errors=True)
+            named = peft_weights.adapter_naming(tensors, said.adapter_config, "task: adapter_config()")
+            written = peft_weights.peft(adapter, named, "float32", metadata, said.adapter_config)
+            whole = model_files.merged(draft, seen, written, adapter, asked.precision)
+            return model_files.with_companions(draft, whole, seen, said, "hf")
+        names = Names(said.names or {}, "task: names()") if names is None else names
+        config = None if config is None and said.config is None else dict(said.config if config is None else config)
+    if config is None:
+        raise SettingsError(
+            f"task.name = {seen.run.created.task.name!r}: has no config(), which says how Hugging Face's libraries "
+            "make the model; give the config.json with --config FILE"
+        )
+    named = Naming(tensors, names)
+    _check_tied(named, config, "task: config()" if asked.config is None else f"--config {asked.config}")
+    draft.mkdir()
+    shard_bytes, config = asked.shard_bytes or SHARD_BYTES, model_files.config_in(config, asked.precision)
+    written = weights_file.hugging_face(draft, named, asked.precision, metadata, config, shard_bytes)
+    return model_files.with_companions(draft, written, seen, said, "hf")
 
 
 def _given_names(tensors: Sequence[TensorSpec], names: Path | None) -> Names | None:
@@ -263,11 +299,6 @@ def _check_tied(named: Naming, config: Mapping[str, Any], source: str) -> None:
             f"{source}: {tying.KEY} is true, but the model has a head {head!r} that is trained by itself, in whose place "
             f"Hugging Face's libraries would put the embedding {embedding!r}: set {tying.KEY} to false"
         )
-
-
-def _said_by_task(seen: RunReader) -> dict[str, Any]:
-    request = {"settings": seen.run.created.model_dump(), "data": seen.directory.data}
-    return ask("hugging_face", request, learner_environment(0, 1, None))
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from diloco.settings.service import LearnerSettings, MeshSettings
 from diloco.settings.validation import parse
 from diloco_learner import frameworks
 from diloco_learner.api import members, options
+from diloco_learner.chats.chats import Chats
 from diloco_learner.data.data import open_data
 from diloco_learner.frameworks import Framework, LoadedTask
 from diloco_learner.mix.mix import Mix
@@ -174,7 +175,7 @@ def _check_step(loaded: LoadedTask, settings: RunSettings, model: Any, batch: An
 
 def _found(settings: RunSettings, step_tokens: int, units: str | None, data: object, framework: Framework) -> TaskFacts:
     """Return the facts of a task, after those of a mix: the run must not go over a source too often."""
-    if not isinstance(data, Mix):
+    if not isinstance(data, Mix | Chats):
         return TaskFacts(step_tokens, units, framework.name, None)
     data.check_epochs(settings)
     return TaskFacts(step_tokens, units, framework.name, data.settings)

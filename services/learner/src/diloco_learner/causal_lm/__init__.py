@@ -16,8 +16,8 @@ def make(settings: TaskSettings, data: str | None, options: CausalLmOptions) -> 
     """Return the :class:`diloco_learner.causal_lm.task.CausalLm` that ``diloco up --model`` names.
 
     Raises:
-        SettingsError: the model cannot be opened, or its tokenizer is not the run's.
-        DataError: the data is missing, unreadable or too short.
+        SettingsError: the model cannot be opened.
+        AdmissionError: its tokenizer is not the run's.
     """
     from diloco_learner.causal_lm.task import CausalLm
 

@@ -92,7 +92,7 @@ class Conversations:
             template=options.template or None,
         )
         self.vocabulary = self.mix.vocabulary
-        self.end = FileTokenizer(folder.path / model_folder.TOKENIZER, end_token(folder)).end
+        self.end = self.mix.tokenizer.padding if self.mix.tokenizer.end is None else self.mix.tokenizer.end
 
     def batches(self, share: int, shares: int, seed: int, start: int) -> Iterator[PackedRows]:
         """Yield packed rows of a share, arrays int32 [batch, context]."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any
 
@@ -52,16 +53,21 @@ def check_code(folder: ModelFolder, options: CausalLmOptions) -> bool:
 
 
 def load(folder: ModelFolder, options: CausalLmOptions) -> torch.nn.Module:
-    """Return the model to train, on the GPU if there is one, with an adapter if one is trained.
+    """Return the model to train, on the GPU if there is one, with an adapter if one is trained; raise as :func:`load_base`."""
+    return prepared(load_base(folder, options, DTYPES[options.dtype], quantised=options.dtype == "4bit"), options)
+
+
+def load_base(folder: ModelFolder, options: CausalLmOptions, dtype: torch.dtype, *, quantised: bool = False) -> Any:
+    """Return the model that a folder has, its weights in a type; ``quantised``: its linear layers in 4 bits.
 
     Raises:
-        SettingsError: transformers cannot read it, it lacks weights, or there is no GPU for a base of 4 bits.
+        SettingsError: transformers cannot read it, it lacks weights, or there is no GPU for 4 bits.
     """
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    given: dict[str, Any] = {"dtype": DTYPES[options.dtype], "trust_remote_code": check_code(folder, options)}
-    if options.dtype == "4bit":
+    given: dict[str, Any] = {"dtype": dtype, "trust_remote_code": check_code(folder, options)}
+    if quantised:
         given |= _four_bits(options)
     try:
         model, found = transformers.AutoModelForCausalLM.from_pretrained(
@@ -76,7 +82,7 @@ def load(folder: ModelFolder, options: CausalLmOptions) -> torch.nn.Module:
             f"--model {options.model}: its files lack {names}, which transformers would make at random: take a model with a "
             "head for language modelling"
         )
-    return prepared(model, options)
+    return model
 
 
 def prepared(model: torch.nn.Module, options: CausalLmOptions) -> torch.nn.Module:
@@ -155,13 +161,15 @@ def check_documents_apart(model: torch.nn.Module, name: str) -> None:
     positions = torch.arange(PROBE_TOKENS, device=device).repeat(2)[None]
     other = tokens.clone()
     other[:, :PROBE_TOKENS] += PROBE_TOKENS
-    with torch.no_grad():
+    apart = False
+    with torch.no_grad(), suppress(TypeError):  # of a model that takes no positions
         one, two = (
             model(input_ids=ids, position_ids=positions, use_cache=False).logits[0, PROBE_TOKENS:].float()
             for ids in (tokens, other)
         )
+        apart = bool((one - two).abs().max() <= PROBE_TOLERANCE * one.std())
     model.train(training)
-    if (one - two).abs().max() > PROBE_TOLERANCE * one.std():
+    if not apart:
         raise SettingsError(
             f"--model {name}: conversations that are packed into one row would see each other in this model, whose layers do "
             "not go by positions: take a model with attention only"

@@ -13,7 +13,7 @@ from diloco.errors import AdmissionError, SettingsError
 from diloco.settings.run import TaskSettings
 from diloco.weights_files import model_folder
 from diloco_learner.causal_lm import modeling
-from diloco_learner.causal_lm.data import open_data
+from diloco_learner.causal_lm.data import CausalLmData, open_data
 from diloco_learner.causal_lm.options import CausalLmOptions
 from diloco_learner.chats.chats import IGNORED, PackedRows
 from diloco_learner.pytorch import names
@@ -30,30 +30,44 @@ class CausalLm:
     Raises:
         SettingsError: the model cannot be opened.
         AdmissionError: its tokenizer is not the run's.
-        DataError: the data is missing, unreadable or too short.
     """
 
     units = Units("token", "nats per token")
 
     def __init__(self, settings: TaskSettings, data: str | None, options: CausalLmOptions) -> None:
         modeling.check_installed(options)
-        self.settings, self.options = settings, options
+        self.settings, self.options, self._source = settings, options, data
         self.folder = model_folder.open_model(options.model)
         self._check_tokenizer()
-        self.data = open_data(settings, data, self.folder, options)
-        self.mix = self.data.mix
-        words = self.folder.text_config.get("vocab_size")
-        if isinstance(words, int) and self.data.vocabulary > words:
-            raise SettingsError(
-                f"--model {options.model}: its tokenizer has {self.data.vocabulary} tokens, but the model {words}: take the "
-                "tokenizer that the model was trained with"
-            )
         longest = self.folder.positions
         if longest is not None and settings.context > longest:
             raise SettingsError(
                 f"task.context = {settings.context}: the model {options.model} was made for at most {longest} tokens: set a "
                 "shorter task.context"
             )
+
+    @cached_property
+    def data(self) -> CausalLmData:
+        """The data, which is opened where it is asked for first: an export needs none.
+
+        Raises:
+            SettingsError: the tokenizer is not the model's.
+            DataError: it is missing, unreadable or too short.
+            AdmissionError: the run's learners have other data.
+        """
+        found = open_data(self.settings, self._source, self.folder, self.options)
+        words = self.folder.text_config.get("vocab_size")
+        if isinstance(words, int) and found.vocabulary > words:
+            raise SettingsError(
+                f"--model {self.options.model}: its tokenizer has {found.vocabulary} tokens, but the model {words}: take the "
+                "tokenizer that the model was trained with"
+            )
+        return found
+
+    @property
+    def mix(self) -> Any:
+        """The data, of which all learners of the run have the same content."""
+        return self.data.mix
 
     def _check_tokenizer(self) -> None:
         found, wanted = self.folder.tokenizer_digest(), self.options.tokenizer
