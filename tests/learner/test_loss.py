@@ -81,7 +81,7 @@ def test_validation_is_without_noise_and_the_same_each_time() -> None:
     island = Island(Noisy(), SETTINGS)
     assert island.evaluate() == pytest.approx(3 / 4)  # three rows of one, and one of zeros
     assert island.evaluate() == island.evaluate()
-    _, metrics = island._loss_and_metrics(Noisy().validation()[0])
+    metrics = island._batch_evaluation(Noisy().validation()[0]).metrics
     drawn = np.mean(np.asarray(jax.random.uniform(jax.random.key(7), (4,))))
     assert {name: float(value) for name, value in metrics.items()} == pytest.approx(
         {"clean": 0.75, "drawn": drawn, "positive": 0.75}

@@ -249,7 +249,7 @@ class Worker:
             self.applied = dict(self.generation.applied)
             self.world.stats["part restored"] += 1
         elif leader is not None:
-            leader.member.count_steps(self.island.tokens)
+            leader.member.count_steps()
             leader.note_optimizer(None)
         if leader is not None:
             self.island.note_restored(fit, leader)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,6 @@ import numpy as np
 
 from diloco.control import creation
 from diloco.control.changes import append_changes
-from diloco.core.learner.accounts import StepDone
 from diloco.core.learner.schedule import learning_rate
 from diloco.core.run.changes import Action, Effective, Set
 from diloco.errors import RunError
@@ -37,7 +36,7 @@ from diloco_lab.paces.stalls import lengthened
 from diloco_lab.paces.times import Clock, Paces
 from diloco_learner.data.feed import BatchFeed
 from diloco_learner.jax.island import Island
-from diloco_learner.run.trainer import carry_out
+from diloco_learner.run.trainer import carry_out, counted_step
 from diloco_learner.task import Task
 from diloco_syncer.virtual import serve
 
@@ -167,9 +166,9 @@ class _Training(World):
         run = await creation.find(process.transport, RUN, self.logger)
         settings = LearnerSettings(name=process.name, run=RUN, share=index)
         member = self.members[index] = Member(process.transport, run, self.map, settings, self.logger)
-        island, tokens = self.first.twin(), self.trial.task.tokens_per_batch
+        island = self.first.twin()
         await member.join(lambda fragment: island.read(fragment).to_host())
-        member.count_steps(tokens)
+        member.count_steps()
         wanted = island.wanted(optimizer_only=True)
         if await member.borrow(island.optimizer_layout(), wanted, island.put) is None:
             island.forget_optimizer()
@@ -192,10 +191,8 @@ class _Training(World):
             output = island.step(batch.data, rate, (batch.share, batch.index))
             step_s = lengthened(self.steps[index].next_s(), self.now_s, self.trial.paces.learners[index].stalls)
             await asyncio.sleep(step_s)
-            self.trained += tokens
-            done = StepDone(
-                tokens=tokens, share=batch.share, batch=batch.index, loss=output.wait(), busy_s=step_s, blocked_s=0.0
-            )
+            done = replace(counted_step(output, batch, self.trial.task.tokens_per_batch), loss=output.wait(), busy_s=step_s)
+            self.trained += done.tokens
             batch = next(feed)
         await member.close()
 

@@ -315,9 +315,10 @@ def _data(report: Report) -> str:
         ]
         for row in shares
     ]
+    each = f"{'at most ' if data.get('tokens_vary') else ''}{count(data.get('batch_tokens'))} tokens each"
     return html.section(
         "Data",
-        f"What became of the batches, of {count(data.get('batch_tokens'))} tokens each, by share of the data: merged into "
+        f"What became of the batches, of {each}, by share of the data: merged into "
         "every fragment, merged into none, and trained again because a learner died before they were merged.",
         html.wide(html.table(head, rows, of="data")) + _epochs(data) + "".join(map(html.note, notes)),
     )

@@ -167,12 +167,10 @@ class ReplayedLearner:
         assert applied.write is not None
         self.model.write(index, applied.write)
 
-    def step(self, share: int, batch: int) -> None:
-        """Take an inner step, and book it."""
+    def step(self, share: int, batch: int, tokens: int) -> None:
+        """Take an inner step, and book it with the ``tokens`` that it counted."""
         self.model.step(share, batch, self.learner.accounts.moment(self.learner.budget))
-        self.learner.book(
-            StepDone(tokens=self.model.tokens_per_batch, share=share, batch=batch, loss=None, busy_s=0.0, blocked_s=0.0)
-        )
+        self.learner.book(StepDone(tokens=tokens, share=share, batch=batch, loss=None, busy_s=0.0, blocked_s=0.0))
 
     def change(self, changes: Changes, event: events.Changed) -> None:
         """Go by so many of the run's changes.
@@ -360,7 +358,7 @@ def _relive(folded: ReplayedLog, life: Life, make: MakeModel, kept: _Kept, wante
         return
     learner = ReplayedLearner(folded.run, make(folded.run.created, folded.data, life), result.learner, life, folded.histories)
     learner.begin(life, kept)
-    batches = _batches(life)
+    batches, tokens = _batches(life), life.step_tokens(learner.model.tokens_per_batch)
     for step in range(life.steps + 1):
         for place, event in enumerate(life.at.get(step, ())):
             if isinstance(event, events.Apply | events.Reload):
@@ -379,7 +377,7 @@ def _relive(folded: ReplayedLog, life: Life, make: MakeModel, kept: _Kept, wante
                 if digest is not None and digest in wanted:
                     kept[digest] = learner.copy()
         if step < life.steps:
-            learner.step(*next(batches))
+            learner.step(*next(batches), next(tokens))
             result.steps += 1
     if life.end is not None:
         result.parameters = learner.model.parameters_digest() == life.end.digest

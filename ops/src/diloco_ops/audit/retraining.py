@@ -53,7 +53,7 @@ class TrainableModel(Protocol):
 
     @property
     def tokens_per_batch(self) -> int:
-        """Tokens of a step."""
+        """The most tokens of a step; the tape has those of the steps that counted fewer."""
 
     def step(self, share: int, batch: int, at: Moment) -> None:
         """Take an inner step on a batch, at the learning rate of that moment."""

@@ -10,7 +10,9 @@ from typing import Any
 from diloco import __version__
 from diloco.core.log.chain import Chain
 from diloco.core.run.changes import Changes, in_force, text_of
-from diloco.core.run.ledger import Ledger, fragment_mean
+from diloco.core.run.ledger import Ledger, Process, fragment_mean
+from diloco.core.run.lives import Life
+from diloco.core.tensors import ranges
 from diloco.core.tensors.fragments import FragmentMap
 from diloco.errors import RunError
 from diloco.process.tape import load_all
@@ -38,8 +40,18 @@ def read_ledger(directory: RunDirectory, run: bytes, series: Mapping[str, Any], 
             continue
         for life in lives:
             if life.start.incarnation:
-                ledger.train((tape.name, life.start.incarnation), life.ranges())
+                _train(ledger, (tape.name, life.start.incarnation), life)
     return ledger
+
+
+def _train(ledger: Ledger, process: Process, life: Life) -> None:
+    """Enter what a process trained in a life on its tape; where tokens vary the tape counts if it has all of it."""
+    own = life.ranges()
+    ledger.train(process, own)
+    if life.counted:
+        counted = sum(life.step_tokens(ledger.batch_tokens))
+        is_whole = ranges.batches(ledger.trained[process]) == ranges.batches(own)
+        ledger.count(process, counted if is_whole else max(counted, ledger.counted.get(process, 0)))
 
 
 @dataclass(frozen=True)
@@ -207,6 +219,7 @@ def _data(ledger: Ledger, sizes: Sequence[int], epochs: Mapping[str, float]) -> 
     return {
         "epochs": {name: round(value, 4) for name, value in epochs.items()},
         "batch_tokens": ledger.batch_tokens,
+        "tokens_vary": bool(ledger.counted),
         "shares": [
             {
                 "share": share.share,
@@ -249,7 +262,7 @@ def _learner(name: str, found: Findings, processed: int) -> dict[str, Any]:
     return {
         "region": heard["region"],
         # of the same moment as the tokens: the step of a learner that lost its checkpoint is that of its new one
-        "steps": processed // found.ledger.batch_tokens if found.ledger.batch_tokens else heard["step"],
+        "steps": _steps(name, found.ledger, processed, heard["step"]),
         "tokens_processed": processed,
         "tokens_merged": tokens_merged,
         "tokens_lost": processed - tokens_merged,
@@ -263,6 +276,13 @@ def _learner(name: str, found: Findings, processed: int) -> dict[str, Any]:
         "host": heard.get("host"),
         "step_s": heard["step_s"] if heard.get("mean_step_s") is None else heard["mean_step_s"],
     }
+
+
+def _steps(name: str, ledger: Ledger, processed: int, heard: int) -> int:
+    """Return the steps of a learner that has ``processed`` so many tokens, and that says it took as many as were ``heard``."""
+    if ledger.varies(name):
+        return max(heard, ledger.batches(name))
+    return processed // ledger.batch_tokens if ledger.batch_tokens else heard
 
 
 def mean(values: Sequence[int], sizes: Sequence[int]) -> int:

@@ -189,6 +189,8 @@ class Monitor:
         if ranges_of[heartbeat.learner] < MAX_TRAINED:
             before = len(self.ledger.trained.get(process, ()))
             self.ledger.train(process, heartbeat.trained, heartbeat.batch_tokens)
+            if heartbeat.state != "starting":  # its checkpoint, if it has one, counts from here on
+                self.ledger.note_tokens(process, heartbeat.tokens)
             ranges_of[heartbeat.learner] += max(1, len(self.ledger.trained[process]) - before)
 
     def entry(self, record: Record, now_s: float) -> None:
@@ -381,10 +383,11 @@ class Monitor:
         by_kind = (("ejected", self.now.ejected), ("quarantined", self.now.excluded))
         excluded = next((kind for kind, learners in by_kind if heartbeat.learner in learners), None)
         state, sent = excluded or said["state"], self.traffic.of(heartbeat.learner)
+        counts = self.ledger.varies(heartbeat.learner)
         return said | {
             **{key: sent[key] for key in ("bytes_up", "bytes_down")},
             "state": state,
-            "steps": heartbeat.tokens // heartbeat.batch_tokens if heartbeat.batch_tokens else heartbeat.step,
+            "steps": heartbeat.step if counts or not heartbeat.batch_tokens else heartbeat.tokens // heartbeat.batch_tokens,
             "tokens_merged": _mean(self.map, {index: tokens for index, (_, tokens) in merged.items()}),
             "lost_tokens": _mean(self.map, dict(enumerate(heartbeat.lost_tokens))),
             "tokens_per_s": None if state in IDLE else learner.rate.get(),

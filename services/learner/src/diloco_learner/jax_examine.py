@@ -34,7 +34,7 @@ def examine(settings: RunSettings, task: Task, island: Island, batches: Sequence
     with members.users_errors(settings.task):
         first = batches[0]
         warnings = list(examination.unsteady_data(task, settings, batches, _bytes))
-        [program] = island.trace(first)
+        program, *_ = island.trace(first)  # of its own is at most the count of tokens
         memory = program.compile().memory_analysis()
         constants = list(_constants(task, settings, island, first))
         warnings += [

@@ -35,8 +35,9 @@ class Units:
 class Aux:
     """A loss's company, which nothing is differentiated through."""
 
-    metrics: Mapping[str, Any] = field(default_factory=dict)  # scalars by name, means over the batch's rows
+    metrics: Mapping[str, Any] = field(default_factory=dict)  # scalars by name, means as the loss is one
     state: Any = None  # after the step, of the same structure as before; None: the task has none
+    tokens: Any = None  # that the loss, and each metric, is the mean of: a whole number; None: tokens_per_batch
 
 
 def check_metric_names(metrics: Mapping[str, Any], where: str) -> None:
@@ -52,6 +53,36 @@ def check_metric_names(metrics: Mapping[str, Any], where: str) -> None:
             raise SettingsError(
                 f"task: loss() returned a metric named {name!r}, expected 1 to 48 lower-case letters, digits and _{where}"
             )
+
+
+def check_tokens(shape: tuple[int, ...] | None, dtype: str, where: str) -> None:
+    """Find out that a loss counts its tokens by one whole number; ``where`` the loss is written ends the sentence.
+
+    ``shape`` is that of ``Aux(tokens)``, None: it has none; ``dtype`` is its type's name, as NumPy has it.
+
+    Raises:
+        SettingsError: it does not.
+    """
+    exact = dtype.startswith(("int", "uint")) or dtype in ("bool", "float32", "float64")
+    if shape != () or not exact:
+        came = f"a {dtype}" if shape is None else f"{dtype}{list(shape)}"
+        raise SettingsError(
+            f"task: loss() returned Aux(tokens) as {came}, expected one whole number, such as the sum of a mask in int32{where}"
+        )
+
+
+def checked_tokens(counted: float, most: int, at: tuple[int, int], where: str) -> int:
+    """Return what a loss has ``counted``, if that can be: in the batch ``at`` a share and an index.
+
+    Raises:
+        SettingsError: it is no whole number, or above ``tokens_per_batch``, the ``most``.
+    """
+    if not 0 <= counted <= most or counted != int(counted):
+        raise SettingsError(
+            f"task: loss() counted {counted:g} tokens in batch {at[1]} of share {at[0]}, expected a whole number from 0 to "
+            f"tokens_per_batch = {most}: set tokens_per_batch to the most that a batch can have{where}"
+        )
+    return int(counted)
 
 
 class Batches(Protocol):

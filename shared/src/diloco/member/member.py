@@ -311,10 +311,11 @@ class Member:
         """Own steps taken in this run."""
         return self.learner.accounts.step
 
-    def count_steps(self, step_tokens: int) -> None:
-        """Begin with as many steps as the log holds tokens of this learner, for steps of ``step_tokens`` each."""
+    def count_steps(self) -> None:
+        """Begin with as many steps as the tokens of this learner that the log holds were, by the mean of its merged steps."""
         with self.shared.lock:
-            self.learner.accounts.step = self.learner.accounts.tokens // step_tokens
+            states, name = self.learner.fragments, self.learner.name
+            self.learner.accounts.count_steps(state.newest.chain.cursors.get(name) for state in states)
 
     def versions(self) -> list[int]:
         """Return by fragment the version applied at the last boundary."""

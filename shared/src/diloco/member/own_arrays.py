@@ -120,7 +120,7 @@ class OwnArrays:
             shared.begin_boundary()
             if done is not None:
                 learner.book(done)
-                self._rounds.shares.book(done.share, done.batch, done.tokens)
+                self._rounds.shares.book(done.share, done.batch, done.most_tokens)
                 taped.step(done, now_s)
             decision, applied = pass_boundary(learner, now_s)
             taped.decision(decision)

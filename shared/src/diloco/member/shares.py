@@ -46,7 +46,7 @@ class LeaseClient:
         self._positions: dict[int, int] = {}  # by share: the batch after the last one trained
         self._newest: dict[int, tuple[int, int]] = {}  # by share, newest last: first and number of the batches trained last
         self._steps = 0
-        self.batch_tokens = 0
+        self.batch_tokens = 0  # of a step, at most
         self._letting_go: tuple[int, int] | None = None  # a share, and the steps booked when it was dealt last
         self._lock = threading.Lock()
 
@@ -58,11 +58,11 @@ class LeaseClient:
                 share: max(first, self._positions.get(share, 0)) for share, first in self._held.items() if share != letting_go
             }
 
-    def book(self, share: int | None, batch: int, tokens: int) -> None:
-        """Note that a batch was trained."""
+    def book(self, share: int | None, batch: int, most_tokens: int) -> None:
+        """Note that a batch was trained; a step has ``most_tokens`` at most."""
         assert share is not None
         with self._lock:
-            self.batch_tokens = tokens
+            self.batch_tokens = most_tokens
             first, count = self._newest.pop(share, (batch, 0))
             self._newest[share] = (first, count + 1) if first + count == batch else (batch, 1)
             self._positions[share] = max(batch + 1, self._positions.get(share, 0))
@@ -177,7 +177,7 @@ class OwnData:
     def leased(self) -> dict[int, int]:
         return {}
 
-    def book(self, share: int | None, batch: int, tokens: int) -> None:
+    def book(self, share: int | None, batch: int, most_tokens: int) -> None:
         pass
 
     def trained(self) -> list[Range]:

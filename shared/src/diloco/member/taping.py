@@ -10,11 +10,16 @@ from diloco.wire.fields import Bits
 
 
 class LearnerTape:
-    """Writes steps and decisions; a reader of the tape takes for granted that a share's batches come one after another."""
+    """Writes steps and decisions.
+
+    A reader of the tape takes for granted that a share's batches come one after another, and that a step has as many tokens as
+    the one before, the first one the most that a step has.
+    """
 
     def __init__(self, tape: Recorder) -> None:
         self.tape = tape
         self._next: tuple[int | None, int] | None = None  # share and batch of the next step, as the tape has it
+        self._tokens: int | None = None  # of the next step, as the tape has it; None: the most
         self._changes = 0
         self._began_s = 0.0
         self._noted_ms = 0  # since then, by the events so far
@@ -35,6 +40,9 @@ class LearnerTape:
             return
         if done.share is not None and (done.share, done.batch) != self._next:
             self.tape.record(events.Data(done.share, done.batch))
+        if done.tokens != (done.most_tokens if self._tokens is None else self._tokens):
+            self.tape.record(events.Counted(done.tokens))
+            self._tokens = done.tokens
         self.tape.record(events.Step())
         self._next = (done.share, done.batch + 1)
         elapsed_ms = int(1000 * (now_s - self._began_s))

@@ -281,7 +281,7 @@ class Leader:
             self.shared.begin_boundary()
             if done is not None:
                 self.learner.book(done)
-                self.member.shares.book(done.share, done.batch, done.tokens)
+                self.member.shares.book(done.share, done.batch, done.most_tokens)
                 self.member.taped.step(done, now_s)
             if self.decisions.made is None:
                 self._decide(now_s)

@@ -50,7 +50,7 @@ class ToyLearner:
         try:
             self.values = [np.zeros(fragment.size, np.float32) for fragment in fragments.fragments]
             await member.join(lambda fragment: self.values[fragment.index].copy())
-            member.count_steps(self.tokens)
+            member.count_steps()
             await self._train(member, run, fragments)
         finally:
             await member.close()

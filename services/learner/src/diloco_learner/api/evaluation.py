@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,17 +14,30 @@ from diloco.settings.run import TaskSettings
 from diloco_learner.api import members
 from diloco_learner.task_api import METRIC_NAME
 
-Found: TypeAlias = Sequence[tuple[float, Mapping[str, float]]]  # loss and metrics of each batch of a set
 UNNAMED = ""  # the set of a task whose validation() returns a list
+
+
+class BatchEvaluation(NamedTuple):
+    """Loss of a validation batch, and metrics by name; the ``tokens`` that both are means of (None: the task counts none)."""
+
+    loss: float
+    metrics: Mapping[str, float]
+    tokens: float | None = None
+
+    @classmethod
+    def of(cls, loss: Any, metrics: Mapping[str, Any], tokens: Any) -> BatchEvaluation:
+        """Return the evaluation of a batch whose scalars are on the host, or are waited for."""
+        named = {name: float(value) for name, value in metrics.items()}
+        return cls(float(loss), named, None if tokens is None else float(tokens))
 
 
 @dataclass(frozen=True)
 class Evaluation:
     """How good a model is.
 
-    ``loss`` is the mean of the validation sets' losses; None where the task has no set. ``values`` are by name:
-    ``val_loss/SET`` of named sets, ``val/METRIC`` or ``val/SET/METRIC`` of the loss's metrics, and those of ``evaluate``. Where
-    that raised the ``failure``, its values are missing.
+    Within a set a batch counts as much as its tokens, where the task counts them. ``loss`` is the mean of the validation sets'
+    losses; None where the task has no set. ``values`` are by name: ``val_loss/SET`` of named sets, ``val/METRIC`` or
+    ``val/SET/METRIC`` of the loss's metrics, and those of ``evaluate``. Where that raised the ``failure``, its values are missing.
     """
 
     loss: float | None
@@ -68,15 +81,30 @@ def validation_sets(task: object, settings: TaskSettings) -> dict[str, Sequence[
     return sets
 
 
-def evaluated(sets: Mapping[str, Found], own: Callable[[], Mapping[str, float]], settings: TaskSettings) -> Evaluation:
-    """Return the evaluation of a model whose batches have these losses; ``own`` gives the values of ``evaluate``."""
+def evaluated(
+    sets: Mapping[str, Sequence[BatchEvaluation]], own: Callable[[], Mapping[str, float]], settings: TaskSettings
+) -> Evaluation:
+    """Return the evaluation of a model whose batches are evaluated so; ``own`` gives the values of ``evaluate``.
+
+    Raises:
+        SettingsError: the loss counts no token in a whole set.
+    """
     losses, values = [], {}
-    for name, found in sets.items():
-        losses.append(_mean(loss for loss, _ in found))
+    for name, batches in sets.items():
+        counted = [batch for batch in batches if batch.tokens != 0]  # of the others the loss is the mean of nothing
+        if not counted:
+            of = f" {name!r}" if name else ""
+            raise SettingsError(
+                f"task.name = {settings.name!r}: the loss counts no token in validation set{of}: leave some of its labels "
+                "unmasked, or leave the set out"
+            )
+        weights = [1.0 if batch.tokens is None else batch.tokens for batch in counted]
+        losses.append(_mean([batch.loss for batch in counted], weights))
         if name != UNNAMED:
             values[f"val_loss/{name}"] = losses[-1]
-        for metric in found[0][1]:
-            values["/".join(filter(None, ("val", name, metric)))] = _mean(metrics[metric] for _, metrics in found)
+        for metric in counted[0].metrics:
+            mean = _mean([batch.metrics[metric] for batch in counted], weights)
+            values["/".join(filter(None, ("val", name, metric)))] = mean
     loss = _mean(losses) if losses else None
     try:
         with members.users_errors(settings):
@@ -105,5 +133,6 @@ def own_values(task: object, given: Mapping[str, Any], params: Any) -> dict[str,
     return {name: float(value) for name, value in returned.items()}
 
 
-def _mean(values: Iterable[float]) -> float:
-    return float(np.mean(list(values)))
+def _mean(values: Sequence[float], weights: Sequence[float] | None = None) -> float:
+    alike = weights is None or all(weight == weights[0] for weight in weights)
+    return float(np.mean(values) if alike else np.average(values, weights=weights))  # two sums may round differently

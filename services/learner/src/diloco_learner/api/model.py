@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from blake3 import blake3
@@ -51,6 +51,28 @@ class Output(Protocol):
 
     def gradient_norm(self) -> float:
         """Wait for the step to end; the norm of all gradients together, before clipping."""
+
+
+@runtime_checkable
+class CountedOutput(Protocol):
+    """A step whose loss may count its tokens, beside :class:`Output`."""
+
+    def tokens(self) -> int | None:
+        """Wait until the tokens are known that the loss counts, which may be before the step's end; None: it does not say.
+
+        Raises:
+            SettingsError: it counts more than ``tokens_per_batch``, or no whole number.
+        """
+
+
+def tokens_of(output: Output, most: int) -> int:
+    """Wait until the tokens of a step are known, and return them: those that its loss counts, or the ``most`` of a step.
+
+    Raises:
+        SettingsError: the loss counts what cannot be.
+    """
+    counted = output.tokens() if isinstance(output, CountedOutput) else None
+    return most if counted is None else counted
 
 
 class FragmentCopy(Protocol):

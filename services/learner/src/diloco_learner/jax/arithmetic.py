@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 
 from diloco_learner.jax.inner import BuiltIn
-from diloco_learner.jax.loss import Given, Loss
+from diloco_learner.jax.loss import Given, Loss, Measured
 from diloco_learner.jax.mesh import Leaves, Placement
 from diloco_learner.jax.own_optimizer import OwnOptimizer
 
-LossAndMetrics: TypeAlias = tuple[jax.Array, dict[str, jax.Array]]
+Evaluated: TypeAlias = tuple[jax.Array, dict[str, jax.Array], jax.Array | None]  # loss, metrics, tokens that they are means of
 
 
 class Arithmetic:
@@ -45,17 +45,32 @@ class Arithmetic:
     def measure(self, leaves: Leaves, state: Any, batch: Any, given: Given) -> tuple[Leaves, Any, Any]:
         """Return gradients, the task's state after the step, and scalars.
 
-        These are the loss, the norm of the gradients, whether both are finite; and the task's metrics.
+        These are the loss, the norm of the gradients, whether a step is to be taken: where both are finite and the loss counts
+        something; the task's metrics, and its tokens, if it counts them.
         """
 
-        def loss_of(values: Leaves) -> tuple[jax.Array, tuple[dict[str, jax.Array], Any]]:
-            return self.loss.of(self._placement.loss, self.tree(values, given), batch, given, state, train=True)
+        def loss_of(values: Leaves) -> tuple[jax.Array, tuple[dict[str, jax.Array], jax.Array | None, Any]]:
+            found = self._train_loss(values, state, batch, given)
+            return found.loss, (found.metrics, found.tokens, found.state)
 
-        (loss, (metrics, after)), gradients = jax.value_and_grad(loss_of, has_aux=True)(self.rounded(leaves))
+        (loss, (metrics, tokens, after)), gradients = jax.value_and_grad(loss_of, has_aux=True)(self.rounded(leaves))
         gradients = [gradient.astype(jnp.float32) for gradient in self._placement.split(gradients)]
         # tensordot, and not vdot, whose flattening would gather a gradient that is split along another axis than its first
         norm = jnp.sqrt(sum(jnp.tensordot(gradient, gradient, gradient.ndim) for gradient in gradients))
-        return gradients, after, (loss, norm, jnp.isfinite(loss) & jnp.isfinite(norm), metrics)
+        taken = jnp.isfinite(loss) & jnp.isfinite(norm)
+        if tokens is not None:
+            taken &= tokens > 0
+        return gradients, after, (loss, norm, taken, metrics, tokens)
+
+    def count(self, leaves: Leaves, state: Any, batch: Any, given: Given) -> jax.Array | None:
+        """Return the tokens that a training step's loss counts; None: it does not say.
+
+        XLA leaves out what they do not depend on, which is the model where a mask says what counts.
+        """
+        return self._train_loss(self.rounded(leaves), state, batch, given).tokens
+
+    def _train_loss(self, leaves: Leaves, state: Any, batch: Any, given: Given) -> Measured:
+        return self.loss.of(self._placement.loss, self.tree(leaves, given), batch, given, state, train=True)
 
     def move(
         self,
@@ -87,11 +102,11 @@ class Arithmetic:
         moved = jax.tree.map(chosen, (new_leaves, new_held, new_optimizer, after), (leaves, held, optimizer, state))
         return moved
 
-    def evaluate(self, leaves: Leaves, state: Any, batch: Any, given: Given) -> LossAndMetrics:
-        """Return loss and metrics of a batch that is not trained on."""
+    def evaluate(self, leaves: Leaves, state: Any, batch: Any, given: Given) -> Evaluated:
+        """Return loss, metrics and tokens of a batch that is not trained on."""
         params = self.tree(self.rounded(leaves), given)
-        loss, (metrics, _) = self.loss.of(self._placement.loss, params, batch, given, state, train=False)
-        return loss, metrics
+        found = self.loss.of(self._placement.loss, params, batch, given, state, train=False)
+        return found.loss, found.metrics, found.tokens
 
     def rounded(self, leaves: Leaves) -> Leaves:
         """Return the parameters that masters stand for, rounded where they lie: a mesh gathers what is rounded."""

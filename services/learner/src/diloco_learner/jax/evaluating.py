@@ -8,10 +8,10 @@ from typing import Any, TypeAlias
 import jax
 
 from diloco.settings.run import RunSettings
-from diloco_learner.api.evaluation import Evaluation, evaluated, own_values, validation_sets
+from diloco_learner.api.evaluation import BatchEvaluation, Evaluation, evaluated, own_values, validation_sets
 from diloco_learner.task import Task, named
 
-Measure: TypeAlias = Callable[[Any], tuple[float, Mapping[str, float]]]
+Measure: TypeAlias = Callable[[Any], BatchEvaluation]
 
 
 class Evaluating:
@@ -23,7 +23,7 @@ class Evaluating:
     def evaluation(self, measure: Measure, params: Any, company: Mapping[str, Any]) -> Evaluation:
         """Return how good parameters are, by all that the task has to say it.
 
-        ``measure`` returns loss and metrics of a batch, ``company`` has the state and the constants beside ``params``.
+        ``measure`` evaluates a batch, ``company`` has the state and the constants beside ``params``.
         """
         sets = validation_sets(self.task, self._settings)
         found = {name: [measure(batch) for batch in batches] for name, batches in sets.items()}

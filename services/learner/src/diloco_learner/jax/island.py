@@ -28,7 +28,7 @@ from diloco.member.peer import Layout
 from diloco.settings.run import RunSettings
 from diloco.states.state import Content
 from diloco_learner.api import members
-from diloco_learner.api.evaluation import Evaluation
+from diloco_learner.api.evaluation import BatchEvaluation, Evaluation
 from diloco_learner.api.model import Capture, Vector, compare_states
 from diloco_learner.jax import holding, shards
 from diloco_learner.jax.arithmetic import Arithmetic
@@ -37,7 +37,7 @@ from diloco_learner.jax.evaluating import Evaluating
 from diloco_learner.jax.fixed import Fixed
 from diloco_learner.jax.inner import BuiltIn, optimizer
 from diloco_learner.jax.leaves import path_of, write_rows
-from diloco_learner.jax.loss import Given, Loss
+from diloco_learner.jax.loss import Given, Loss, TokenCount
 from diloco_learner.jax.mesh import Placement, copies
 from diloco_learner.jax.own_optimizer import OwnOptimizer
 from diloco_learner.jax.state import IslandState
@@ -52,6 +52,7 @@ class StepOutput:
     grad_norm: jax.Array  # float32, before clipping
     finite: jax.Array  # bool: the step was taken
     metrics: Mapping[str, jax.Array]  # float32, by name: those that the task's loss returned
+    counted: Callable[[], int] | None = None  # waits for the tokens; None: the task does not count them
 
     def wait(self) -> float:
         """Wait for the step to end; its loss, or NaN where loss or gradients were not finite and no step was taken."""
@@ -65,6 +66,14 @@ class StepOutput:
     def gradient_norm(self) -> float:
         """Wait for the step to end; the norm of all gradients together, before clipping."""
         return float(jax.device_get(self.grad_norm))
+
+    def tokens(self) -> int | None:
+        """Wait until the tokens are known that the loss counts; None: the task does not count them.
+
+        Raises:
+            SettingsError: they are above ``tokens_per_batch``, or no whole number.
+        """
+        return None if self.counted is None else self.counted()
 
 
 @dataclass(frozen=True)
@@ -138,6 +147,7 @@ class Island(OnDevices):
         self._step = self._placement.step(self._does.step, *about)
         self._measure, self._move = self._placement.step_apart(self._does.measure, self._does.move, *about)
         self._loss = jax.jit(self._does.evaluate)
+        self._count = TokenCount(self._does.loss, self._placement.count(self._does.count))
 
     def twin(self) -> Island:
         """Return an island of the same model that shares this one's compiled programs, with values of its own.
@@ -195,11 +205,13 @@ class Island(OnDevices):
     def trace(self, batch: Any) -> list[jax.stages.Lowered]:
         """Trace the programs of :meth:`step` with such batches. Once these are compiled, no step is traced or compiled."""
         batch, given, rate = self._placement.batch(batch), self._given((0, 0)), np.float32(0)
-        if not self.apart:
-            return [self._step.lower(*self._values(), batch, given, rate)]
-        measured = self._placement.measured(self._leaves, self.task_state.values)
-        measure = self._measure.lower(self._leaves, self.task_state.values, batch, given)
-        return [measure, self._move.lower(*self._values(), *measured, rate)]
+        read = self._leaves, self.task_state.values, batch, given
+        if self.apart:
+            measured = self._placement.measured(self._leaves, self.task_state.values)
+            programs = [self._measure.lower(*read), self._move.lower(*self._values(), *measured, rate)]
+        else:
+            programs = [self._step.lower(*self._values(), batch, given, rate)]
+        return [*programs, *self._count.lower(programs[0], *read)]
 
     def rehearse(self, batch: Any) -> float:
         """Take a step that changes no parameter, so that the first one takes no longer than others: memory is touched.
@@ -248,13 +260,15 @@ class Island(OnDevices):
         """Dispatch the first program of a step; one that is not :attr:`apart` has no other. It raises as :meth:`step` does."""
         self._placement.check_alike(batch)
         placed, given, rate = self._placement.batch(batch), self._given(at), np.float32(learning_rate)
+        read = self._leaves, self.task_state.values, placed, given
+        ahead = self._count.begin(*read)
         if self.apart:
-            gradients, after, output = self._measure(self._leaves, self.task_state.values, placed, given)
+            gradients, after, output = self._measure(*read)
             self._begun = gradients, after, output[2], rate
-            return StepOutput(*output)
-        *values, output = self._step(*self._values(), placed, given, rate)
-        self._leaves, self._gradients, self._optimizer_state, self.task_state.values = values
-        return StepOutput(*output)
+        else:
+            *values, output = self._step(*self._values(), placed, given, rate)
+            self._leaves, self._gradients, self._optimizer_state, self.task_state.values = values
+        return StepOutput(*output[:-1], self._count.waiting(ahead, output[-1], at))
 
     def finish_step(self) -> None:
         """Dispatch the second program of the step that was begun, if there is one."""
@@ -303,11 +317,7 @@ class Island(OnDevices):
         return [shards.layout(fragment, self._leaf, jax.process_count()) for fragment in fragments]
 
     def evaluate(self) -> float:
-        """Return the mean loss over the task's validation batches, in the task's units.
-
-        Raises:
-            SettingsError: there are none.
-        """
+        """Return the mean loss over the task's validation batches, in the task's units; raise SettingsError if it has none."""
         loss = self.evaluation().loss
         if loss is None:
             raise SettingsError(f"task.name = {self._settings.name!r}: it has no validation(), so there is no validation loss")
@@ -315,7 +325,7 @@ class Island(OnDevices):
 
     def evaluation(self) -> Evaluation:
         """Return how good the model is, by all that the task has to say it."""
-        return self._evaluating.evaluation(self._loss_and_metrics, self.params(), self.company())
+        return self._evaluating.evaluation(self._batch_evaluation, self.params(), self.company())
 
     def check_evaluation(self) -> None:
         """Find out that validation sets and values of the task's own are what they can be; no loss is computed.
@@ -338,10 +348,10 @@ class Island(OnDevices):
         """Return the state and the constants that the task has beside its parameters; None for what it has not."""
         return {"state": self.task_state.values, "constants": self.constants}
 
-    def _loss_and_metrics(self, batch: Any) -> tuple[float, dict[str, float]]:
+    def _batch_evaluation(self, batch: Any) -> BatchEvaluation:
         placed = self._placement.batch(batch)
-        loss, metrics = jax.device_get(self._loss(self._leaves, self.task_state.values, placed, self._fixed.given))
-        return float(loss), {name: float(value) for name, value in metrics.items()}
+        found = self._loss(self._leaves, self.task_state.values, placed, self._fixed.given)
+        return BatchEvaluation.of(*jax.device_get(found))
 
     def sample(self, seed: int, count: int, prompt: str | None = None) -> str | None:
         """Return text of ``count`` characters from the model, behind a ``prompt`` if given; None if the task draws none."""
@@ -365,7 +375,6 @@ class Island(OnDevices):
         """Return what :meth:`arrays` has in this process's shards, as of the steps and writes so far, to be read in chunks.
 
         Of the optimizer's alone, which are lent, all processes together have each value once.
-
         Where the devices have room for it, a copy is queued on them, and training may go on. Where they have not, the next
         step or write has to wait until all has been read.
         """

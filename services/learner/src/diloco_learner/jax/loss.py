@@ -7,7 +7,8 @@ names none has none, and its programs are those of a loss of two arguments.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +18,19 @@ from diloco.errors import SettingsError
 from diloco_learner.api import members
 from diloco_learner.jax.leaves import difference
 from diloco_learner.task import Aux, Task, named, rows_of
-from diloco_learner.task_api import check_metric_names
+from diloco_learner.task_api import check_metric_names, check_tokens, checked_tokens
 
 Given: TypeAlias = dict[str, Any]  # arrays by name
 Call: TypeAlias = Callable[..., Any]  # (params, batch, arrays by keyword, other keywords) -> what the task's loss returns
+
+
+class Measured(NamedTuple):
+    """What a task's loss returned, traced; all of it scalars but the state."""
+
+    loss: jax.Array
+    metrics: dict[str, jax.Array]  # float32
+    tokens: jax.Array | None  # of a type that counts exactly; None: the task does not count them
+    state: Any
 
 
 class Loss:
@@ -34,10 +44,8 @@ class Loss:
         """Return the arrays of a training step on the batch ``at`` a share and an index in it."""
         return {"at": np.array(at, np.uint32)} if "key" in self._named else {}
 
-    def of(
-        self, call: Call, params: Any, batch: Any, given: Given, state: Any, *, train: bool
-    ) -> tuple[jax.Array, tuple[dict[str, jax.Array], Any]]:
-        """Return loss, and metrics and state, traced. ``call`` calls the task's loss where the arrays lie.
+    def of(self, call: Call, params: Any, batch: Any, given: Given, state: Any, *, train: bool) -> Measured:
+        """Return all that the task's loss returns, traced. ``call`` calls it where the arrays lie.
 
         A step's key is ``fold_in(fold_in(key(seed), share), index)``: the same in every process, and when the step is done
         again. In validation, where ``given`` has no batch's place, it is ``key(seed)``, and the state stays as it is.
@@ -56,9 +64,18 @@ class Loss:
         arrays |= {name: value for name, value in known.items() if name in self._named}
         others = {"train": train} if "train" in self._named else {}
         loss, aux = self._parts(call(params, batch, arrays, others))
-        if "state" not in self._named or not train:
-            return loss, (self._metrics(aux.metrics), state)
-        return loss, (self._metrics(aux.metrics), self._moved(state, aux.state))
+        moves = "state" in self._named and train
+        after = self._moved(state, aux.state) if moves else state
+        return Measured(loss, self._metrics(aux.metrics), self._tokens(aux.tokens), after)
+
+    def counted(self, tokens: jax.Array, at: tuple[int, int]) -> int:
+        """Wait for the tokens that were counted in the batch ``at`` a share and an index in it, and return them.
+
+        Raises:
+            SettingsError: they are above ``tokens_per_batch``, or no whole number.
+        """
+        most, where = self.task.tokens_per_batch, members.place(self.task.loss)
+        return checked_tokens(float(jax.device_get(tokens)), most, at, where)
 
     def _parts(self, returned: Any) -> tuple[jax.Array, Aux]:
         if not isinstance(returned, tuple):
@@ -105,10 +122,47 @@ class Loss:
                 )
         return {name: jnp.asarray(value, jnp.float32) for name, value in metrics.items()}
 
+    def _tokens(self, tokens: Any) -> jax.Array | None:
+        if tokens is None:
+            return None
+        shape = np.shape(tokens) if _is_real(tokens) else None
+        dtype = type(tokens).__name__ if shape is None else str(jnp.result_type(tokens))
+        check_tokens(shape, dtype, members.place(self.task.loss))
+        return jnp.asarray(tokens)
+
     def _wrong(self, came: str, advice: str) -> SettingsError:
         return SettingsError(
             f"task: loss() returned {came}, expected a float32 scalar: {advice}{members.place(self.task.loss)}"
         )
+
+
+class TokenCount:
+    """Counts the tokens of a training step's loss, by ``program(leaves, task's state, batch, given)``.
+
+    A step's outputs are there when it ends, and the boundary that books it comes a little before that. So the tokens have a
+    program of their own, dispatched ahead of the step: they are known when a device begins it. It is the same loss, of which
+    XLA leaves out all that the tokens do not depend on: the whole model, where a mask in the batch says what counts.
+    """
+
+    def __init__(self, loss: Loss, program: Any) -> None:
+        self._loss, self._program, self._counts = loss, program, False
+
+    def lower(self, step: jax.stages.Lowered, *arguments: Any) -> list[jax.stages.Lowered]:
+        """Return the program traced, if the ``step``, whose last output it is, has tokens among its scalars."""
+        self._counts = step.out_info[-1][-1] is not None
+        return [self._program.lower(*arguments)] if self._counts else []
+
+    def begin(self, *arguments: Any) -> jax.Array | None:
+        """Dispatch the program ahead of a step; None: it is not known that the task counts."""
+        return self._program(*arguments) if self._counts else None
+
+    def waiting(self, ahead: jax.Array | None, own: jax.Array | None, at: tuple[int, int]) -> Callable[[], int] | None:
+        """Return a function that waits for a step's tokens: what was begun ``ahead`` of it, or its ``own`` output.
+
+        None: the task does not count them. ``at``: share and index of its batch.
+        """
+        self._counts = own is not None
+        return None if own is None else partial(self._loss.counted, own if ahead is None else ahead, at)
 
 
 def _is_real(value: Any) -> bool:

@@ -261,6 +261,10 @@ class Placement:
         measured = jax.jit(measure, out_shardings=(self._shardings, self._whole, self._whole))
         return measured, jax.jit(move, donate_argnums=(0, 1, 2, 3), out_shardings=moved)
 
+    def count(self, count: Callable[..., Any]) -> Any:
+        """Return the jitted ``count(leaves, task's state, batch, given)``, whose result is whole on every device."""
+        return jax.jit(count) if self.mesh is None else jax.jit(count, out_shardings=self._whole)
+
     def measured(self, leaves: Leaves, state: Any) -> tuple[list[jax.ShapeDtypeStruct], Any, jax.ShapeDtypeStruct]:
         """Return what the second program of a step takes from the first: gradients, state, and whether all are finite."""
         whole = None if self.mesh is None else self._whole

@@ -24,7 +24,7 @@ def traced(task: Task, settings: RunSettings) -> Any:
         def own(params: Any, batch: Any, arrays: Any, others: Any) -> Any:
             return task.loss(params, batch, **arrays, **others)
 
-        return loss.of(own, params, batch, loss.given((0, 0)) | given, state, train=True)[0]
+        return loss.of(own, params, batch, loss.given((0, 0)) | given, state, train=True).loss
 
     return call
 

@@ -38,6 +38,7 @@ from diloco_learner.pytorch.module_evaluation import TorchEvaluating
 from diloco_learner.pytorch.processes.process_mesh import OneProcess, Processes
 from diloco_learner.pytorch.processes.spread import SpreadModule
 from diloco_learner.pytorch.shards import local_of, shards_of
+from diloco_learner.pytorch.processes.step_tokens import StepTokens, weighted
 from diloco_learner.pytorch.task import TorchTask, loss_of
 from diloco_learner.pytorch.tensors import TensorRows, TorchFragmentCopy, check_module, merged_buffers
 from diloco_learner.pytorch.transfers import Transfers
@@ -47,9 +48,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class TorchStepOutput:
-    """A step that was queued: its loss, NaN where it was not taken, the task's own metrics, and the norm of the gradients."""
+    """A step that was queued: its loss, NaN where it was not taken, the task's own metrics, and the norm of the gradients.
+
+    ``counted`` is there once the loss is computed, and not its gradients.
+    """
 
     outcome: Future[tuple[float, dict[str, float], float]]
+    counted: StepTokens
 
     def wait(self) -> float:
         """Wait for the step to end; its loss, or NaN where loss or gradients were not finite and no step was taken."""
@@ -62,6 +67,14 @@ class TorchStepOutput:
     def gradient_norm(self) -> float:
         """Wait for the step to end; the norm of all gradients together, before clipping."""
         return self.outcome.result()[2]
+
+    def tokens(self) -> int | None:
+        """Wait until the tokens are known that the loss counts; None: the task does not count them.
+
+        Raises:
+            SettingsError: they are above ``tokens_per_batch``, or no whole number.
+        """
+        return self.counted.wait()
 
 
 @dataclass(frozen=True)
@@ -109,6 +122,7 @@ class TorchIsland:
         self._module, self._masters, self._views = found.module, found.masters, found.views
         self.tables = found.tables
         transfers, views = Transfers(), {path: local_of(view) for path, view in found.views.items()}
+        self._transfers = transfers
         self._rows = TensorRows(views, shards_of(found.views), transfers=transfers)
         self._inner = Inner(settings, task, found.trained, found.tables)
         self._buffers = {each.name: each.tensor for each in names.buffers_of(self._module) if each.persistent}
@@ -186,7 +200,7 @@ class TorchIsland:
             SettingsError: the task's loss is no float32 scalar that can be differentiated.
         """
         kept = self._kept(steps=False)
-        loss, _ = self._queue.do(self._measure, batch, (0, 0))
+        loss, _ = self._queue.do(self._measure, batch, (0, 0), StepTokens(self.task, (0, 0)))
         pairs = zip(self._inner.masters, self._gradients(), strict=True)
         self._restore(kept)
         return loss.item(), [path for path, each in pairs if each is not None and not bool(each.isfinite().all())]
@@ -235,16 +249,22 @@ class TorchIsland:
 
     def begin_step(self, batch: Any, learning_rate: float, at: tuple[int, int] = (0, 0)) -> TorchStepOutput:
         """Queue a step. Where loss or gradients are not finite, nothing changes but what the output says."""
-        return TorchStepOutput(self._queue.add(self._step, batch, learning_rate, at))
+        counted = StepTokens(self.task, at)
+        outcome = self._queue.add(self._step, batch, learning_rate, at, counted)
+        outcome.add_done_callback(lambda ended: None if (error := ended.exception()) is None else counted.fail(error))
+        return TorchStepOutput(outcome, counted)
 
     def finish_step(self) -> None:
         """Do nothing: a step is one piece of work."""
 
-    def _step(self, batch: Any, learning_rate: float, at: tuple[int, int]) -> tuple[float, dict[str, float], float]:
-        loss, metrics = self._measure(batch, at)
+    def _step(
+        self, batch: Any, learning_rate: float, at: tuple[int, int], counted: StepTokens
+    ) -> tuple[float, dict[str, float], float]:
+        loss, metrics = self._measure(batch, at, counted)
         gradients = [gradient for gradient in self._gradients() if gradient is not None]
         found = self._processes.summary(loss, metrics, gradients)
-        if not (math.isfinite(found.loss) and math.isfinite(found.length)):
+        if not (math.isfinite(found.loss) and math.isfinite(found.length)) or counted.wait() == 0:
+            counted.check_uncounted()
             return math.nan, found.metrics, found.length
         if self._inner.clips:
             clip(list(map(local_of, gradients)), self._run.inner.clip_norm, found.norm)
@@ -252,10 +272,10 @@ class TorchIsland:
             self._inner.step(learning_rate)
         return found.loss, found.metrics, found.length
 
-    def _measure(self, batch: Any, at: tuple[int, int]) -> tuple[torch.Tensor, dict[str, float]]:
+    def _measure(self, batch: Any, at: tuple[int, int], counted: StepTokens) -> tuple[torch.Tensor, dict[str, float]]:
         """Return the loss and metrics of this process's rows of a batch, and leave the gradients in the module.
 
-        A mean of them over processes is one over the batch.
+        A mean of them over processes is one over the batch: over its tokens where the task counts them, which ``counted`` gets.
         """
         own, counts = self._processes.own_rows(self.task, batch)
         torch.manual_seed(_key(self._run.seed, *at, self._processes.row_part))
@@ -263,9 +283,10 @@ class TorchIsland:
         self._module.train()
         self._module.zero_grad()
         with members.users_errors(self._run.task, self.task.loss), self._processes.computing():
-            loss, metrics = loss_of(self.task, self._module, own)
-            if counts != 1:
-                loss, metrics = loss * counts, {name: value * counts for name, value in metrics.items()}
+            found = loss_of(self.task, self._module, own)
+            total, counts = (None, counts) if found.tokens is None else self._processes.total(found.tokens)
+            counted.note(None if total is None else self._transfers.whole_number(total), found.loss, counts)
+            loss, metrics = weighted(found, counts)
             loss.backward()
         self._processes.average_buffers(self._buffers.values())
         return loss, metrics

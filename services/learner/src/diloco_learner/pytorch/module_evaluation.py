@@ -10,7 +10,7 @@ from torch import nn
 
 from diloco.settings.run import RunSettings
 from diloco_learner.api import members
-from diloco_learner.api.evaluation import Evaluation, evaluated, own_values, validation_sets
+from diloco_learner.api.evaluation import BatchEvaluation, Evaluation, evaluated, own_values, validation_sets
 from diloco_learner.pytorch.task import TorchTask, loss_of
 
 
@@ -29,7 +29,7 @@ class TorchEvaluating:
         with torch.no_grad(), members.users_errors(self._run.task):
             self._begin(module, self._run.seed)
             sets = validation_sets(self._task, self._run.task)
-            found = {name: [self._loss_and_metrics(module, batch) for batch in batches] for name, batches in sets.items()}
+            found = {name: [self._batch_evaluation(module, batch) for batch in batches] for name, batches in sets.items()}
             return evaluated(found, lambda: self.own_values(module), self._run.task)
 
     def first_batches(self) -> list[Any]:
@@ -50,7 +50,7 @@ class TorchEvaluating:
         with torch.no_grad(), members.users_errors(self._run.task, self._task.loss):
             self._begin(module, self._run.seed)
             for batch in batches:
-                self._loss_and_metrics(module, batch)
+                self._batch_evaluation(module, batch)
 
     def own_values(self, module: nn.Module) -> dict[str, float]:
         """Return the values that the task's ``evaluate`` says.
@@ -69,9 +69,8 @@ class TorchEvaluating:
             self._begin(module, seed)
             return None if draw is None else str(draw(module, count, **given))
 
-    def _loss_and_metrics(self, module: nn.Module, batch: Any) -> tuple[float, dict[str, float]]:
-        loss, metrics = loss_of(self._task, module, batch)
-        return loss.item(), metrics
+    def _batch_evaluation(self, module: nn.Module, batch: Any) -> BatchEvaluation:
+        return BatchEvaluation.of(*loss_of(self._task, module, batch))
 
     def _begin(self, module: nn.Module, seed: int) -> None:
         torch.manual_seed(seed)

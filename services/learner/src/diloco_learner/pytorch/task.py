@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -12,7 +12,7 @@ from diloco.errors import SettingsError
 from diloco.settings.run import TaskSettings
 from diloco_learner import frameworks, tensors
 from diloco_learner.api import members
-from diloco_learner.task_api import Aux, check_called, check_metric_names, made
+from diloco_learner.task_api import Aux, check_called, check_metric_names, check_tokens, made
 
 REQUIRED = ("tokens_per_batch", "module", "loss", "batches")
 # by member that is called: how many arguments it is given by place, and the keywords that it may name
@@ -38,7 +38,7 @@ class TorchTask(Protocol):
 
     @property
     def tokens_per_batch(self) -> int:
-        """Tokens that one batch trains on."""
+        """Tokens that one batch trains on, at most."""
 
     def module(self) -> torch.nn.Module:
         """Return the model to begin with. Its trained parameters are float32 or bfloat16."""
@@ -80,8 +80,16 @@ def checked(task: Any, settings: TaskSettings) -> TorchTask:
     return found
 
 
-def loss_of(task: TorchTask, module: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, dict[str, float]]:
-    """Return a batch's loss, and its metrics.
+class TorchMeasured(NamedTuple):
+    """What a torch task's loss returned."""
+
+    loss: torch.Tensor  # []
+    metrics: dict[str, float]
+    tokens: Any  # a number, or a scalar tensor, that loss and metrics are means of; None: the task does not count them
+
+
+def loss_of(task: TorchTask, module: torch.nn.Module, batch: Any) -> TorchMeasured:
+    """Return a batch's loss with its metrics and tokens; nothing waits for the device unless there are metrics on it.
 
     Raises:
         SettingsError: the task returned something else.
@@ -97,7 +105,12 @@ def loss_of(task: TorchTask, module: torch.nn.Module, batch: Any) -> tuple[torch
             f"task: loss() returned {came.removeprefix('torch.')}, expected a float32 scalar: the mean loss of the batch, of "
             f"logits in float32{where}"
         )
-    return loss, _metrics(aux.metrics, where)
+    if aux.tokens is not None:
+        is_tensor = isinstance(aux.tokens, torch.Tensor)
+        dtype = str(aux.tokens.dtype).removeprefix("torch.") if is_tensor else type(aux.tokens).__name__
+        shape = tuple(aux.tokens.shape) if is_tensor else () if isinstance(aux.tokens, int) else None
+        check_tokens(shape, dtype, where)
+    return TorchMeasured(loss, _metrics(aux.metrics, where), aux.tokens)
 
 
 def _metrics(metrics: Mapping[str, Any], where: str) -> dict[str, float]:

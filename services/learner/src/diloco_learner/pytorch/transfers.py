@@ -34,6 +34,7 @@ from diloco.errors import SettingsError
 from diloco_learner.pytorch.shards import is_sharded
 
 Vector = NDArray[np.float32]
+WHOLE = 1 << 20  # float32 has all whole numbers up to this one, and beyond
 
 
 class CopyEvent(Protocol):
@@ -204,6 +205,13 @@ class Transfers:
             return float(pinned)
 
         return wait
+
+    def whole_number(self, scalar: Any) -> Callable[[], float]:
+        """Queue a copy of a scalar as :meth:`number` does, which goes as float32; an integer keeps all digits."""
+        if not isinstance(scalar, torch.Tensor) or scalar.is_floating_point():
+            return self.number(scalar)
+        high, low = self.number(scalar // WHOLE), self.number(scalar % WHOLE)
+        return lambda: high() * WHOLE + low()
 
     def _buffer(self, count: int, device: torch.device) -> _DeviceBuffer:
         found = self._buffers.get(device)

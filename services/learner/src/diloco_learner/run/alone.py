@@ -71,7 +71,7 @@ def work(
         ).run()
         return
     if not checkpoint.restore(chain(newest, states), model, member, process.log):
-        member.count_steps(tokens_per_batch)
+        member.count_steps()
         wanted = model.wanted(optimizer_only=True)
         if not checkpoint.take_up(model, member, settings.state_dir, process.log) and (
             process.wait(member.borrow(model.optimizer_layout(), wanted, model.put)) is None

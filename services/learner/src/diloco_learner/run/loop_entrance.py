@@ -127,7 +127,7 @@ class LoopEntrance:
         if goes_on:
             wait(side.restore(self.state))
         elif member is not None:
-            member.count_steps(self.tokens)
+            member.count_steps()
         self.state = None
         return side
 

@@ -64,7 +64,7 @@ def train(
     renewal = part.group.renewal
     side.join([*about, events.Apart()] if model.apart else about)
     if not side.restore(model):
-        side.begin_from_log(tokens_per_batch)
+        side.begin_from_log()
         if not _take_up(process, its, model):
             _borrow(process, its, model)
     keeper = side.keeper(model)

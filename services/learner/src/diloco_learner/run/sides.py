@@ -52,7 +52,7 @@ class Side(Protocol):
     def restore(self, model: SharedModel) -> bool:
         """Begin from the newest checkpoint that all processes can begin from; False if there is none."""
 
-    def begin_from_log(self, tokens_per_batch: int) -> None:
+    def begin_from_log(self) -> None:
         """Begin with what the log says of this learner."""
 
     def keeper(self, model: SharedModel) -> PartKeeper:
@@ -99,9 +99,9 @@ class LeadingSide:
         """Name one checkpoint after the other until all can begin from one."""
         return parts.restore(self.process, model, self.its.part, self.its)
 
-    def begin_from_log(self, tokens_per_batch: int) -> None:
+    def begin_from_log(self) -> None:
         """Count steps on from the log."""
-        self.member.count_steps(tokens_per_batch)
+        self.member.count_steps()
 
     def keeper(self, model: SharedModel) -> PartKeeper:
         """Return what says besides when a state is saved."""
@@ -149,7 +149,7 @@ class FollowingSide:
         """Begin from the checkpoint that the leader names, if all can."""
         return parts.restore(self.process, model, self.its.part, None)
 
-    def begin_from_log(self, tokens_per_batch: int) -> None:
+    def begin_from_log(self) -> None:
         """Leave that to the leader."""
 
     def keeper(self, model: SharedModel) -> PartKeeper:

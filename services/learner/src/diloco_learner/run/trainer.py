@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias
 
-from diloco.core.learner.accounts import StepDone
+from diloco.core.learner.accounts import STUCK_STEPS, StepDone
 from diloco.core.learner.fragment_state import HostReader, Reader
 from diloco.core.learner.schedule import Moment, learning_rate
 from diloco.core.run.pace import MovingAverage
@@ -24,7 +24,7 @@ from diloco.member.instruments import Instruments
 from diloco.process.observe import Logger
 from diloco.settings.run import RunSettings
 from diloco_learner.api import members
-from diloco_learner.api.model import Output, SharedParameters, Stepping
+from diloco_learner.api.model import Output, SharedParameters, Stepping, tokens_of
 from diloco_learner.data.feed import Batch
 from diloco_learner.run.meter import Meter, MeteredSpan
 
@@ -36,6 +36,9 @@ SHOW_EVERY_S = 4.0  # between two steps whose gradients' norm is read from the d
 LEAD_BOUNDARIES = 2.0
 LEAD_ERRORS = 2.0
 LEAD_SHARE_MAX = 0.3
+LEAST_TOKENS = (
+    1  # of a step, as the protocol has it: one whose loss counts nothing is booked with so many, and has their weight
+)
 LOOK_AHEAD_SHARE = 0.5  # of a step: the other half is for the decision's way, and for others to make their batch
 
 LookAhead: TypeAlias = Callable[[StepDone | None, tuple[int, int]], None]
@@ -59,6 +62,7 @@ class _Flight:
     made: MeteredSpan  # when its batch was made
     called_s: float
     rate: float  # of learning
+    output: Output
     end: Future[_End]
 
 
@@ -103,8 +107,21 @@ def carry_out(boundary: Boundary, parameters: SharedParameters, member: Steered,
         member.submit(fragment, HostReader(copy.to_host) if copy.is_on_host else copy.to_host)
 
 
+def counted_step(output: Output, batch: Batch, most: int) -> StepDone:
+    """Wait until the tokens of a step are known, at ``most`` so many; return the step with nothing else of its outcome.
+
+    Raises:
+        SettingsError: its loss counts what cannot be.
+    """
+    tokens = max(LEAST_TOKENS, tokens_of(output, most))
+    return StepDone(tokens=tokens, share=batch.share, batch=batch.index, loss=None, busy_s=0.0, blocked_s=0.0, most=most)
+
+
 class Trainer:
     """Trains an island in step with a member.
+
+    A step is booked with the tokens that its loss counts, or with ``tokens_per_batch``, the most. Where they vary they are
+    known in the middle of the step, so the boundary that books it does not wait for its end.
 
     ``stopping`` says whether this process was asked to end; it then waits at most ``leave_s`` for its last work to be merged.
     ``at_boundary`` is called when all that a boundary asks for has been queued. ``look_ahead``, if given, is called in the
@@ -139,7 +156,8 @@ class Trainer:
         self.instruments = Instruments(island.device, island.device_bytes)
         self._shown_s = time.perf_counter()
         self._meter = Meter()
-        self._ended: _End | None = None  # of the last step
+        self._ended: _End | None = None  # of the last step whose loss counted something
+        self._empty_steps = 0  # since then
         self._logged_s = time.perf_counter()
 
     def run(self) -> bool:
@@ -152,15 +170,17 @@ class Trainer:
         batch, made = self._make_batch()
         self._look_ahead(None, batch)
         while True:
+            done = None
             if flight is not None:
                 self._await_boundary(flight)
+                done = self._step_done(flight)
             opened_s = time.perf_counter()
             if not self._leaving and self.stopping():
                 self._leaving = True
                 self.member.leave(self.leave_s)
             with self._changing:
                 self.island.finish_step()
-                boundary = self.member.boundary(None if flight is None else self._step_done(flight.batch))
+                boundary = self.member.boundary(done)
                 carry_out(boundary, self.island, self.member, self.settings)
             queued_s = time.perf_counter()
             self.at_boundary()
@@ -181,7 +201,7 @@ class Trainer:
             self._boundary.add(time.perf_counter() - opened_s)
             asks = called_s - self._shown_s >= SHOW_EVERY_S
             self._shown_s = called_s if asks else self._shown_s
-            landing, flight = flight, _Flight(batch, made, called_s, rate, watcher.submit(self._watch, output, asks))
+            landing, flight = flight, _Flight(batch, made, called_s, rate, output, watcher.submit(self._watch, output, asks))
             batch, made = self._make_batch()  # while the step runs
             if landing is not None:
                 self._land(landing)
@@ -208,14 +228,7 @@ class Trainer:
             return
         middle_s = self._meter.began_s(flight.called_s) + LOOK_AHEAD_SHARE * self._busy.get()
         wait([flight.end], max(0.0, middle_s - time.perf_counter()))
-        in_flight = StepDone(
-            tokens=self.tokens_per_batch,
-            share=flight.batch.share,
-            batch=flight.batch.index,
-            loss=None,
-            busy_s=0.0,
-            blocked_s=0.0,
-        )
+        in_flight = counted_step(flight.output, flight.batch, self.tokens_per_batch)
         self.look_ahead(in_flight, (batch.share, batch.index))
 
     def _watch(self, output: Output, shown: bool) -> _End:
@@ -247,18 +260,25 @@ class Trainer:
         if self._busy.value is not None:
             self._error.add(abs(busy_s - self._busy.value))
         self._busy.add(busy_s)
-        self._ended = end
+        if not tokens_of(flight.output, self.tokens_per_batch):
+            self._note_empty()
+            return
+        self._ended, self._empty_steps = end, 0
         if end.gradient_norm is not None:
             self.instruments.note_step(flight.rate, end.gradient_norm)
         if not math.isfinite(end.loss):
             self.log.warning("step_not_finite", step=self.member.step, loss=str(end.loss))
 
-    def _step_done(self, batch: Batch) -> StepDone:
-        times = self._meter.take()
-        return StepDone(
-            tokens=self.tokens_per_batch,
-            share=batch.share,
-            batch=batch.index,
+    def _note_empty(self) -> None:
+        """Note a step whose loss counted nothing: it changed nothing, and its loss is no number to be shown."""
+        self._empty_steps += 1
+        if self._empty_steps == STUCK_STEPS:
+            self.log.warning("steps_without_tokens", step=self.member.step, steps=self._empty_steps)
+
+    def _step_done(self, flight: _Flight) -> StepDone:
+        counted, times = counted_step(flight.output, flight.batch, self.tokens_per_batch), self._meter.take()
+        return replace(
+            counted,
             loss=None if self._ended is None else self._ended.loss,
             busy_s=times.busy_s,
             blocked_s=times.blocked_s,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -22,7 +22,8 @@ STUCK = (
 class StepDone:
     """Inner steps that have ended (usually one), on consecutive batches of a share of the data.
 
-    ``tokens`` are those of each step. Without a ``share`` they were on data of the learner's own, which the run does not deal.
+    ``tokens`` are those of each step; no step has more than ``most`` (None: all have as many). Without a ``share`` they were on
+    data of the learner's own, which the run does not deal.
     ``loss`` is the newest known (None: none yet), and ``metrics`` are the task's own of the same step. Since the last call, as
     far as is known by now, a step was in flight for ``busy_s``, none for ``blocked_s`` because of this system, and none for
     ``data_s`` because the next batch was not made yet.
@@ -38,6 +39,12 @@ class StepDone:
     data_s: float = 0.0
     metrics: Mapping[str, float] = field(default_factory=dict)
     finite: bool | None = None  # of a step that has no loss: whether the values that it led to are; None: not looked at
+    most: int | None = None
+
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens that a step of this learner has."""
+        return self.tokens if self.most is None else self.most
 
 
 class MemberTraffic(NamedTuple):
@@ -103,6 +110,11 @@ class Accounts:
             self.steps_in_vain = 0
         if done.busy_s:
             self.step_average.add((done.busy_s + done.blocked_s + done.data_s) / done.steps)
+
+    def count_steps(self, cursors: Iterable[Cursor | None]) -> None:
+        """Begin with the steps that the tokens were, by the mean of the merged steps, which ``cursors`` have by fragment."""
+        steps, tokens = max(((cursor.steps, cursor.tokens) for cursor in cursors if cursor), default=(0, 0))
+        self.step = self.tokens * steps // max(1, tokens)
 
     def after(self, steps: StepDone) -> Accounts:
         """Return the accounts as they are once these steps have ended, of which no outcome is known."""

@@ -6,6 +6,8 @@ ledger grows only with breaks in their order: restarts, takeovers of shares, wor
 
 A batch may be *repeated*: two processes trained it, since the share of a dead learner continues behind the last batch merged.
 It is an error if a fragment merges one process's work on a batch twice.
+A step counts the tokens that its loss counted, at most those of a batch. Heartbeats state them in sum over all processes of a
+learner; what one process counted is the growth of that sum since it was heard first. A tape has those of each step.
 A learner may train on data of its own, as loops with a loader of theirs do. Its offers state no batches: the ledger
 cannot account for them, and says how many tokens that are.
 """
@@ -66,7 +68,9 @@ class Ledger:
     merged: list[dict[Process, list[Range]]] = field(default_factory=list)  # by fragment
     versions: list[int] = field(default_factory=list)  # by fragment: the newest one entered
     own: list[dict[str, int]] = field(default_factory=list)  # by fragment and learner: tokens merged of data of its own
-    batch_tokens: int = 0  # of one batch, the same for all of a run; 0: not known yet
+    batch_tokens: int = 0  # of one batch, at most; 0: not known yet
+    counted: dict[Process, int] = field(default_factory=dict)  # tokens of processes of whose batches some had fewer than that
+    heard: dict[Process, tuple[int, int]] = field(default_factory=dict)  # first: the learner's tokens, the process's batches
     errors: list[str] = field(default_factory=list)  # the first few
 
     def __post_init__(self) -> None:
@@ -75,14 +79,38 @@ class Ledger:
         self.versions = self.versions or [0] * self.fragments
 
     def train(self, process: Process, trained: Sequence[Range], batch_tokens: int = 0) -> None:
-        """Enter the batches that a process has trained, and the tokens of a batch (0: not known)."""
+        """Enter the batches that a process has trained, and the most tokens of a batch (0: not known)."""
         self.trained[process] = ranges.normal([*self.trained.get(process, ()), *trained])
         self.batch_tokens = batch_tokens or self.batch_tokens
 
+    def note_tokens(self, process: Process, tokens: int) -> None:
+        """Note that a learner says it has processed so many tokens, when its process had trained the batches entered so far.
+
+        If those of a process are fewer than its batches could have, its first batches, of which nothing was heard, are taken to
+        have as many as the others on average.
+        """
+        batches = ranges.batches(self.trained.get(process, ()))
+        first_tokens, first_batches = self.heard.setdefault(process, (tokens, batches))
+        grown, more = tokens - first_tokens, batches - first_batches
+        if 0 <= grown < self.batch_tokens * more:
+            self.count(process, max(grown + round(first_batches * grown / more), self.counted.get(process, 0)))
+
+    def count(self, process: Process, tokens: int) -> None:
+        """Enter how many tokens a process has counted in all the batches that it has trained."""
+        self.counted[process] = tokens
+
+    def batches(self, learner: str) -> int:
+        """Return how many batches a learner has trained in all its processes, repetitions included."""
+        return sum(ranges.batches(trained) for (name, _), trained in self.trained.items() if name == learner)
+
+    def varies(self, learner: str) -> bool:
+        """Return whether some of a learner's batches had fewer tokens than others."""
+        return any(name == learner for name, _ in self.counted)
+
     def processed(self, learner: str | None = None) -> int:
         """Return the tokens that a learner (None: all of them) has trained in all its processes, repetitions included."""
-        own = [trained for (name, _), trained in self.trained.items() if learner in (None, name)]
-        return self.batch_tokens * sum(map(ranges.batches, own))
+        own = [process for process in self.trained if learner in (None, process[0])]
+        return sum(self.counted.get(process, self.batch_tokens * ranges.batches(self.trained[process])) for process in own)
 
     def merge(self, record: Record) -> None:
         """Enter a version. Versions of a fragment come in order; one that was entered before is ignored."""
@@ -174,6 +202,8 @@ class Ledger:
         """Return the ledger as plain values."""
         return {
             "batch_tokens": self.batch_tokens,
+            "counted": [[*process, tokens] for process, tokens in sorted(self.counted.items())],
+            "heard": [[*process, *first] for process, first in sorted(self.heard.items())],
             "trained": [[*process, own] for process, own in sorted(self.trained.items())],
             "merged": [[[*process, own] for process, own in sorted(merged.items())] for merged in self.merged],
             "versions": self.versions,
@@ -192,9 +222,13 @@ class Ledger:
         ledger.batch_tokens = int(values["batch_tokens"])
         for learner, incarnation, own in values["trained"]:
             ledger.train((str(learner), int(incarnation)), _plain(own))
+        # an older version writes neither of these two, nor ``own``
+        for learner, incarnation, tokens in values.get("counted", ()):
+            ledger.counted[str(learner), int(incarnation)] = int(tokens)
+        for learner, incarnation, tokens, batches in values.get("heard", ()):
+            ledger.heard[str(learner), int(incarnation)] = int(tokens), int(batches)
         for merged, stored in zip(ledger.merged, values["merged"], strict=True):
             merged |= {(str(learner), int(incarnation)): ranges.normal(_plain(own)) for learner, incarnation, own in stored}
-        # an older version writes none
         for own, stored in zip(ledger.own, values.get("own", ledger.own), strict=True):
             own |= {str(learner): int(tokens) for learner, tokens in stored.items()}
         ledger.errors = [str(error) for error in values["errors"]]

@@ -13,6 +13,7 @@ from diloco.core.run.tape import (
     Borrowed,
     Checkpoint,
     Copied,
+    Counted,
     Data,
     Elapsed,
     End,
@@ -52,6 +53,7 @@ class Life:
     fresh: bool = False  # the optimizer state was reset in a run under way
     steps: int = 0
     data: list[tuple[int, int, int, int]] = field(default_factory=list)  # first step, share, first batch, count
+    counted: dict[int, int] = field(default_factory=dict)  # by steps taken: the tokens of each step from the next one on
     at: dict[int, list[TapeEvent]] = field(default_factory=dict)  # by steps taken: the events before the next step
     copies: dict[tuple[int, int], bytes] = field(default_factory=dict)  # digests of copies, by their place in ``at``
     end: End | None = None
@@ -75,6 +77,13 @@ class Life:
         """Return (share, first batch, count) of all batches that it trained on, in order."""
         return [(share, first, count) for _, share, first, count in self.data]
 
+    def step_tokens(self, most: int) -> Iterator[int]:
+        """Yield the tokens of each step on the tape; a step has so many at ``most``."""
+        tokens = most
+        for step in range(self.steps):
+            tokens = self.counted.get(step, tokens)
+            yield tokens
+
     def offers(self) -> Iterator[TapeOffer]:
         """Yield all its offers."""
         for done in self.at.values():
@@ -94,7 +103,7 @@ class Life:
         self.steps += 1
 
     def note(self, event: TapeEvent) -> bool:
-        """Note an event about the process's start or end, or about its pace; return False if it is about none of them."""
+        """Note an event about the process's start or end, its pace, or its tokens; return False if it is about none of them."""
         match event:
             case Machine():
                 self.machine = event
@@ -108,6 +117,8 @@ class Life:
                 self.error_bits = bits
             case SingleStepKept():
                 self.keeps_single_step = True
+            case Counted(tokens):
+                self.counted[self.steps] = tokens
             case Bare(fragment):
                 self.bare.add(fragment)
             case Restored(digest):

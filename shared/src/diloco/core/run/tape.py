@@ -142,6 +142,13 @@ class Data(TapeEvent):
 
 
 @dataclass(frozen=True, slots=True)
+class Counted(TapeEvent):
+    """The next step counts so many tokens, and each later one, until another such event; without it the most of a step."""
+
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Step(TapeEvent):
     """One inner step."""
 
@@ -259,7 +266,7 @@ class Back(TapeEvent):
 KINDS: dict[int, type[TapeEvent]] = {
     1: Start, 2: Machine, 3: Restored, 4: Borrowed, 5: Data, 6: Step, 7: Apply, 8: Reload, 9: TapeOffer, 10: Checkpoint,
     11: Lent, 12: End, 13: Gap, 14: Fresh, 15: Copied, 16: Changed, 17: Elapsed, 18: Sent, 19: Mesh, 20: Processes,
-    21: Apart, 22: Bare, 23: ErrorBits, 24: SingleStepKept, 32: Owners, 33: Gone, 34: Back,
+    21: Apart, 22: Bare, 23: ErrorBits, 24: SingleStepKept, 25: Counted, 32: Owners, 33: Gone, 34: Back,
 }  # fmt: skip
 _CODES = {cls: code for code, cls in KINDS.items()}
 

@@ -2,8 +2,8 @@
 
 A mesh has the axes of the setting ``mesh``. Rows of a batch are split over ``data`` and ``fsdp``. Processes along ``tensor``
 take the same rows. Loss, metrics and gradients are means over all processes. A process with more rows than others counts more,
-so that a mean over processes is the mean over the batch. FSDP2 averages the gradients of the parameters that it shards. Those
-of all other parameters are averaged here.
+or, of a task that counts its tokens, one with more tokens, so that a mean over processes is the mean over the batch. FSDP2
+averages the gradients of the parameters that it shards. Those of all other parameters are averaged here.
 """
 
 from __future__ import annotations
@@ -85,6 +85,13 @@ class OneProcess:
         """Return this process's rows of a batch, and how much their mean counts in a mean over processes."""
         return batch, 1.0
 
+    def total(self, tokens: Any) -> tuple[Any, Any]:
+        """Return the tokens of a whole batch, of which this process has counted these in its rows; numbers or tensors [].
+
+        And how much the mean over this process's tokens counts in a mean over processes.
+        """
+        return tokens, 1.0
+
     def computing(self) -> AbstractContextManager[None]:
         """Return the context of code that computes with the module."""
         return nullcontext()
@@ -161,6 +168,19 @@ class ProcessMesh:
                 f"(processes.count, --torch-processes){members.place(task.batches)}"  # type: ignore[attr-defined]
             )
         return range(self.row_part * count // parts, (self.row_part + 1) * count // parts)
+
+    def total(self, tokens: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the tokens of a whole batch, int64 [], of which this process has counted these in its rows.
+
+        And how much the mean over this process's tokens counts in a mean over processes, float32 []; nothing if it has none.
+        """
+        with torch.no_grad(), collective_errors():
+            whole = tokens.full_tensor() if is_sharded(tokens) else tokens
+            own = torch.as_tensor(whole, device=self._device).detach().long()
+            together = own.clone()
+            distributed.all_reduce(together)
+            total = together // self._tensor
+            return total, (own.double() * self._row_parts / total.clamp(min=1)).float()
 
     def computing(self) -> AbstractContextManager[None]:
         """Return the context of code that computes with the module, whose errors may be those of collectives."""
