@@ -110,7 +110,7 @@ class CausalLm:
         learned = targets != IGNORED
         total = nn.functional.cross_entropy(scores[learned].float(), targets[learned], reduction="sum")
         count = learned.sum()
-        return total / count.clamp(min=1), Aux()
+        return total / count.clamp(min=1), Aux(tokens=count)
 
     def batches(self, share: int, shares: int, seed: int, start: int) -> Iterator[PackedRows]:
         """Yield packed rows of a share, arrays int32 [batch, context], from the ``start``-th batch on."""
