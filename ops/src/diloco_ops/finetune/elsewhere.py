@@ -24,11 +24,6 @@ def model_of(task: TaskSettings) -> str | None:
     return model
 
 
-def server_text(run: str, url: str, task: TaskSettings) -> str | None:
-    """Return how learners elsewhere join a run whose server is not started here; None: its task is no model of transformers."""
-    return None if model_of(task) is None else learner_text(run, url, task, "from every machine that reaches the server")
-
-
 def learner_text(run: str, url: str, task: TaskSettings, reach: str) -> str:
     """Return what a person starts on another machine to join a run with a learner; ``reach`` says which machines can.
 

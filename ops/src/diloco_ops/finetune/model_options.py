@@ -40,7 +40,7 @@ AllowCode = Annotated[
 
 @dataclass(frozen=True)
 class ModelRequest:
-    """What the options say; ``model`` is None where they say nothing of a model."""
+    """The values of the options; ``model`` is None where none names a model."""
 
     model: str | None
     lora: str | None = None

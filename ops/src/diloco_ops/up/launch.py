@@ -34,7 +34,6 @@ from diloco.states import statefolder
 from diloco.wire.subjects import Subjects
 from diloco_ops import cuts
 from diloco_ops.broker.server import CONNECT_TIMEOUT_S, free_ports
-from diloco_ops.finetune.elsewhere import server_text
 from diloco_ops.learner_programs import EVALUATOR, processes_of, programs_of
 from diloco_ops.live import screen
 from diloco_ops.live.watched import Watched
@@ -188,7 +187,7 @@ class Launcher:
         self.stopping = True
 
     def _say(self, text: str) -> None:
-        if not self.asked.quiet:
+        if text and not self.asked.quiet:
             print(text, flush=True)
 
     # ---- processes
@@ -199,11 +198,9 @@ class Launcher:
         if self.directory.starts_learners:
             self._starting = f"{learners} learners compile their first step, which usually takes 20 s to a minute"
             self._say(f"starting {learners} learners and their services; learners compile their steps, which may take a minute")
-            if not self.asked.embedded and (text := server_text(self.directory.name, self.url, settings.task)):
-                self._say(text)
         else:
             self._starting = "the run waits for learners"
-            self._say(serving.joining_text(self.directory.name, self.url, self.asked.listen, settings.task))
+        self._say(serving.told_to_learners(self.directory, self.url, self.asked.listen, embedded=self.asked.embedded))
         self.log.info("starting", nats_url=self.url, learners=learners)
         if embedded and embedded.regions:
             log_file = self.directory.path / "logs" / "wan.jsonl"

@@ -5,9 +5,20 @@ from __future__ import annotations
 import socket
 from urllib.parse import urlsplit
 
+from diloco.service.rundir import RunDirectory
 from diloco.settings.run import TaskSettings
 from diloco_ops.broker.server import ANY_HOST, LOOPBACK
 from diloco_ops.finetune.elsewhere import learner_text, model_of
+
+
+def told_to_learners(directory: RunDirectory, url: str, listen: tuple[str, int] | None, *, embedded: bool) -> str:
+    """Return how learners elsewhere join a run, where they can; ``embedded``: its server is started here."""
+    task = directory.settings.task
+    if not directory.starts_learners:
+        return joining_text(directory.name, url, listen, task)
+    if embedded or model_of(task) is None:
+        return ""
+    return learner_text(directory.name, url, task, "from every machine that reaches the server")
 
 
 def joining_text(run: str, url: str, listen: tuple[str, int] | None, task: TaskSettings | None = None) -> str:

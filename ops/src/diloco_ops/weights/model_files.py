@@ -1,4 +1,4 @@
-"""What stands beside the weights in an exported folder: tokenizer files, a model card; and an adapter merged into its base."""
+"""Files that stand beside the weights in an exported folder: tokenizer files, a model card; and an adapter merged into its base."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_CARD = 1 << 20  # bytes of a base model's card that are read
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a run's task says of its model to Hugging Face's libraries; None where it does not say."""
+    """Facts that a run's task states about its model for Hugging Face's libraries; None where it does not."""
 
     names: Mapping[str, Any] | None = None
     config: Mapping[str, Any] | None = None

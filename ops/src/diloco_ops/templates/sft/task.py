@@ -6,7 +6,7 @@ from pathlib import Path
 
 from diloco.settings.run import TaskSettings
 from diloco_learner.causal_lm import CausalLmOptions
-from diloco_learner.causal_lm.task import CausalLm
+from diloco_learner.causal_lm.lm_task import CausalLm
 
 CHATS = Path(__file__).parent / "chats.jsonl"
 

@@ -13,12 +13,12 @@ from diloco_learner.causal_lm.options import CausalLmOptions as CausalLmOptions
 
 
 def make(settings: TaskSettings, data: str | None, options: CausalLmOptions) -> Any:
-    """Return the :class:`diloco_learner.causal_lm.task.CausalLm` that ``diloco up --model`` names.
+    """Return the :class:`diloco_learner.causal_lm.lm_task.CausalLm` that ``diloco up --model`` names.
 
     Raises:
         SettingsError: the model cannot be opened.
         AdmissionError: its tokenizer is not the run's.
     """
-    from diloco_learner.causal_lm.task import CausalLm
+    from diloco_learner.causal_lm.lm_task import CausalLm
 
     return CausalLm(settings, data, options)

@@ -10,7 +10,7 @@ EVERY_LINEAR = "all-linear"  # peft's word for all linear layers of a model exce
 
 @dataclass(frozen=True)
 class CausalLmOptions:
-    """What is trained, and in which form. ``diloco up --model`` sets these.
+    """The model, and which part of it is trained in which form. ``diloco up --model`` sets these.
 
     Attributes:
         model: a folder, or NAME or NAME@REVISION of the hub. A learner may name a place of its own (setting ``model``).

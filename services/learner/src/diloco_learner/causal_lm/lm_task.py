@@ -13,7 +13,7 @@ from diloco.errors import AdmissionError, SettingsError
 from diloco.settings.run import TaskSettings
 from diloco.weights_files import model_folder
 from diloco_learner.causal_lm import modeling
-from diloco_learner.causal_lm.data import CausalLmData, open_data
+from diloco_learner.causal_lm.lm_data import CausalLmData, open_data
 from diloco_learner.causal_lm.options import CausalLmOptions
 from diloco_learner.chats.chats import IGNORED, PackedRows
 from diloco_learner.pytorch import names

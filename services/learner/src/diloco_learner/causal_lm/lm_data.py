@@ -27,7 +27,7 @@ PROMPT_TOKENS = 16  # of held-out text, which a sample continues
 
 
 class CausalLmData(Protocol):
-    """What the task asks of its data."""
+    """The members of its data that the task uses."""
 
     @property
     def vocabulary(self) -> int:
