@@ -32,7 +32,8 @@ def learner_text(run: str, url: str, task: TaskSettings, reach: str) -> str:
     model = model_of(task)
     assert model is not None, "the run trains a model"
     is_path = Path(model).is_absolute()
-    values: dict[str, Any] = {"name": "NAME-*", "run": run, "nats_url": url, "data": "PATH OF YOUR DATA", "state_dir": "state"}
+    data = "PATH OF YOUR DATA" if task.mix is None else "PATH OF THE SAME DATA"
+    values: dict[str, Any] = {"name": "elsewhere-*", "run": run, "nats_url": url, "data": data, "state_dir": "state"}
     if is_path:
         values["model"] = f"PATH OF YOUR COPY OF {Path(model).name}"
     lines = [f"    {key} = {json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]

@@ -1,4 +1,4 @@
-"""Files that stand beside the weights in an exported folder: tokenizer files, a model card; and an adapter merged into its base."""
+"""Files beside the weights of an exported folder: the tokenizer and a model card. An adapter is merged into its base."""
 
 from __future__ import annotations
 
