@@ -27,7 +27,10 @@ TokenBudget = Annotated[
     ),
 ]
 Data = Annotated[
-    str | None, typer.Option(help="File or folder of text, or data as your task reads it; default: Python's standard library.")
+    str | None,
+    typer.Option(
+        help="File or folder of text, conversations for --model, or what your task reads; default: Python's standard library."
+    ),
 ]
 Preset = Annotated[str, typer.Option(help=f"{', '.join(PRESETS)}.")]
 Set = Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE, any setting; repeatable.")]
