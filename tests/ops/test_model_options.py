@@ -77,7 +77,7 @@ def test_an_adapter_gives_its_own(folder: Path) -> None:
 def test_options_that_do_not_fit_are_refused(folder: Path, asked: dict[str, str], said: str) -> None:
     given = {name: value.replace("MODEL", str(folder)) for name, value in asked.items()}
     with pytest.raises(SettingsError) as caught:
-        model_options.choose(ModelRequest(**{"model": None, **given}))  # type: ignore[arg-type]
+        model_options.choose(ModelRequest(**{"model": None, **given}))
     assert said in str(caught.value)
 
 

@@ -240,7 +240,7 @@ def _model_folder(
     draft: Path,
     asked: ExportRequest,
     metadata: Mapping[str, str],
-    config: dict[str, Any] | None,
+    config: Mapping[str, Any] | None,
     names: Names | None,
 ) -> AbstractContextManager[Weights]:
     """Return the weights of a whole model to be written, as Hugging Face's libraries read it."""
@@ -256,7 +256,7 @@ def _model_folder(
             whole = model_files.merged(draft, seen, written, adapter, asked.precision)
             return model_files.with_companions(draft, whole, seen, said, "hf")
         names = Names(said.names or {}, "task: names()") if names is None else names
-        config = None if config is None and said.config is None else dict(said.config if config is None else config)
+        config = said.config if config is None else config
     if config is None:
         raise SettingsError(
             f"task.name = {seen.run.created.task.name!r}: has no config(), which says how Hugging Face's libraries "

@@ -208,9 +208,8 @@ def _downloaded(name: str, revision: str) -> Path:
             f"--model {name}: there is no such folder, and huggingface_hub is not installed, which would look for it on the "
             "hub; pip install 'diloco[finetune]'"
         ) from None
-    given = {"revision": revision or None, "allow_patterns": list(PATTERNS)}
     try:
-        return Path(huggingface_hub.snapshot_download(name, **given))
+        return Path(huggingface_hub.snapshot_download(name, revision=revision or None, allow_patterns=list(PATTERNS)))
     except errors.GatedRepoError:
         why = "is gated: accept its terms on its page, and set HF_TOKEN to a token of that account"
     except errors.RevisionNotFoundError:

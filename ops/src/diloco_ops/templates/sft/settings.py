@@ -5,7 +5,7 @@ from pathlib import Path
 MODEL = str(Path(__file__).parent / "model")  # any folder or name of a causal language model of transformers
 
 LEARNERS = 2
-TOKENS = 300_000
+TOKENS = 150_000
 SETTINGS = {
     "fragments.count": 6,
     "round.steps": 12,
