@@ -54,7 +54,7 @@ def settings_here(overrides: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """
     if "task.name" in overrides or not (folder / TASK).is_file():
         return dict(overrides)
-    project = project_in(folder)
+    project = project_in(folder.resolve())
     if project is None:
         return dict(overrides)
     return {"task.name": f"{Path(TASK).stem}:make", **project.given, **overrides}

@@ -30,7 +30,8 @@ from diloco.settings.time_limits import check_time_limits
 from diloco.wire.subjects import Subjects
 from diloco_ops.broker.server import CONNECT_TIMEOUT_S
 from diloco_ops.checkpoints.manifest import RunCheckpoint
-from diloco_ops.finetune import memory_need, model_options
+from diloco_ops.finetune import harness, memory_need, model_options
+from diloco_ops.finetune.harness import EVERY_MINUTES, EvalArgs, EvalEvery, EvalTasks
 from diloco_ops.finetune.model_options import AllowCode, ChosenModel, Lora, Model, ModelRequest, Qlora
 from diloco_ops.prerequisites import check_installed, check_server, slow_factors
 from diloco_ops.reading import local_runs
@@ -82,6 +83,9 @@ def up(
     lora: Lora = None,
     qlora: Qlora = None,
     allow_code: AllowCode = None,
+    eval_: EvalTasks = None,
+    eval_every: EvalEvery = EVERY_MINUTES,
+    eval_args: EvalArgs = None,
     resume_from: ResumeFrom = None,
     resume_at: ResumeAt = None,
     continue_from: Annotated[Path | None, typer.Option("--continue", help="Finished run that a new run continues.")] = None,
@@ -107,6 +111,7 @@ def up(
     overrides = overrides_of(set_, task, chosen) | {key: value for key, value in given.items() if value is not None}
     path = run_dir or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     check_installed(track or [])
+    evaluations = harness.asked(eval_, eval_every, eval_args)
     source, directory = _source(_CameFrom(resume_from, resume_at, continue_from), path, preset, overrides, data, nats_url)
     directory = _beginning_with(directory, init, names, source)
     check_server(nats_url, directory.settings)
@@ -118,7 +123,7 @@ def up(
         served = pages.addresses(page or (pages.NOWHERE if json_ else pages.ANYWHERE), coordinators)
         asked = LaunchRequest(
             standbys=standbys, coordinators=coordinators, embedded=nats_url is None, quiet=json_, plain=plain,
-            track=track or [], pages=served, open=open_, metrics=metrics,
+            track=track or [], pages=served, open=open_, metrics=metrics, harness=evaluations,
         )  # fmt: skip
         report = asyncio.run((launcher := Launcher(directory, slowed, asked)).run(resumed))
     return tell_end(report, directory, json_, launcher.services.failures.values())

@@ -100,7 +100,7 @@ def _card(seen: RunReader, said: ModelFacts, kind: str) -> str:
     """Return the model card: what the model was made of, and by which run. It names no path of this machine."""
     run, task = seen.run, seen.run.created.task
     base = str(task.options.get("model", ""))
-    is_path = Path(base).is_absolute()
+    is_path = Path(base).is_absolute() or Path(base).is_dir()
     head = ["library_name: " + ("peft" if kind == "peft" else "transformers"), "tags: [decoupled-diloco]"]
     if base and not is_path:
         head.insert(0, f"base_model: {base.partition('@')[0]}")

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-MODEL = str(Path(__file__).parent / "model")  # any folder or name of a causal language model of transformers
+MODEL = str(Path(__file__).resolve().parent / "model")  # any folder or name of a causal language model of transformers
 
 LEARNERS = 2
 TOKENS = 150_000
