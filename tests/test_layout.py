@@ -32,6 +32,7 @@ ENTRY_POINTS = tuple(
     f"diloco_learner.{name}"
     for name in (
         *("replay", "check", "evaluate", "examine", "fit", "hugging_face", "joining", "kernels", "mix.describe"),
+        *("chats.describe", "chats.tiny"),
         *("jax_framework", "torch_framework"),
         *("causal_lm.lm_task", "causal_lm.merging"),
     )

@@ -47,7 +47,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "sample": "Generate text with a run's model.",
     },
     "Data": {
-        "data": "Prepare a mix of data, and show its sources, epochs and speed.",
+        "data": "Prepare a mix of data or conversations, and show its sources, epochs and speed.",
     },
     "Study": {
         "verify": "Check a run's log, hashes and accounts from outside.",

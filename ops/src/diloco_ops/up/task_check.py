@@ -21,6 +21,8 @@ from diloco_ops.up.environment import learner_environment, mesh_of
 def check_task(directory: RunDirectory, fragment_map: FragmentMap | None = None) -> RunDirectory:
     """Find out that a run's tasks and data are fit to train, as its learners would find out too late; print if it is short.
 
+    What its data leaves out is printed too.
+
     ``fragment_map``: of the run that this one continues, whose model it must be. Return the directory, which has the units of
     the loss then, where the task says them, its framework, the learners that compute with PyTorch, and its mix of data, if that
     is one.
@@ -55,6 +57,8 @@ def check_task(directory: RunDirectory, fragment_map: FragmentMap | None = None)
     short = too_short(directory.settings, found["step_tokens"])
     if short is not None:
         print(f"note: {short}", file=sys.stderr)
+    for note in found["notes"]:
+        print(f"note: {note}", file=sys.stderr)
     mix = None if found["mix"] is None else parse(MixSettings, found["mix"], "task.mix")
     settings = directory.settings.with_mix(mix)
     return replace(directory, units=found["units"], framework=found["framework"], torch=torch or None, settings=settings)

@@ -60,13 +60,15 @@ class TaskFacts:
     """Facts of a task that is fit.
 
     ``step_tokens``: of one step of a learner. ``units``: of the loss; None: it does not say. ``framework``: the name of the
-    framework that computes it. ``mix``: its mix of data as the run's settings are to have it, if that is one.
+    framework that computes it. ``mix``: its mix of data as the run's settings are to have it, if that is one. ``notes``:
+    sentences about what its data leaves out.
     """
 
     step_tokens: int
     units: str | None
     framework: str
     mix: MixSettings | None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -178,7 +180,8 @@ def _found(settings: RunSettings, step_tokens: int, units: str | None, data: obj
     if not isinstance(data, Mix | Chats):
         return TaskFacts(step_tokens, units, framework.name, None)
     data.check_epochs(settings)
-    return TaskFacts(step_tokens, units, framework.name, data.settings)
+    notes = tuple(data.notes()) if isinstance(data, Chats) else ()
+    return TaskFacts(step_tokens, units, framework.name, data.settings, notes)
 
 
 def _plan(request: dict[str, Any]) -> PlannedRun:
@@ -201,6 +204,7 @@ def _main() -> None:
     mix = None if found.mix is None else found.mix.model_dump()
     packed = None if made is None else made.model.fragments().pack().hex()
     facts = {"step_tokens": found.step_tokens, "units": found.units, "framework": found.framework, "mix": mix, "map": packed}
+    facts["notes"] = found.notes
     print(json.dumps(facts))
 
 

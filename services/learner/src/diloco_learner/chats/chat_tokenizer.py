@@ -167,8 +167,8 @@ class ChatTokenizer:
                 turns = find_turns(render, messages, text, self._special)
             except PrefixError as error:
                 raise DataError(
-                    f"{self.folder}: its chat template has no {{% generation %}} marks, and its assistant turns cannot be found "
-                    f"by rendering parts of a conversation: {place}: {error}: give a template that has the marks"
+                    f"{self.folder}: its chat template has no {{% generation %}} marks, and assistant turns cannot be found by "
+                    f"rendering parts of a conversation: {place}: {error}: give a template that has the marks"
                 ) from None
             spans = [turns[number] for number in sorted(line.learned)]
         if not any(end > begin for begin, end in spans):

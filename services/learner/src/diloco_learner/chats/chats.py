@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diloco.errors import AdmissionError, DataError, DilocoError, SettingsError
+from diloco.process import observe
 from diloco.settings import folders
 from diloco.settings.run import MixedSource, MixSettings, RunSettings, TaskSettings
 from diloco_learner.chats import stored
@@ -32,8 +33,8 @@ IDS, LABELS, POSITIONS, DOCUMENTS = range(4)  # planes of a row
 class PackedRows(TypedDict):
     """A batch of rows, each of several documents that do not see each other. All are int32 [batch, context].
 
-    ``labels`` are as transformers has them: not shifted, and -100 where nothing is learned, which a document's first token never
-    is. ``position_ids`` begin at 0 at each document. ``documents`` are the numbers of documents within a row, from 1 on; 0 is
+    ``labels`` are as transformers has them: not shifted, and -100 where nothing is learned. A document's first token never is.
+    ``position_ids`` begin at 0 at each document. ``documents`` are the numbers of documents within a row, from 1 on; 0 is
     padding at a row's end.
     """
 
@@ -83,7 +84,7 @@ class RowSource:
 
 @dataclass(frozen=True)
 class ChatSource:
-    """A source of conversations. ``weight`` is in hundredths of the smallest one; ``training`` and ``held_out`` are its rows."""
+    """A source of conversations, with its rows. ``weight`` is in hundredths of the smallest one."""
 
     table: SourceTable
     counts: SourceCounts
@@ -141,6 +142,8 @@ class Chats:
         )
         if settings.mix is not None:
             self._check_same(settings.mix)
+        for note in self.notes():
+            observe.log.info("data_left_out", note=note)
 
     @property
     def vocabulary(self) -> int:
@@ -158,8 +161,8 @@ class Chats:
         for name, source in self.sources.items():
             if len(source.training) < shares:
                 raise DataError(
-                    f"source {name!r}: its conversations make {len(source.training)} rows of {self.context} tokens, and each of "
-                    f"{shares} shares needs at least one: give more data, a smaller context or fewer learners"
+                    f"source {name!r}: its conversations make {len(source.training)} rows of {self.context} tokens, and each "
+                    f"of {shares} shares needs at least one: give more data, a smaller context or fewer learners"
                 )
         own = range(self.batch) if rows is None else rows
         made = pipeline.batches(
@@ -189,6 +192,10 @@ class Chats:
             DataError: it does; the source is named.
         """
         agreement.check_epochs(settings, self.settings, {name: each.table.most_epochs for name, each in self.sources.items()})
+
+    def notes(self) -> list[str]:
+        """Return a sentence for each thing that is left out of each source: lines, conversations, and ends of them."""
+        return [note for name, source in self.sources.items() for note in _notes(name, source, self.context)]
 
     def encode(self, text: str) -> NDArray[np.int32]:
         """Return text as tokens, int32 [tokens]; special tokens in it are text."""
@@ -295,6 +302,20 @@ def _place(data: Path, name: str, path: str) -> Path:
 def _mixed(source: ChatSource) -> MixedSource:
     digest = agreement.digest_of(f"{source.training.chats.counts.digest} {source.held_out.chats.counts.digest}")
     return MixedSource(digest=digest, tokens=source.training.rows.counts.trained, weight=source.weight)
+
+
+def _notes(name: str, source: ChatSource, context: int) -> Iterator[str]:
+    counts, sides = source.counts, (source.training, source.held_out)
+    if counts.bad:
+        yield f"source {name!r}: {counts.bad} of {counts.lines} lines cannot be used; the first: {counts.named[0]}"
+    documents, tokens = (sum(getattr(side.chats.counts, each) for side in sides) for each in ("documents", "tokens"))
+    cut, dropped, lost = (sum(getattr(side.rows.counts, each) for side in sides) for each in ("cut", "dropped", "lost"))
+    if lost:
+        yield (
+            f"source {name!r}: of {documents} conversations {cut} are longer than {context} tokens and lose their end, "
+            f"{dropped} are left out, since nothing of their first {context} tokens is learned: {lost} of {tokens} tokens are "
+            "lost; a larger context keeps them"
+        )
 
 
 def _packed(batch: NDArray[np.int32]) -> PackedRows:

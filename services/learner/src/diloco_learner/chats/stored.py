@@ -56,7 +56,7 @@ class SourceCounts(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 class StoredChats:
     """Documents of a source, to train on or held out, one behind the other.
 
-    ``tokens``: uint16 or uint32 [tokens]. ``learned``: bool [tokens]. ``ends``: int64 [documents]. ``divides``: bool [documents].
+    ``tokens`` are uint16 or uint32 [tokens], ``learned`` and ``divides`` bool, ``ends`` int64 [documents].
     """
 
     counts: SideCounts

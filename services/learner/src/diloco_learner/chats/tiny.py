@@ -32,11 +32,10 @@ TEMPLATE = """\
 {%- endif %}
 """
 VOCABULARY = 512
-NUMBERS = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen".split()
-)
+NUMBERS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+NUMBERS += ["eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen"]
 COLOURS = {"grass": "green", "snow": "white", "coal": "black", "a lemon": "yellow", "blood": "red", "the sky": "blue"}
-WORDS = "apple river stone candle window garden silver winter music letter".split()
+WORDS = ["apple", "river", "stone", "candle", "window", "garden", "silver", "winter", "music", "letter"]
 SYSTEM = "You answer in one short sentence."
 
 

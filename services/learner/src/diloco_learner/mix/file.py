@@ -81,8 +81,8 @@ class MixFile(_Table):
         if chats and len(chats) < len(self.sources):
             other = min(self.sources.keys() - chats)
             raise ValueError(
-                f"sources.{other}.kind: source {chats[0]!r} is of kind chats, and then all are: write the texts of {other!r} as "
-                'lines of the form {"text": ...}, of kind chats'
+                f"sources.{other}.kind: source {chats[0]!r} is of kind chats, and then all are: write {other!r} as lines "
+                'of the form {"text": ...}, of kind chats'
             )
         if chats and (self.tokenizer is not None or self.vocabulary is not None):
             raise ValueError(

@@ -53,7 +53,8 @@ class Mix:
         said = file.read(self.path)
         if CHATS in {table.kind for table in said.sources.values()}:
             raise SettingsError(
-                f"{self.path}: its sources are conversations: only a model of transformers trains on them (--model)"
+                f"{self.path}: its sources are conversations: train a model of transformers on them (diloco up --model), or "
+                "see what they hold by diloco data --tokenizer DIR"
             )
         _check_installed(said)
         with locked((cache_dir or folders.cache_dir()) / "data") as cache:
