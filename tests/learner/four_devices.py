@@ -108,6 +108,21 @@ class Explicit(Curve):
         return super().loss(params, batch)
 
 
+class Counted(Curve):
+    """Of the rows of a batch some count, and none of those that the last devices take."""
+
+    def loss(self, params: Any, batch: Any) -> Any:
+        up, gate = jnp.split(batch["x"] @ params["stack"].T, 2, axis=-1)
+        hidden = jnp.tanh((batch["x"] + up * gate) @ params["first"].T + params["bias"])
+        each = jnp.mean((params["scale"] * hidden @ params["second"].T - batch["y"]) ** 2, axis=1)
+        tokens = jnp.sum(batch["mask"])
+        return jnp.sum(each * batch["mask"]) / jnp.maximum(tokens, 1), Aux(tokens=tokens)
+
+    def batches(self, share: int, shares: int, seed: int, start: int) -> Iterator[Any]:
+        for number, batch in enumerate(super().batches(share, shares, seed, start)):
+            yield batch | {"mask": np.arange(ROWS) < 1 + number}
+
+
 MESHES: Mapping[str, tuple[Curve, MeshSettings]] = {
     "fsdp": (Curve(), MeshSettings()),
     "data": (Curve(), MeshSettings(data=4)),
@@ -176,6 +191,22 @@ def test_a_mesh_trains_as_one_device_does_and_compiles_once(
     assert {name: leaf.sharding for name, leaf in island.arrays().items()} == places
     assert island._step._cache_size() == 1
     assert island.evaluate() == pytest.approx(alone[2], rel=1e-4)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_tokens_are_counted_over_all_devices_and_the_gradient_is_that_of_one_device(apart: bool) -> None:
+    many = Island(Counted(), SETTINGS, make_mesh(MeshSettings(data=2, fsdp=2)), apart=apart)
+    one = Island(Counted(), SETTINGS)
+    batches = list(Counted().batches(0, 1, 0, 0))
+    for island in (many, one):
+        island.check(batches[0])
+        assert len(island.trace(batches[0])) == 2 + island.apart
+    for number, batch in enumerate(batches):
+        ours, theirs = (island.step(batch, 0.02) for island in (many, one))
+        assert (ours.tokens(), theirs.tokens()) == (number + 1, number + 1)
+        assert ours.wait() == pytest.approx(theirs.wait(), rel=2e-5)
+    for name, values in many.state().items():
+        np.testing.assert_allclose(values, one.state()[name], rtol=1e-3, atol=2e-5, err_msg=name)
 
 
 def test_the_second_program_of_a_step_needs_no_device_of_another_replica() -> None:

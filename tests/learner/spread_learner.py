@@ -8,9 +8,11 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from numpy.typing import NDArray
 from torch import distributed, nn
@@ -19,6 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from diloco.core.tensors.chunks import Chunk
 from diloco.core.tensors.rows import carriers
+from diloco.errors import SettingsError
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
 from diloco_learner.pytorch import Aux
@@ -134,6 +137,30 @@ class Normed(Words):
         return module(torch.from_numpy(batch["tokens"]).float()).square().mean()
 
 
+class Masked(Words):
+    """The first row's words count, and of each further row one fewer: processes have unequal counts, and the last one none."""
+
+    def loss(self, module: Any, batch: Any) -> Any:
+        tokens, mask = torch.from_numpy(batch["tokens"]), torch.from_numpy(batch["mask"]).flatten()
+        scores = module(tokens[:, :-1]).flatten(0, 1).float()
+        each = nn.functional.cross_entropy(scores, tokens[:, 1:].flatten(), reduction="none")
+        right, counted = (scores.argmax(-1) == tokens[:, 1:].flatten()).float(), mask.sum()
+        least = counted.clamp(min=1)
+        return (each * mask).sum() / least, Aux({"right": (right * mask).sum() / least}, tokens=counted)
+
+    def batches(self, share: int, shares: int, seed: int, start: int) -> Iterator[Any]:
+        for batch in super().batches(share, shares, seed, start):
+            yield batch | {"mask": np.arange(3) < 3 - np.arange(self.rows)[:, None]}
+
+
+class Undivided(Masked):
+    """Its loss is 0 / 0 where nothing counts."""
+
+    def loss(self, module: Any, batch: Any) -> Any:
+        loss, aux = super().loss(module, batch)
+        return loss * aux.tokens.clamp(min=1) / aux.tokens, aux
+
+
 def settings_of(**overrides: Any) -> RunSettings:
     given = {"fragments.count": 3, "inner.learning_rate": 0.02, "inner.clip_norm": 0.5, "task.name": "own:make"}
     return run_settings(overrides=given | {key.replace("__", "."): value for key, value in overrides.items()})
@@ -244,6 +271,22 @@ def uneven() -> None:
     trained(Words(rows=distributed.get_world_size() * 2 - 1), "muon")
 
 
+def masked() -> None:
+    """Six words of the whole batch count, of unequal parts; one process alone has the same gradient."""
+    world = distributed.get_world_size()
+    for sizes in ({"fsdp": world}, {"data": world}):
+        pair = trained(Masked(), **sizes)
+        batch = next(pair.batches)
+        assert [each.begin_step(batch, 0.02).tokens() for each in (pair.many, pair.one)] == [6, 6]
+        nothing = batch | {"mask": np.zeros_like(batch["mask"])}
+        assert [each.begin_step(nothing, 0.02).tokens() for each in (pair.many, pair.one)] == [0, 0]
+        pair.train(1, 1e-5)
+    many = TorchIsland(Undivided(), settings_of(), ProcessMesh({"data": 1, "fsdp": world, "tensor": 1}, distributed.get_rank()))
+    output, counts = many.begin_step(batch, 0.02), distributed.get_rank() < world / 2
+    with nullcontext() if counts else pytest.raises(SettingsError, match="divide by at least one token"):
+        assert np.isnan(output.wait()), "the whole step is in vain"
+
+
 def states() -> None:
     check_states(trained(Words(), "muon", steps=3))
     check_states(trained(Own(), steps=3))
@@ -269,6 +312,7 @@ CASES: dict[str, Callable[[], object]] = {
     "adamw": lambda: trained(Words()),
     "muon": lambda: trained(Words(), "muon"),
     "uneven": uneven,
+    "masked": masked,
     "replicas": lambda: trained(Words(), "muon", data=distributed.get_world_size()),
     "hybrid": lambda: trained(Words(), "muon", data=2, fsdp=distributed.get_world_size() // 2),
     "tensor": lambda: trained(ParallelBlocks(), "muon", fsdp=distributed.get_world_size() // 2, tensor=2),

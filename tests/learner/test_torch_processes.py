@@ -28,8 +28,8 @@ from diloco_learner.pytorch.processes.together import mesh_sizes  # noqa: E402
 
 PROGRAM = str(Path(__file__).with_name("spread_learner.py"))
 CASES = {
-    2: ("adamw", "muon", "uneven", "replicas", "tensor", "partly", "rounded", "own", "turned", "states", "normed"),
-    4: ("adamw", "muon", "uneven", "hybrid", "tensor", "states"),
+    2: ("adamw", "muon", "uneven", "masked", "replicas", "tensor", "partly", "rounded", "own", "turned", "states", "normed"),
+    4: ("adamw", "muon", "uneven", "masked", "hybrid", "tensor", "states"),
 }
 
 

@@ -168,6 +168,30 @@ def test_steps_booked_together_count_as_steps_one_by_one(booked: list[tuple[int,
     assert plain(together.accounts) == plain(single.accounts)
 
 
+@given(SCHEDULES, st.booleans(), st.data())
+def test_all_tokens_that_steps_have_counted_are_merged_held_or_lost(
+    schedule: list[Any], overlap: bool, data: st.DataObject
+) -> None:
+    world = LearnerWorld(settings_of(WORLD, carry__overlap=overlap))
+    counted = 0
+    for name, *values in schedule:
+        if name == "kill":  # what was not saved is counted by no process that goes on
+            continue
+        world.tokens, before = data.draw(st.integers(1, 2 * TOKENS), label="tokens of a step"), world.learner.work.steps
+        act(world, name, *values)
+        counted += world.tokens * (world.learner.work.steps - before)
+    world.learner.settle()
+    accounts = world.learner.accounts
+    assert accounts.tokens - accounts.earlier_tokens == counted
+    for log, state in zip(world.logs, world.learner.fragments, strict=True):
+        cursor = log.chain.cursors.get("ann")
+        pending = [offer for offer in state.delta.pending if not offer.dropped]
+        assert all(0 < offer.stated.steps <= offer.stated.tokens <= 2 * TOKENS * offer.stated.steps for offer in pending)
+        if not state.pending:  # else the log has merged what the learner does not know yet
+            merged = cursor.tokens if cursor else 0
+            assert merged + state.delta.tokens + state.delta.lost_tokens == accounts.tokens
+
+
 @given(st.sampled_from(["decoupled", "diloco", "data-parallel"]), SCHEDULES)
 def test_until_it_has_to_decide_a_boundary_decides_nothing(preset: str, schedule: list[Any]) -> None:
     overrides = {"round__steps": 4} if preset != "data-parallel" else {"round__steps": 1}

@@ -91,6 +91,39 @@ def test_work_merged_and_never_trained_is_an_error_by_name() -> None:
     ]
 
 
+def test_tokens_that_vary_are_the_growth_of_what_a_learner_says() -> None:
+    ledger = Ledger(1)
+    ledger.train(ANN, [], 100)
+    ledger.note_tokens(ANN, 500)  # of a process before
+    ledger.train(ANN, [(0, 0, 10)], 100)
+    ledger.note_tokens(ANN, 500 + 123)
+    assert (ledger.processed("ann"), ledger.varies("ann"), ledger.batches("ann")) == (123, True, 10)
+    ledger.train(ANN_AGAIN, [(0, 10, 2)], 100)  # heard for the first time after 2 batches, and then after 4 more, of 30 each
+    ledger.note_tokens(ANN_AGAIN, 700)
+    ledger.train(ANN_AGAIN, [(0, 10, 6)], 100)
+    ledger.note_tokens(ANN_AGAIN, 700 + 120)
+    assert ledger.processed("ann") == 123 + 6 * 30
+    ledger.train(BOB, [(1, 0, 8)], 100)
+    ledger.note_tokens(BOB, 800)
+    ledger.train(BOB, [(1, 0, 9)], 100)
+    ledger.note_tokens(BOB, 900)
+    assert (ledger.processed("bob"), ledger.varies("bob")) == (900, False)
+    again = Ledger.load(1, json.loads(json.dumps(ledger.dump())))
+    assert again == ledger
+    again.train(ANN_AGAIN, [(0, 10, 7)], 100)
+    again.note_tokens(ANN_AGAIN, 700 + 121)
+    assert again.processed("ann") == 123 + 121 + round(2 * 121 / 5)
+
+
+def test_tokens_of_an_earlier_processs_offer_make_no_constant_batches_vary() -> None:
+    ledger = Ledger(1)
+    ledger.train(ANN, [], 100)
+    ledger.note_tokens(ANN, 0)
+    ledger.train(ANN, [(0, 0, 10)], 100)
+    ledger.note_tokens(ANN, 1000 + 300)  # an offer of 300, made before a restart, was merged after all
+    assert (ledger.processed("ann"), ledger.varies("ann")) == (1000, False)
+
+
 def test_a_ledger_goes_on_from_what_it_was_saved_as() -> None:
     again = Ledger.load(2, json.loads(json.dumps(example().dump())))
     assert again == example()

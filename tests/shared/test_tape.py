@@ -168,6 +168,35 @@ def test_a_life_has_the_lengths_of_its_steps_and_of_the_ways_of_its_offers(tmp_p
     assert (life.steps, life.step_ms, life.sent_ms, life.at) == (3, [100, 200, 100], [30], {})
 
 
+def test_a_life_has_the_tokens_of_its_steps_where_they_are_fewer_than_the_most(tmp_path: Path) -> None:
+    writer = TapeFile(tmp_path, "learner-0", RUN, log()[1])
+    taped = LearnerTape(writer)
+    taped.start(Start(5, 100, (3, 4)), 8, 50.0)
+    for number, tokens in enumerate([64, 64, 10, 10, 1, 64]):
+        taped.step(StepDone(tokens, 0, number, None, 0.1, 0.0, most=64), 51.0)
+    writer.close()
+    events = list(files.load(writer.path, RUN).events())
+    assert [event for event in events if isinstance(event, tape.Counted)] == [
+        tape.Counted(10),
+        tape.Counted(1),
+        tape.Counted(64),
+    ]
+    (life,) = read_lives([*events, Start(9, 200, (3, 4)), Data(0, 6), Step()])[:1]
+    assert list(life.step_tokens(64)) == [64, 64, 10, 10, 1, 64]
+    assert b"".join(map(tape.encode, [tape.Counted(300), Step()])) == bytes.fromhex("19ac0206")  # by hand, from docs/tape.md
+
+
+def test_a_tape_of_steps_that_all_have_as_many_tokens_says_nothing_of_them(tmp_path: Path) -> None:
+    writer = TapeFile(tmp_path, "learner-0", RUN, log()[1])
+    taped = LearnerTape(writer)
+    taped.start(Start(5, 100, (3, 4)), 8, 50.0)
+    for done in (StepDone(64, 0, 0, None, 0.1, 0.0), StepDone(64, 0, 1, None, 0.1, 0.0, most=64)):
+        taped.step(done, 51.0)
+    writer.close()
+    (life,) = read_lives(files.load(writer.path, RUN).events())
+    assert (life.counted, list(life.step_tokens(64))) == ({}, [64, 64])
+
+
 def test_copy_of_the_state_stands_where_it_was_begun() -> None:
     lent, saved = bytes(8), DIGEST
     own = [Start(5, 100, (3, 4)), Data(0, 0), Step(), Apply(0, 1), tape.Copied(), Apply(1, 1), tape.Lent(lent)]

@@ -37,7 +37,8 @@ class Evaluation:
 
     Within a set a batch counts as much as its tokens, where the task counts them. ``loss`` is the mean of the validation sets'
     losses; None where the task has no set. ``values`` are by name: ``val_loss/SET`` of named sets, ``val/METRIC`` or
-    ``val/SET/METRIC`` of the loss's metrics, and those of ``evaluate``. Where that raised the ``failure``, its values are missing.
+    ``val/SET/METRIC`` of the loss's metrics, and those of ``evaluate``. Where that raised the ``failure``, its values are
+    missing.
     """
 
     loss: float | None

@@ -37,8 +37,8 @@ from diloco_learner.pytorch.inner import Inner, clip
 from diloco_learner.pytorch.module_evaluation import TorchEvaluating
 from diloco_learner.pytorch.processes.process_mesh import OneProcess, Processes
 from diloco_learner.pytorch.processes.spread import SpreadModule
-from diloco_learner.pytorch.shards import local_of, shards_of
 from diloco_learner.pytorch.processes.step_tokens import StepTokens, weighted
+from diloco_learner.pytorch.shards import local_of, shards_of
 from diloco_learner.pytorch.task import TorchTask, loss_of
 from diloco_learner.pytorch.tensors import TensorRows, TorchFragmentCopy, check_module, merged_buffers
 from diloco_learner.pytorch.transfers import Transfers
