@@ -22,7 +22,7 @@ from diloco_learner.chats.chats import Chats, PackedRows, is_chats
 from diloco_learner.mix.mix import Mix, is_mix
 from diloco_learner.mix.tokenizer import FileTokenizer
 
-Rows = NDArray[np.int32]
+TokenWindows = NDArray[np.int32]
 PROMPT_TOKENS = 16  # of held-out text, which a sample continues
 
 
@@ -157,7 +157,7 @@ class TextWindows:
         return self.mix.decode(np.asarray(tokens[:ends], np.int32))
 
 
-def _rows_of(windows: Rows) -> PackedRows:
+def _rows_of(windows: TokenWindows) -> PackedRows:
     """Return windows, int32 [batch, context + 1], as rows of one document each, whose first token is learned by none."""
     positions = np.broadcast_to(np.arange(windows.shape[1], dtype=np.int32), windows.shape)
     return PackedRows(
