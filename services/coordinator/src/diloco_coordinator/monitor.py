@@ -293,9 +293,7 @@ class Monitor:
             "tokens_processed": processed,
             "tokens_merged": self.tokens_merged(),
             "epochs": self.settings.epochs(self.tokens_merged()),
-            "parameters": self.map.parameters,
-            "state_values": self.map.state_values,
-            "frozen": _frozen(self.map, self.settings),
+            **_sizes(self.map, self.settings),
             "versions": sum(self.versions),
             "rounds": sum(heartbeat.rounds for heartbeat, _ in self.shards.values()),
             "eta_s": self.pace.left_s(left),
@@ -410,6 +408,12 @@ class Monitor:
                 "bytes_out": sum(size for (source, _), size in borders.items() if source == name),
             }
         return regions
+
+
+def _sizes(fragment_map: FragmentMap, settings: RunSettings) -> dict[str, Any]:
+    """Return the sizes of a run's model, by the keys of the status."""
+    found = {"parameters": fragment_map.parameters, "state_values": fragment_map.state_values}
+    return found | {"frozen": _frozen(fragment_map, settings)}
 
 
 def _frozen(fragment_map: FragmentMap, settings: RunSettings) -> dict[str, Any] | None:

@@ -102,8 +102,7 @@ class CausalLm:
         """Return the mean cross-entropy in nats over the tokens that have a label, and how many these are."""
         device = next(module.parameters()).device
         tokens, labels, positions = (
-            torch.as_tensor(batch[name], dtype=torch.long, device=device)
-            for name in ("input_ids", "labels", "position_ids")
+            torch.as_tensor(batch[name], dtype=torch.long, device=device) for name in ("input_ids", "labels", "position_ids")
         )
         scores = module(input_ids=tokens, position_ids=positions, use_cache=False).logits[:, :-1]
         targets = labels[:, 1:]
