@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -258,6 +260,48 @@ def test_a_name_that_is_no_folder_and_not_in_the_cache_is_refused_in_one_line(
         SettingsError, match="--model somebody/something: is no folder here, is not in the hub's cache"
     ) as caught:
         open_model("somebody/something")
+    assert "\n" not in str(caught.value)
+
+
+class _Hub(BaseHTTPRequestHandler):
+    """A hub without anything that this account may read: a gated repository, and no other one."""
+
+    def do_GET(self) -> None:
+        gated = "/models/owner/gated/" in self.path
+        self.send_response(403 if gated else 404)
+        self.send_header("X-Error-Code", "GatedRepo" if gated else "RepoNotFound")
+        self.send_header("X-Error-Message", "no")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_HEAD = do_GET  # noqa: N815
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    huggingface_hub = pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    yield
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("owner/gated", "is gated: accept its terms on its page, and set HF_TOKEN"),
+        ("owner/missing", "is neither a folder here nor a repository that this account may read"),
+    ],
+)
+def test_a_gated_or_missing_repository_is_refused_in_one_line(hub: None, name: str, said: str) -> None:
+    with pytest.raises(SettingsError, match=f"--model {name}: {said}") as caught:
+        open_model(name)
     assert "\n" not in str(caught.value)
 
 

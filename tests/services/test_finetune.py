@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -178,3 +179,30 @@ def test_first_validation_loss_is_the_checkpoints_own(tmp_path: Path, diloco: Di
     assert done.code == 0, done
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     assert report["val_loss_initial"] == pytest.approx(total / tokens, abs=1e-3)
+
+
+def test_tasks_of_lm_eval_evaluate_the_model_in_a_process_of_its_own(
+    tmp_path: Path, diloco: Diloco, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if shutil.which("lm_eval") is None:
+        pytest.skip("lm_eval is not installed: pip install lm_eval")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    base, chats, tasks = write_llama(tmp_path / "base"), write_chats(tmp_path), tmp_path / "tasks"
+    tasks.mkdir()
+    questions = [{"question": f"Which colour has {thing}?", "answer": index} for index, thing in enumerate(("snow", "coal"))]
+    (tasks / "colours.jsonl").write_text("".join(json.dumps(each) + "\n" for each in questions))
+    (tasks / "colours.yaml").write_text(
+        f"task: colours\ndataset_path: json\ndataset_kwargs:\n  data_files: {{test: {tasks / 'colours.jsonl'}}}\n"
+        "test_split: test\noutput_type: multiple_choice\ndoc_to_text: '{{question}}'\n"
+        "doc_to_choice: ['Snow is white.', 'Coal is black.']\ndoc_to_target: '{{answer}}'\nmetric_list:\n  - metric: acc\n"
+    )
+    done = diloco(
+        "up", "--model", str(base), "--data", str(chats), "--learners", "1", "--shards", "1", "--tokens", "1000", "--plain",
+        "--page", "none", "--run-dir", str(tmp_path / "run"), "--set", "task.context=64", "--set", "task.batch=4",
+        "--set", "fragments.count=3", "--eval", "lm_eval:colours", "--eval-args", f"--include_path {tasks}",
+    )  # fmt: skip
+    assert done.code == 0, done
+    newest = json.loads((tmp_path / "run" / "evaluations.jsonl").read_text().splitlines()[-1])
+    assert newest["tokens"] >= 1000 * 0.9, "the last evaluation is of the last model"
+    assert 0 <= newest["results"]["colours"]["acc"] <= 1
+    assert "lm_eval after" in done.out
