@@ -103,6 +103,17 @@ def test_too_little_memory_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch
     assert len(memory_need.memory_lines(need, {"JAX_PLATFORMS": "cpu"})) == 2
 
 
+def test_gpus_are_shared_where_they_are_fewer_than_learners(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    need = memory_need.estimate(open_model(str(folder)), {}, learners=4)  # 108 values of 16 bytes each
+    monkeypatch.setattr(memory_need, "gpu_bytes", lambda: 3000)
+    lines = memory_need.memory_lines(need, {"CUDA_VISIBLE_DEVICES": "0,1"})
+    assert lines[1] == "memory: a GPU needs 3.46 kB of 3.00 kB for 2 learners, and room for activations"
+    assert lines[2].startswith("warning: that is more than a GPU has")
+    monkeypatch.setattr(memory_need, "gpu_bytes", lambda: None)
+    alone = memory_need.memory_lines(need, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
+    assert alone[1:] == ["memory: a GPU needs 1.73 kB, and room for activations"]
+
+
 def test_a_project_is_trained_where_its_folder_is_the_current_one(tmp_path: Path) -> None:
     given: dict[str, Any] = {"seed": 3}
     assert settings_here(given, tmp_path) == given

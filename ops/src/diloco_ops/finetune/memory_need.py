@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from diloco_report.units import count, size
 HOST_BYTES = 14.7  # of a trained value, at most, for offers and versions (docs/maintainers.md, A learner's arrays)
 FOLDED_BYTES = 12  # of a trained value in an evaluator, and once in all syncers together: values, momentum, a residual
 EVERY_LINEAR = "all-linear"  # as a target: every layer except the head
+SMI_S = 10.0  # nvidia-smi answers in a second unless its driver hangs
 STEP_BYTES = 16  # of a trained value in a step: value, gradient and two moments of AdamW, each float32
 WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "4bit": 0.56}  # of a value; 4 bits with the scales of their blocks
 
@@ -74,14 +76,38 @@ def say(directory: RunDirectory, *, quiet: bool) -> None:
     print("\n".join(memory_lines(need, os.environ)), flush=True)
 
 
+def gpu_bytes() -> int | None:
+    """Return the memory of this machine's smallest GPU; None: unknown."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=SMI_S).stdout
+        return min(int(line) for line in said.split()) << 20
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+
+
+def _gpu_lines(need: MemoryNeed, count: int) -> list[str]:
+    """Return what is said of the memory of so many GPUs, which learners share where they are fewer."""
+    sharing = -(-need.learners // count)
+    wanted, there = sharing * need.device_bytes, gpu_bytes()
+    of = "" if there is None else f" of {size(there)}"
+    shared = f" for {sharing} learners" if sharing > 1 else ""
+    lines = [f"memory: a GPU needs {size(wanted)}{of}{shared}, and room for activations"]
+    if there is not None and wanted > there:
+        lines.append(
+            "warning: that is more than a GPU has: train an adapter (--lora, or --qlora), start fewer learners, or take a "
+            "smaller model"
+        )
+    return lines
+
+
 def memory_lines(need: MemoryNeed, environment: Mapping[str, str]) -> list[str]:
     """Return what is said of memory before a run, and a warning where more is needed than there is."""
     base = f"{size(need.base_bytes)} of frozen weights, " if need.base_bytes else ""
     own = f"{base}{size(need.step_bytes)} of trained weights, gradients and optimizer"
     lines = [f"memory: {count(need.trained)} trained values; a learner takes {own}, and {size(need.host_bytes)} on the host"]
-    if gpus(environment):
-        lines[0] += f"; its GPU needs {size(need.device_bytes)}, and room for activations"
-        return lines
+    if found := gpus(environment):
+        return lines + _gpu_lines(need, len(found))
     free = available_bytes()
     together = f"all processes here take about {size(need.machine_bytes)}, and activations"
     lines.append(f"memory: {together}" + ("" if free is None else f"; {size(free)} are free"))
