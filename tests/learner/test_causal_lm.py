@@ -93,6 +93,16 @@ def test_the_loss_of_packed_conversations_is_that_of_each_alone(llama: Path, cha
     assert loss.item() == pytest.approx(total / count, rel=1e-5)
 
 
+def test_rows_that_are_computed_one_after_another_are_one_step(llama: Path, chats: str) -> None:
+    whole, parts = (island_of(settings_of(llama, micro_batch=rows), chats) for rows in (0, 1))
+    batch = next(whole.task.batches(0, 1, 0, 0))
+    losses = [island.begin_step(batch, 1e-3).wait() for island in (whole, parts)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    for fragment in whole.fragments().fragments:
+        one, other = (island.read(fragment).to_host() for island in (whole, parts))
+        np.testing.assert_allclose(one, other, atol=2e-5)
+
+
 def test_text_is_learned_whole_and_validated_as_the_checkpoint_itself(llama: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{number} and {number * 7} are numbers.\n" for number in range(3000)))

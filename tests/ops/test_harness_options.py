@@ -47,7 +47,7 @@ def test_other_forms_are_refused(program: Path, tasks: str | None, arguments: st
 
 def test_without_the_library_it_is_refused_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(harness.sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
     with pytest.raises(DilocoError, match="--eval lm_eval:sums: not installed: lm_eval; pip install lm_eval"):
         harness.asked("lm_eval:sums", 30.0, None)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from diloco.errors import AdmissionError, SettingsError
 from diloco.settings.run import TaskSettings
@@ -22,6 +23,14 @@ from diloco_learner.tensors import Tensor
 
 TEMPERATURE = 0.7
 CARRIED = (*model_folder.TOKENIZER_FILES, "generation_config.json")  # files that an exported model has beside its weights
+
+
+def _total_loss(module: nn.Module, tokens: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the cross-entropies of all tokens that have a label, float32 []."""
+    scores = module(input_ids=tokens, position_ids=positions, use_cache=False).logits[:, :-1]
+    targets = labels[:, 1:]
+    learned = targets != IGNORED
+    return nn.functional.cross_entropy(scores[learned].float(), targets[learned], reduction="sum")
 
 
 class CausalLm:
@@ -104,12 +113,14 @@ class CausalLm:
         tokens, labels, positions = (
             torch.as_tensor(batch[name], dtype=torch.long, device=device) for name in ("input_ids", "labels", "position_ids")
         )
-        scores = module(input_ids=tokens, position_ids=positions, use_cache=False).logits[:, :-1]
-        targets = labels[:, 1:]
-        learned = targets != IGNORED
-        total = nn.functional.cross_entropy(scores[learned].float(), targets[learned], reduction="sum")
-        count = learned.sum()
-        return total / count.clamp(min=1), Aux(tokens=count)
+        parts = [each.split(self.options.micro_batch or len(tokens)) for each in (tokens, labels, positions)]
+        calls = [(module, *part) for part in zip(*parts, strict=True)]
+        if len(calls) > 1 and torch.is_grad_enabled():
+            totals = [checkpoint(_total_loss, *call, use_reentrant=False) for call in calls]
+        else:
+            totals = [_total_loss(*call) for call in calls]
+        count = (labels[:, 1:] != IGNORED).sum()
+        return torch.stack(totals).sum() / count.clamp(min=1), Aux(tokens=count)
 
     def batches(self, share: int, shares: int, seed: int, start: int) -> Iterator[PackedRows]:
         """Yield packed rows of a share, arrays int32 [batch, context], from the ``start``-th batch on."""
@@ -198,4 +209,5 @@ class CausalLm:
 
     def files(self) -> dict[str, str]:
         """Return the files of the model's folder that an exported model has too, by name: its tokenizer and the like."""
-        return {name: str(self.folder.path / name) for name in CARRIED if (self.folder.path / name).is_file()}
+        own = {name: str(self.folder.path / name) for name in CARRIED if (self.folder.path / name).is_file()}
+        return own | ({model_folder.TEMPLATE: self.options.template} if self.options.template else {})

@@ -25,7 +25,7 @@ def check_installed(options: CausalLmOptions) -> None:
     Raises:
         DilocoError: some are not; they are named.
     """
-    needed = [*NEEDED, *(["peft"] if options.lora else []), *(["bitsandbytes"] if options.dtype == "4bit" else [])]
+    needed = [*NEEDED, *(["peft"] if options.lora else [])]
     missing = [name for name in needed if find_spec(name) is None]
     if missing:
         raise DilocoError(f"--model {options.model}: not installed: {', '.join(missing)}; pip install 'diloco[finetune]'")
@@ -137,6 +137,8 @@ def _four_bits(options: CausalLmOptions) -> dict[str, Any]:
         raise SettingsError(
             f"--qlora: a base of 4 bits needs a GPU, and PyTorch finds none here: train --model {options.model} with --lora"
         )
+    if find_spec("bitsandbytes") is None:
+        raise DilocoError("--qlora: not installed: bitsandbytes; pip install bitsandbytes")
     import transformers
 
     config = transformers.BitsAndBytesConfig(

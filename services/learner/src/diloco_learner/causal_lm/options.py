@@ -21,6 +21,7 @@ class CausalLmOptions:
         lora_dropout: share of the adapter's inputs that are dropped in training.
         lora_targets: ends of the names of the adapted layers, or ``all-linear``.
         recompute: activations are computed again in the backward pass, which takes less memory and a third more time.
+        micro_batch: rows of a step whose activations are in memory at a time; they are computed twice. 0: all rows, once.
         template: file with a chat template in place of the tokenizer's own.
         prompts: samples continue these.
     """
@@ -33,12 +34,15 @@ class CausalLmOptions:
     lora_dropout: float = 0.0
     lora_targets: tuple[str, ...] = (EVERY_LINEAR,)
     recompute: bool = False
+    micro_batch: int = 0
     template: str = ""
     prompts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.model:
             raise ValueError("model: name a folder, or a model of the hub")
+        if self.micro_batch < 0:
+            raise ValueError(f"micro_batch = {self.micro_batch}: expected a number of rows, or 0 for all of a step")
         if self.lora < 0:
             raise ValueError(f"lora = {self.lora}: expected the rank of the adapter, or 0")
         if self.dtype == "4bit" and not self.lora:
