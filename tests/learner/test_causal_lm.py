@@ -109,6 +109,9 @@ def test_text_is_learned_whole_and_validated_as_the_checkpoint_itself(llama: Pat
     settings = settings_of(llama)
     island = island_of(settings, str(text))
     module = transformers.LlamaForCausalLM.from_pretrained(llama).eval()
+    batch = next(island.task.batches(0, 1, 0, 0))
+    assert batch["input_ids"].shape == (settings.task.batch, settings.task.context)
+    assert (batch["labels"] == batch["input_ids"]).all()
     with torch.no_grad():
         losses = [
             module(tokens := torch.tensor(batch["input_ids"], dtype=torch.long), labels=tokens).loss.item()

@@ -132,11 +132,11 @@ class TextWindows:
             raise SettingsError(f"--data {data}: has no [tokenizer]: name the model's file and its end {end!r} there")
 
     def batches(self, share: int, shares: int, seed: int, start: int) -> Iterator[PackedRows]:
-        """Yield windows of a share, arrays int32 [batch, context + 1]: the last token of a row is a label alone."""
+        """Yield windows of a share, arrays int32 [batch, context]."""
         return map(_rows_of, self.mix.batches(share, shares, seed, start))
 
     def validation(self) -> dict[str, list[PackedRows]]:
-        """Return held-out windows by source, arrays int32 [batch, context + 1]."""
+        """Return held-out windows by source, arrays int32 [batch, context]."""
         found = self.mix.validation()
         by_source = found if isinstance(found, dict) else {"text": found}
         return {name: [_rows_of(batch) for batch in batches] for name, batches in by_source.items()}
@@ -158,10 +158,14 @@ class TextWindows:
 
 
 def _rows_of(windows: TokenWindows) -> PackedRows:
-    """Return windows, int32 [batch, context + 1], as rows of one document each, whose first token is learned by none."""
-    positions = np.broadcast_to(np.arange(windows.shape[1], dtype=np.int32), windows.shape)
+    """Return windows, int32 [batch, context + 1], as rows of one document each, int32 [batch, context].
+
+    The last token of a window is left out: a model may have no position for it.
+    """
+    tokens = np.ascontiguousarray(windows[:, :-1])
+    positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
     return PackedRows(
-        input_ids=windows, labels=windows, position_ids=np.ascontiguousarray(positions), documents=np.ones_like(windows)
+        input_ids=tokens, labels=tokens, position_ids=np.ascontiguousarray(positions), documents=np.ones_like(tokens)
     )
 
 
