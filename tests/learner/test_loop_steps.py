@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from diloco.errors import RunError, SettingsError
 from diloco.testing import VirtualRun
@@ -117,6 +118,19 @@ def test_a_loop_hears_when_its_parameters_were_written() -> None:
         virtual.advance()
     assert any(said for said, _ in changed)
     assert all(said for said, written in changed if written)
+
+
+def test_a_loop_that_goes_without_the_last_versions_says_so() -> None:
+    def loop(run: Any) -> None:
+        while not run.over:
+            run.step(run.params, loss=1.0)
+        virtual.cut("ann")
+
+    with VirtualRun({"tokens": 1024, "learners": 1}) as virtual, capture_logs() as logs:
+        virtual.add_loop("ann", loop, params=lambda: {"w": np.zeros(64, np.float32)}, data="own", tokens=TOKENS)
+        virtual.advance(until=lambda: any(entry["event"] == "last_versions_missing" for entry in logs))
+    [said] = [entry for entry in logs if entry["event"] == "last_versions_missing"]
+    assert said["waited_s"] == 30.0
 
 
 def test_an_optimizer_that_is_none_is_refused() -> None:

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import itertools
+import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
+from tests.pace import DEADLINE_S
 
 from diloco.errors import DataError, SettingsError
 from diloco.testing import VirtualRun
 
 torch = pytest.importorskip("torch", reason="torch is not installed: make torch")
 
-from torch.utils.data import DataLoader, Dataset, IterableDataset  # noqa: E402
+from tests.learner.loader_workers import Numbers  # noqa: E402
+from torch.utils.data import DataLoader, IterableDataset  # noqa: E402
 
 from diloco.integrations.torch_data import RunDataset, batches_of  # noqa: E402
-
-
-class Numbers(Dataset[int]):  # type: ignore[misc]
-    def __len__(self) -> int:
-        return 10
-
-    def __getitem__(self, index: int) -> int:
-        return index
 
 
 def drawn(batches: int, share: int, *, shares: int = 3, seed: int = 0, start: int = 0, size: int = 2, **loader: Any) -> Any:
@@ -45,8 +42,13 @@ def test_a_share_begins_at_any_batch(start: int) -> None:
 
 
 @pytest.mark.tool
-def test_workers_give_the_same_batches_in_the_same_order() -> None:
-    assert drawn(6, 2, num_workers=2) == drawn(6, 2)
+def test_workers_give_the_same_batches_in_the_same_order_and_may_not_read_the_run_s() -> None:
+    command = [sys.executable, "-m", "tests.learner.loader_workers"]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert said.returncode == 0, said.stderr
+    found = json.loads(said.stdout)
+    assert found["batches"] == drawn(6, 2)
+    assert "RunDataset: the loader has workers: give it num_workers=0" in found["refused"]
 
 
 def test_what_cannot_be_dealt_is_refused() -> None:
@@ -86,10 +88,3 @@ def test_a_loader_over_the_run_s_batches_books_each_on_its_step() -> None:
         make = batches_of(Numbers(), 2)
         created = virtual.settings
         assert seen == [batch.tolist() for batch in itertools.islice(make(0, 1, created.seed, 0), 12)]
-
-
-@pytest.mark.tool
-def test_a_worker_may_not_read_the_run_s_batches() -> None:
-    loader = DataLoader(RunDataset(None, batches_of(Numbers(), 2)), batch_size=None, num_workers=1)
-    with pytest.raises(SettingsError, match=r"RunDataset: the loader has workers: give it num_workers=0"):
-        next(iter(loader))

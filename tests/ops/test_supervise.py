@@ -20,7 +20,7 @@ from diloco.errors import EjectedError, IslandError
 from diloco.process import files
 from diloco.process.observe import Logger
 from diloco_ops.up import supervise
-from diloco_ops.up.supervise import ServiceFailed, Supervisor
+from diloco_ops.up.supervise import OrphanGuard, ServiceFailed, Supervisor
 
 pytestmark = pytest.mark.services
 
@@ -260,3 +260,19 @@ def test_no_service_outlives_a_launcher_that_was_killed(tmp_path: Path) -> None:
         launcher.communicate()
     _, alive = psutil.wait_procs(services, timeout=DEADLINE_S)
     assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+
+
+def test_the_guard_ends_though_a_fork_of_its_owner_lives() -> None:
+    """A fork, such as a worker of a data loader, holds the owner's end of the guard's pipe open."""
+    guard = OrphanGuard()
+    assert guard._shell.stdin is not None
+    held = os.dup(guard._shell.stdin.fileno())
+    try:
+        with subprocess.Popen(["sleep", "600"]) as watched:
+            guard.watch([watched.pid])
+            guard.release()
+            assert guard._shell.returncode == 0
+            assert watched.poll() is None, "what it has watched is left alone"
+            watched.kill()
+    finally:
+        os.close(held)

@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import diloco
 
+LEAVE_S = 300.0  # a loop that goes without the last versions ends with other parameters than the log's
 STEP_S = {1: 0.04, 2: 0.01, 4: 0.01}  # by ranks, which share the cores: learners of one and of several are about as fast
 SAVE_STEPS = 5
 WIDTH, HIDDEN, ROWS = 9, 14, 16  # on two or four ranks these are uneven
@@ -240,7 +241,7 @@ def main(
     loss_and_gradients(kind, net, model, next(batches(0, 1, 0, 0)))  # ranks connect at their first collective
     optimizer.zero_grad()
     data: Any = "own" if own else "dealt"
-    joining = diloco.join(url, run=run_name, name=name, params=net, tokens=tokens, data=data)
+    joining = diloco.join(url, run=run_name, name=name, params=net, tokens=tokens, data=data, leave_s=LEAVE_S)
     saver = None
     if checkpoints is not None:
         saver = Checkpoints(checkpoints, world, rank, by_rank=by_rank, model=net, run=joining)

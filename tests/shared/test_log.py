@@ -241,6 +241,15 @@ async def test_more_keyframes_stay_while_learners_are_behind(link: NatsTransport
     assert (await log.reader.state_at(0, 3, *genesis)).state().tobytes() == states[3].state().tobytes()
 
 
+async def test_keyframes_that_are_dropped_while_they_are_read_are_not_damaged(written: Written) -> None:
+    log, refused = written.log, list[RefusedEntry]()
+    reading = log.reader.keyframes(0, refused.append)
+    found = [(await anext(reading)).keyframe_sequence]
+    await log.writer.purge_below(0, await entry_of(log, written.heads[2]))
+    found += [loaded.keyframe_sequence async for loaded in reading]
+    assert (found, refused) == ([written.heads[0], written.heads[2]], [])
+
+
 JUNK: list[Callable[[bytes], bytes]] = [lambda raw: b"", lambda raw: raw[: len(raw) // 2], lambda raw: raw + b"x"]
 
 

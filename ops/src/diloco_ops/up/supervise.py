@@ -29,9 +29,12 @@ GROUP_S = 15.0  # a learner's other processes notice within `processes.silent_s`
 class OrphanGuard:
     """A shell that waits for lines of process ids, and kills those of the last line when its owner is gone."""
 
+    # the owner's forks, such as workers of a data loader, hold its end of the pipe open: the guard's end is a line of its own
+    SCRIPT = 'while read -r line; do [ "$line" = end ] && exit; pids="$line"; done; [ -z "$pids" ] || kill -KILL $pids'
+
     def __init__(self) -> None:
         self._shell = subprocess.Popen(
-            ["/bin/sh", "-c", 'while read -r line; do pids="$line"; done; [ -z "$pids" ] || kill -KILL $pids'],
+            ["/bin/sh", "-c", self.SCRIPT],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -40,16 +43,19 @@ class OrphanGuard:
 
     def watch(self, pids: Iterable[int]) -> None:
         """End these processes with this one, and no others."""
-        assert self._shell.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._shell.stdin.write(" ".join(map(str, pids)).encode() + b"\n")
-            self._shell.stdin.flush()
+        self._tell(" ".join(map(str, pids)))
 
     def release(self) -> None:
         """Watch nothing any more, and end."""
         if self._shell.returncode is None:
-            self.watch(())
+            self._tell("end")
             self._shell.communicate()
+
+    def _tell(self, line: str) -> None:
+        assert self._shell.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._shell.stdin.write(f"{line}\n".encode())
+            self._shell.stdin.flush()
 
 
 class ServiceFailed(DilocoError):

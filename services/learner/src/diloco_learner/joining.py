@@ -388,6 +388,9 @@ class JoinedRun:
                 leaving = True
             self._around.wait(self._side.steered, IDLE_S)
             boundary = self._boundary(None)
+        member = self._side.member
+        if leaving and boundary.stop and not boundary.finished and member is not None:
+            member.log.warning("last_versions_missing", waited_s=self.settings.leave_s, remedy="give join a longer leave_s")
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         return self._around.run(work)

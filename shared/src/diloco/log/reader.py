@@ -234,7 +234,8 @@ class Reader:
                         keyframe, Chain.from_keyframe(keyframe, self.stream.epoch_step), inline, stored.sequence
                     )
             except MessageError as error:
-                refuse(RefusedEntry("log", stored.subject, stored.sequence, error))
+                if await self.stream.get(stored.sequence) is not None:  # else the log was shortened while it was read
+                    refuse(RefusedEntry("log", stored.subject, stored.sequence, error))
 
     async def newest_keyframe(self, fragment: int) -> tuple[Keyframe, int] | None:
         """Return the newest keyframe after an entry of the log, its head whole, without its body, and that head's sequence."""
