@@ -111,6 +111,11 @@ def test_a_count_may_depend_on_the_model() -> None:
     assert counts == [7, 0, 0], "each of the 4 parameters falls by 0.1 in the first step, and none without tokens"
 
 
+def test_a_first_batch_without_tokens_is_refused_before_a_run() -> None:
+    with pytest.raises(SettingsError, match="counts no token in the first batch of share 0, by which a step is rehearsed"):
+        Island(Masked(), SETTINGS).rehearse(rows_of(0))
+
+
 @pytest.mark.parametrize("apart", [False, True])
 def test_a_step_without_tokens_changes_nothing(apart: bool) -> None:
     island = Island(Masked(), SETTINGS, apart=apart)

@@ -21,7 +21,7 @@ from diloco.core.tensors.boxes import Box
 from diloco.core.tensors.chunks import Chunk
 from diloco.core.tensors.fragments import FixedSpec, Fragment, FragmentMap, TensorSpec
 from diloco.core.tensors.rows import RowLayout
-from diloco.errors import RunError
+from diloco.errors import RunError, SettingsError
 from diloco.member.peer import Layout
 from diloco.states.state import Content
 from diloco_learner.api.evaluation import Evaluation
@@ -73,6 +73,21 @@ def tokens_of(output: Output, most: int) -> int:
     """
     counted = output.tokens() if isinstance(output, CountedOutput) else None
     return most if counted is None else counted
+
+
+def rehearsed_loss(output: Output) -> float:
+    """Wait for a step that is rehearsed, on the first batch of the first share, and return its loss as :meth:`Output.wait` does.
+
+    Raises:
+        SettingsError: the loss counts what cannot be, or nothing: no step is taken then, and its arrays are not known.
+    """
+    loss, counted = output.wait(), output.tokens() if isinstance(output, CountedOutput) else None
+    if counted == 0:
+        raise SettingsError(
+            "task: loss() counts no token in the first batch of share 0, by which a step is rehearsed: begin with a batch in "
+            "which some label counts"
+        )
+    return loss
 
 
 class FragmentCopy(Protocol):

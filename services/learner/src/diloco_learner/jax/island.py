@@ -29,7 +29,7 @@ from diloco.settings.run import RunSettings
 from diloco.states.state import Content
 from diloco_learner.api import members
 from diloco_learner.api.evaluation import BatchEvaluation, Evaluation
-from diloco_learner.api.model import Capture, Vector, compare_states
+from diloco_learner.api.model import Capture, Vector, compare_states, rehearsed_loss
 from diloco_learner.jax import holding, shards
 from diloco_learner.jax.arithmetic import Arithmetic
 from diloco_learner.jax.devices import OnDevices
@@ -222,7 +222,7 @@ class Island(OnDevices):
         merged = self.task_state.copies()
         own = isinstance(self._does.optimizer, OwnOptimizer)  # it may have a rate of its own, and step all the same
         kept = copies(self._leaves) if own else None
-        loss = self.step(batch, 0.0).wait()
+        loss = rehearsed_loss(self.step(batch, 0.0))
         self._leaves = self._leaves if kept is None else kept
         self._optimizer_state = None
         self.task_state.begin_again(merged)

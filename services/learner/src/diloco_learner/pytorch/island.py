@@ -28,7 +28,7 @@ from diloco.member.peer import Layout
 from diloco.settings.run import RunSettings
 from diloco_learner.api import members
 from diloco_learner.api.evaluation import Evaluation
-from diloco_learner.api.model import COPY_BYTES, Capture, Vector
+from diloco_learner.api.model import COPY_BYTES, Capture, Vector, rehearsed_loss
 from diloco_learner.pytorch import names
 from diloco_learner.pytorch.device import Queue
 from diloco_learner.pytorch.frozen import fixed_specs
@@ -215,7 +215,7 @@ class TorchIsland:
                 than tensors, or other shapes than after a step that was checked.
         """
         kept = self._kept(steps=True)
-        loss = self.begin_step(batch, 0.0).wait()
+        loss = rehearsed_loss(self.begin_step(batch, 0.0))
         self._restore(kept)
         self._inner.learn_layout()
         self._inner.reset()
