@@ -38,6 +38,7 @@ OPTIONAL = {
     "flax": ("tasks in Flax", "pip install flax"),
     "equinox": ("tasks in Equinox", "pip install equinox"),
     "tokenizers": ("--data mix.toml", "pip install 'diloco[data]'"),
+    "transformers": ("conversations (--data chats.jsonl)", "pip install 'diloco[chats]'"),
     "tensorboardX": ("--track tensorboard", "pip install tensorboardX"),
     "wandb": ("--track wandb", "pip install wandb"),
     "orbax-checkpoint": ("diloco export --format orbax", "pip install orbax-checkpoint"),

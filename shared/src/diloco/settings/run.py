@@ -279,12 +279,14 @@ class MixedSource(_Section):
     """A source of a mix of data."""
 
     digest: _Digest = Field(description="hash of the content, independent of its location")
-    tokens: int = Field(ge=1, le=10**18, description="number of tokens to train on in one epoch")
-    weight: int = Field(ge=1, le=10**9, description="windows from this source in every sum(weights) windows")
+    tokens: int = Field(ge=1, le=10**18, description="number of tokens to train on in one epoch: those that the loss counts")
+    weight: int = Field(
+        ge=1, le=10**9, description="windows from this source in every sum(weights) windows; of conversations: learned tokens"
+    )
 
 
 class MixSettings(_Section):
-    """The data that `--data mix.toml` names: all learners of a run have the same (`docs/data.md`)."""
+    """The data that `--data mix.toml` names, or conversations: all learners of a run have the same (`docs/data.md`)."""
 
     vocabulary: int = Field(ge=2, le=MAX_VOCABULARY)
     tokenizer: _Digest
@@ -316,7 +318,7 @@ class TaskSettings(_Section):
         {}, max_length=MAX_OPTIONS, description="options of your own task, given as `--task NAME=VALUE`"
     )
 
-    mix: MixSettings | None = Field(None, description="the mix that `--data mix.toml` describes; set by diloco up")
+    mix: MixSettings | None = Field(None, description="the mix or the conversations that `--data` names; set by diloco up")
 
     _LATER: ClassVar[frozenset[str]] = frozenset({"dtype", "options", "mix"})
 

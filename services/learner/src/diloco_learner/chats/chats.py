@@ -310,11 +310,11 @@ def _notes(name: str, source: ChatSource, context: int) -> Iterator[str]:
         yield f"source {name!r}: {counts.bad} of {counts.lines} lines cannot be used; the first: {counts.named[0]}"
     documents, tokens = (sum(getattr(side.chats.counts, each) for side in sides) for each in ("documents", "tokens"))
     cut, dropped, lost = (sum(getattr(side.rows.counts, each) for side in sides) for each in ("cut", "dropped", "lost"))
-    if lost:
+    if cut or dropped:
         yield (
-            f"source {name!r}: of {documents} conversations {cut} are longer than {context} tokens and lose their end, "
-            f"{dropped} are left out, since nothing of their first {context} tokens is learned: {lost} of {tokens} tokens are "
-            "lost; a larger context keeps them"
+            f"source {name!r}: cut at {context} tokens: {cut} of {documents} conversations; left out, since nothing before "
+            f"that is learned: {dropped}; tokens lost: {lost} of {tokens}. The longest is {counts.longest}, with "
+            f"{counts.longest_tokens} tokens. A larger context keeps more"
         )
 
 

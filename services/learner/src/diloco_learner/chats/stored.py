@@ -43,11 +43,16 @@ class SideCounts(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class SourceCounts(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """What became of a source's lines. ``bad``: lines of which no tokens were made; the first ones are ``named``."""
+    """What became of a source's lines. ``bad``: lines of which no tokens were made; the first ones are ``named``.
+
+    ``longest``: the place of the longest conversation, which has ``longest_tokens``.
+    """
 
     lines: Count
     bad: Count
     named: list[str]
+    longest: str
+    longest_tokens: Count
     training: SideCounts
     held_out: SideCounts
 
@@ -116,11 +121,11 @@ def _content(paths: Sequence[Path], root: Path | None) -> dict[str, Any]:
 
 
 def _check_counts(name: str, root: Path, counts: SourceCounts, most_bad: float) -> None:
-    first = f"{counts.named[0]}" if counts.named else ""
-    if counts.bad and counts.bad > max(1, most_bad * counts.lines):
+    first = "; ".join(counts.named[:3])
+    if counts.bad > max(1, most_bad * counts.lines):
         raise DataError(
-            f"source {name!r}: {first}; and {counts.bad} of {counts.lines} lines of {root} cannot be used, more than "
-            f"{most_bad:.3g} of them: mend or remove them (`diloco data` names more), or set sources.{name}.most_bad"
+            f"source {name!r}: {first}: {counts.bad} of {counts.lines} lines of {root} cannot be used, more than "
+            f"{100 * most_bad:g} %: mend or remove them, or allow more by most_bad in a mix.toml"
         )
     if not counts.training.documents or not counts.held_out.documents:
         good = counts.training.documents + counts.held_out.documents
@@ -137,6 +142,7 @@ class _Making:
         self.name, self.tokenizer, self.draft, self.dtype = name, tokenizer, draft, dtype
         self.lines = self.bad = self.documents = 0
         self.named: list[str] = []
+        self.longest, self.longest_tokens = "", 0
 
     def make(self, root: Path, files: Sequence[Path]) -> None:
         sides = {side: _Side(self.draft / side, self.dtype) for side in SIDES}
@@ -150,7 +156,9 @@ class _Making:
             few = self.documents < HELD_OUT_EVERY
             sides["held_out" if few and self.documents > 1 else self._side(self.documents - 1)].write(last)
         training, held_out = (sides[side].close() for side in SIDES)
-        about = SourceCounts(self.lines, self.bad, self.named, training, held_out)
+        about = SourceCounts(
+            self.lines, self.bad, self.named, self.longest, self.longest_tokens, training=training, held_out=held_out
+        )
         (self.draft / ABOUT).write_bytes(msgspec.json.encode(about))
 
     def _side(self, number: int) -> str:
@@ -164,7 +172,7 @@ class _Making:
                 self.lines += 1
                 try:
                     if line is None:
-                        raise BadLineError("is too long for a conversation: more than 16 MiB")
+                        raise BadLineError("is longer than 16 MiB, more than a conversation may be")
                     parsed.append(parse(line, templated=self.tokenizer.has_template))
                 except BadLineError as error:
                     self._leave_out(place, error)
@@ -179,6 +187,8 @@ class _Making:
     def _encoded(self, places: list[str], parsed: list[Conversation | PlainText]) -> Iterator[Encoded]:
         for place, found in zip(places, self.tokenizer.encode_all(parsed, places), strict=True):
             if isinstance(found, Encoded):
+                if found.tokens.size > self.longest_tokens:
+                    self.longest, self.longest_tokens = place, found.tokens.size
                 yield found
             else:
                 self._leave_out(place, found)
