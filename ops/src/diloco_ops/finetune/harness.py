@@ -31,7 +31,6 @@ from diloco.errors import BrokerError, DilocoError, RunError, SettingsError
 from diloco.process import observe
 from diloco.settings import folders
 from diloco_ops.reading import run_reader
-from diloco_ops.up.supervise import last_words
 from diloco_report.units import decimal, share
 
 MODULE, NAME = "diloco_ops.finetune.harness", "lm-eval"
@@ -164,15 +163,17 @@ class Harness:
         """Run a program to its end.
 
         Raises:
-            DilocoError: it failed; its last words are the message, behind their ``source``.
+            DilocoError: it failed; its last line is the message, behind its ``source``.
         """
+        pipe, both = subprocess.PIPE, subprocess.STDOUT  # lm_eval says what is wrong on either
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
         self._program = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment
+            command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=both, text=True, env=environment
         )
-        _, said = self._program.communicate()
+        said, _ = self._program.communicate()
         if self._program.returncode:
-            raise DilocoError(f"{source}{last_words(said, self._program.returncode)}")
+            words = said.strip().splitlines() or [f"ended with code {self._program.returncode}"]
+            raise DilocoError(f"{source}{words[-1].removeprefix('diloco: ')}")
 
 
 async def _is_over(directory: Path) -> bool:
