@@ -87,7 +87,11 @@ def pretrained(place: Path, steps: int) -> Path:
     transformers.LlamaForCausalLM(config).save_pretrained(fresh)
     rows = 8
     settings = settings_of(fresh, rows, **{"inner.learning_rate": 3e-3, "tokens": steps * rows * CONTEXT})
-    task = frameworks.load(settings.task, str(ROOT / "docs"), ROOT).task
+    text = place / "documentation.txt"
+    text.write_text(
+        "\n".join(page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs").glob("*.md"))), encoding="utf-8"
+    )
+    task = frameworks.load(settings.task, str(text), ROOT).task
     module = task.module()
     task.module = lambda: module  # which the island trains in place
     train(TorchIsland(task, settings), settings, lambda taken, _: taken >= steps)
