@@ -18,7 +18,7 @@ pytest.importorskip("transformers", reason="PyTorch and transformers are not ins
 import tokenizers
 from transformers import AutoTokenizer
 
-from diloco_learner.chats.chat_tokenizer import ChatTokenizer, Encoded
+from diloco_learner.chats.chat_tokenizer import ChatTokenizer, EncodedLine
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
@@ -92,9 +92,9 @@ def with_template(folder: Path, template: str) -> tuple[ChatTokenizer, Any]:
     return ChatTokenizer(folder), AutoTokenizer.from_pretrained(folder)
 
 
-def encoded(tokenizer: ChatTokenizer, *lines: Conversation | PlainText) -> list[Encoded]:
+def encoded(tokenizer: ChatTokenizer, *lines: Conversation | PlainText) -> list[EncodedLine]:
     found = tokenizer.encode_all(lines, ["chats.jsonl, line 1"] * len(lines))
-    assert all(isinstance(each, Encoded) for each in found), found
+    assert all(isinstance(each, EncodedLine) for each in found), found
     return found  # type: ignore[return-value]
 
 
@@ -148,6 +148,13 @@ def test_special_tokens_in_a_message_are_text(folder: Path, template: str, text:
     assert ours.decode(found.tokens[found.learned]).strip() == f"no {text}<|im_end|>"
 
 
+def test_characters_for_private_use_stay(folder: Path) -> None:
+    ours, theirs = with_template(folder, CHATML)
+    chat = messages(["a\U000f0000b\U000f0001", "c"])
+    (found,) = encoded(ours, conversation(chat))
+    assert found.tokens.tolist() == theirs.apply_chat_template(chat, return_dict=False)
+
+
 def test_a_template_that_asks_for_the_date_gets_the_same_one_each_day(bytes_folder: Path) -> None:
     ours, theirs = with_template(bytes_folder, DATED)
     chat = messages(CHATS[0])
@@ -174,7 +181,12 @@ def test_messages_that_the_template_refuses_are_bad_lines(bytes_folder: Path) ->
     bad, good = ours.encode_all([conversation(robot), conversation(messages(CHATS[0]))], ["a", "b"])
     assert isinstance(bad, BadLineError)
     assert str(bad) == "the chat template refuses it: role robot: expected system, user or assistant"
-    assert isinstance(good, Encoded)
+    assert isinstance(good, EncodedLine)
+    deep: Any = "deep"
+    for _ in range(5000):
+        deep = [deep]
+    (bad,) = ours.encode_all([conversation([{**robot[1], "name": deep}, robot[2]])], ["a"])
+    assert str(bad) == "not a conversation: JSON that is nested too deeply"
     calls = [messages(["a"])[0], {"role": ASSISTANT, "tool_calls": [{"function": {}}]}]
     (bad,) = ours.encode_all([conversation(calls)], ["a"])
     assert "the chat template refuses it: " in str(bad)

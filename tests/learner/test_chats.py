@@ -160,16 +160,14 @@ def test_lines_that_cannot_be_used_are_counted_and_named_and_too_many_refused(ma
         "text, got a number; chats.jsonl, line 203: message 2: an empty assistant turn: 3 of 203 lines of "
     )
     assert str(caught.value).endswith(
-        "chats.jsonl cannot be used, more than 1 %: mend or remove them, or allow more by most_bad in a mix.toml"
+        "chats.jsonl cannot be used, more than 1 %: repair or remove them, or allow more by most_bad in a mix.toml"
     )
 
 
 def test_too_long_a_line_is_a_bad_line(make: MakeChats, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("diloco_learner.chats.lines.MOST_LINE_BYTES", 1000)
     chats = make(*CHATS, chat("a" * 1000, "b"))
-    assert chats.sources["chats"].counts.named == [
-        "chats.jsonl, line 4: is longer than 16 MiB, more than a conversation may be"
-    ]
+    assert chats.sources["chats"].counts.named == ["chats.jsonl, line 4: is longer than 1,000 bytes"]
 
 
 def test_tokens_are_made_once_and_again_when_something_changes(make: MakeChats, tmp_path: Path, tokenizer: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +21,9 @@ class _Point:
     """An entry point."""
 
     name: str
-    app: typer.Typer
+    app: typer.Typer | Callable[..., None]
 
-    def load(self) -> typer.Typer:
+    def load(self) -> typer.Typer | Callable[..., None]:
         return self.app
 
 
@@ -45,7 +45,7 @@ class Command:
 
 @contextmanager
 def commanding(
-    app: typer.Typer,
+    app: typer.Typer | Callable[..., None],
     words: tuple[str, ...],
     columns: int,
     folder: Path,

@@ -22,6 +22,7 @@ from tests.services.cluster import small
 
 import diloco as api
 from diloco.errors import AdmissionError
+from diloco_learner.chats import tiny
 
 pytest.importorskip("grain", reason="the extra `data` is not installed: make extras")
 
@@ -192,3 +193,69 @@ def test_a_killed_learner_goes_on_exactly_and_its_training_is_replayed(diloco: D
     assert more.code == 6
     assert "the content of source 'prose' is" in more.err
     assert not (tmp_path / "more").exists()
+
+
+CHATS_TASK = """
+import jax, jax.numpy as jnp
+from pathlib import Path
+from diloco_learner.chats.chats import Chats
+
+class Answers:
+    def __init__(self, settings, data):
+        tokenizer = Path(data).parent / "tokenizer"
+        self.mix = Chats(settings, data, tokenizer=tokenizer, context=settings.context, batch=settings.batch)
+        self.batches, self.validation = self.mix.batches, self.mix.validation
+        self.tokens_per_batch = settings.batch * settings.context
+    def init(self, key): return {"table": jnp.zeros((self.mix.vocabulary, self.mix.vocabulary))}
+    def loss(self, params, batch):
+        labels = batch["labels"][:, 1:]
+        scores = jax.nn.log_softmax(params["table"][batch["input_ids"][:, :-1]])
+        found = jnp.take_along_axis(scores, jnp.maximum(labels, 0)[..., None], -1)[..., 0]
+        return -jnp.sum(jnp.where(labels >= 0, found, 0)) / jnp.sum(labels >= 0)
+    def is_embedding(self, path): return True
+
+def make(settings, data): return Answers(settings, data)
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_learner_goes_on_in_conversations_and_its_training_is_replayed(
+    diloco: Diloco, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers", reason="PyTorch and transformers are not installed: make torch")
+    (tmp_path / "answers.py").write_text(CHATS_TASK)
+    tiny.write_tokenizer(tmp_path / "tokenizer")
+    tiny.write_chats(tmp_path / "chats.jsonl", 500)
+    directory = tmp_path / "run"
+    settings = {key: value for key, value in SETTINGS.items() if key.startswith(("fragments", "round", "inner", "liveness"))}
+    settings |= {"task.name": "answers:make", "task.context": 64, "task.batch": 4}
+    arguments = [
+        *("--run-dir", str(directory), "--data", str(tmp_path / "chats.jsonl"), "--learners", "2", "--shards", "1", "--plain"),
+        *("--tokens", str(10**9), "--slow", "learner-1=3"),
+        *(f"--set={key}={value}" for key, value in settings.items()),
+    ]
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("DILOCO_CHECKPOINT_S", "0.5")
+    with ended_process([DILOCO, "up", *arguments], dict(os.environ)) as up:
+        waits_until(up, lambda: any((directory / "checkpoints").glob("learner-1*.safetensors")))
+        victim = process_of(directory, "learner-1")
+        assert victim is not None
+        victim.kill()
+        waits_until(up, lambda: '"checkpoint_restored"' in (directory / "logs" / "learner-1.jsonl").read_text())
+        taken = json.loads((directory / "status.json").read_text())["tokens_processed"]
+        for steps in (1000, 10_000, 100_000):  # the run goes on while the command begins
+            if diloco("set", str(directory), f"tokens={taken + steps * 4 * 64}").code == 0:
+                break
+        assert up.wait(2 * DEADLINE_S) == 0
+
+    report = json.loads((directory / "report.json").read_text())
+    assert set(report["values"]) == {"val_loss/chats"}
+    assert report["val_loss"] < report["val_loss_initial"]
+    assert report["data"]["errors"] == []
+    replayed = diloco("replay", str(directory), "--learners")
+    assert replayed.code == 0, replayed.err
+    assert "differ" not in replayed.out
+    tiny.write_chats(tmp_path / "chats.jsonl", 501)
+    more = diloco("up", "--continue", str(directory), "--tokens", "5000", "--run-dir", str(tmp_path / "more"))
+    assert more.code == 6
+    assert "the content of source 'chats' is" in more.err

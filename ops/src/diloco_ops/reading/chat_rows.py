@@ -74,7 +74,7 @@ def _lengths(lengths: Iterable[tuple[int, int]], context: int) -> Table:
 def _row(row: list[dict[str, Any]], number: int, context: int, *, colours: bool) -> Text:
     """Return a row's documents one below the other, with how many of each one's tokens are learned."""
     filled = sum(part["tokens"] for part in row)
-    text = Text(f"\nrow {number}: {filled} of {context} tokens", EDGE)
+    text = Text().append(f"\nrow {number}: {filled} of {context} tokens", EDGE)
     for document in dict.fromkeys(part["document"] for part in row):
         parts = [part for part in row if part["document"] == document]
         learned, tokens = (sum(part["tokens"] for part in parts if part["learned"] >= least) for least in (1, 0))

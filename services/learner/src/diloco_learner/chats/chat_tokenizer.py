@@ -40,7 +40,7 @@ CLOCK = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedLine:
     """The tokens of a line, uint32 [tokens], and which are learned, bool [tokens]; ``divides`` as of :class:`PlainText`."""
 
     tokens: NDArray[np.uint32]
@@ -106,58 +106,62 @@ class ChatTokenizer:
             DataError: there is no chat template, or it refuses the messages.
         """
         template = self._template(None)
+        given = list(messages)
+        marked = self._marked(given)
         try:
-            text, _ = self._rendered(template, self._marked(list(messages)), None, prompt=True)
+            text, _ = self._rendered(template, marked, None, prompt=True)
+            ids = self._batch([text])[0][0] if marked is given else self._tokens(text)[0]
         except BadLineError as error:
             raise DataError(f"prompt: {error}") from None
-        return self._tokens(text)[0].astype(np.int32)
+        return np.array(ids, np.int32)
 
-    def encode_all(self, lines: Sequence[Conversation | PlainText], places: Sequence[str]) -> list[Encoded | BadLineError]:
+    def encode_all(self, lines: Sequence[Conversation | PlainText], places: Sequence[str]) -> list[EncodedLine | BadLineError]:
         """Return the tokens of each line, or why it has none; ``places`` are the lines' for errors.
 
         Raises:
             DataError: there is no chat template, or it does not show what the assistant's turns are.
         """
-        found: list[Encoded | BadLineError | None] = [None] * len(lines)
-        texts: dict[int, tuple[str, list[Span]]] = {}
+        found: list[EncodedLine | BadLineError | None] = [None] * len(lines)
+        texts: dict[int, tuple[str, list[Span]]] = {}  # of conversations without special tokens in their messages
         for number, (line, place) in enumerate(zip(lines, places, strict=True)):
             try:
                 if isinstance(line, PlainText):
                     found[number] = self._plain(line)
+                    continue
+                text, spans, is_marked = self._with_spans(line, place)
+                if is_marked:
+                    found[number] = _learned(*self._tokens(text), spans)
                 else:
-                    texts[number] = self._with_spans(line, place)
+                    texts[number] = text, spans
             except BadLineError as error:
                 found[number] = error
-        unmarked = [number for number, (text, _) in texts.items() if BEGIN not in text]
-        for number, ids, offsets in zip(unmarked, *self._batch([texts[number][0] for number in unmarked]), strict=True):
-            found[number] = _learned(ids, offsets, texts[number][1])
-        for number, (text, spans) in texts.items():
-            if BEGIN in text:
-                try:
-                    found[number] = _learned(*self._tokens(text), spans)
-                except BadLineError as error:
-                    found[number] = error
+            except RecursionError:
+                found[number] = BadLineError("not a conversation: JSON that is nested too deeply")
+        for (number, (_, spans)), ids, offsets in zip(
+            texts.items(), *self._batch([text for text, _ in texts.values()]), strict=True
+        ):
+            found[number] = _learned(ids, offsets, spans)
         return [each for each in found if each is not None]
 
-    def _plain(self, line: PlainText) -> Encoded:
+    def _plain(self, line: PlainText) -> EncodedLine:
         """Return a text's tokens, with what the tokenizer itself puts before or behind it, and the end."""
         found = self._made(line.text, split_special_tokens=True, return_offsets_mapping=True, verbose=False)
         ids, offsets = found["input_ids"], found["offset_mapping"]
         learned = [end > line.prompt for _, end in offsets]
-        if self.end is not None and ids[-1:] != [self.end]:
-            ids, learned = [*ids, self.end], [*learned, True]
+        if self.end is not None:  # the tokenizer itself may have put it there
+            ids, learned = ([*ids, self.end], [*learned, True]) if ids[-1:] != [self.end] else (ids, [*learned[:-1], True])
         if not any(learned[1:]):
             raise BadLineError("makes no token to learn")
-        return Encoded(np.array(ids, np.uint32), np.array(learned, np.bool_), line.divides)
+        return EncodedLine(np.array(ids, np.uint32), np.array(learned, np.bool_), line.divides)
 
-    def _with_spans(self, line: Conversation, place: str) -> tuple[str, list[Span]]:
-        """Return a conversation's rendering, and which characters are learned."""
-        messages = self._marked(line.messages)
-        tools = self._marked(line.tools) if line.tools else None
+    def _with_spans(self, line: Conversation, place: str) -> tuple[str, list[Span], bool]:
+        """Return a conversation's rendering, which characters are learned, and whether it has marks."""
+        given = [line.messages, line.tools]
+        messages, tools = marked = self._marked(given)
         template = self._template(tools)
-        text, marked = self._rendered(template, messages, tools, prompt=False)
+        text, generated = self._rendered(template, messages, tools, prompt=False)
         if MARKS.search(template):
-            spans = [marked[number] for number in _chosen(line, len(marked))]
+            spans = [generated[number] for number in _chosen(line, len(generated))]
         else:
 
             def render(part: Sequence[Mapping[str, Any]], prompt: bool) -> str:
@@ -173,7 +177,7 @@ class ChatTokenizer:
             spans = [turns[number] for number in sorted(line.learned)]
         if not any(end > begin for begin, end in spans):
             raise BadLineError("the chat template leaves nothing of the assistant's turns")
-        return text, spans
+        return text, spans, marked is not given
 
     def _rendered(
         self, template: str, messages: Sequence[Mapping[str, Any]], tools: Any, *, prompt: bool
@@ -213,7 +217,7 @@ class ChatTokenizer:
             ) from None
 
     def _marked(self, found: Any) -> Any:
-        """Return messages with marks around the special tokens in their texts, if there are any."""
+        """Return messages with marks around the special tokens in their texts, or the same object if there are none."""
         if not any(self._written.search(text) for text in strings(found)):
             return found
         return _changed(found, lambda text: self._written.sub(f"{BEGIN}\\g<0>{END}", re.sub(f"[{BEGIN}{END}]", "", text)))
@@ -290,7 +294,7 @@ def _chosen(line: Conversation, marked: int) -> Iterable[int]:
     return [at for at, number in enumerate(assistants) if number in line.learned]
 
 
-def _learned(ids: Sequence[int] | NDArray[np.uint32], offsets: Any, spans: Sequence[Span]) -> Encoded:
+def _learned(ids: Sequence[int] | NDArray[np.uint32], offsets: Any, spans: Sequence[Span]) -> EncodedLine:
     """Return the tokens, of which those that overlap a span are learned, as in transformers' ``assistant_masks``.
 
     ``offsets``: [tokens, 2], characters from and up to; spans are in order and do not overlap.
@@ -298,7 +302,7 @@ def _learned(ids: Sequence[int] | NDArray[np.uint32], offsets: Any, spans: Seque
     places, edges = np.asarray(offsets, np.int64).reshape(-1, 2), np.asarray(spans, np.int64).reshape(-1, 2)
     nearest = np.searchsorted(edges[:, 1], places[:, 0], side="right")  # the first span that ends behind the token's begin
     begins = np.append(edges[:, 0], np.iinfo(np.int64).max)[nearest]
-    return Encoded(np.asarray(ids, np.uint32), places[:, 1] > begins, divides=False)
+    return EncodedLine(np.asarray(ids, np.uint32), places[:, 1] > begins, divides=False)
 
 
 def _changed(found: Any, change: Callable[[str], str]) -> Any:

@@ -259,7 +259,8 @@ class Chats:
                 f"{self.tokenizer.folder}: the tokenizer or its chat template is {self.settings.tokenizer} here, the run's is "
                 f"{runs.tokenizer}: take its files from where the run was begun"
             )
-        agreement.check_same(self.settings, runs, self.path)
+        versions = f"{agreement.COPY}, and use its versions of transformers and tokenizers"
+        agreement.check_same(self.settings, runs, self.path, versions)
 
 
 def is_chats(data: str | None) -> bool:

@@ -20,7 +20,7 @@ from diloco_learner.text import unreadable
 
 ARRAY = ".json"
 SUFFIXES = tuple(form + packed for form in (".jsonl", ARRAY) for packed in ("", ".gz", ".zst"))
-MOST_LINE_BYTES = 1 << 24  # a conversation of so many bytes is millions of tokens
+MOST_LINE_BYTES = 1 << 23  # a conversation of so many bytes has about two million tokens
 MOST_ARRAY_BYTES = 1 << 28  # of a file that is one array: it is in memory whole
 BLOCK_BYTES = 1 << 20
 ZSTD_BLOCK_BYTES = 1 << 10  # compressed: four bytes unpack to 128 KiB at most, so these do to 32 MiB

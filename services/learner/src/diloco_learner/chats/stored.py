@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
 
@@ -13,8 +14,8 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from diloco.errors import DataError
-from diloco_learner.chats import packing
-from diloco_learner.chats.chat_tokenizer import ChatTokenizer, Encoded
+from diloco_learner.chats import lines, packing
+from diloco_learner.chats.chat_tokenizer import ChatTokenizer, EncodedLine
 from diloco_learner.chats.conversations import BadLineError, Conversation, PlainText, parse
 from diloco_learner.chats.lines import read_lines
 from diloco_learner.mix import drafts
@@ -43,7 +44,7 @@ class SideCounts(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class SourceCounts(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """What became of a source's lines. ``bad``: lines of which no tokens were made; the first ones are ``named``.
+    """Counts of a source's lines. ``bad``: lines of which no tokens were made; the first ones are ``named``.
 
     ``longest``: the place of the longest conversation, which has ``longest_tokens``.
     """
@@ -72,7 +73,7 @@ class StoredChats:
 
 
 class RowCounts(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """What rows hold: their number, the tokens in them, those trained on, and what is not in them (``packing.Pieces``)."""
+    """Counts of rows: their number, the tokens in them, those trained on, and what is not in them (``packing.Pieces``)."""
 
     rows: Count
     tokens: Count
@@ -101,7 +102,8 @@ def of_files(
         DataError: a file cannot be read, too many lines are bad, or too few conversations are left; or as ``encode_all``.
     """
     digest = str(seen(files, root, cache, _content)["digest"])
-    folder = cache / TOKENS / blake3(f"{FORMAT} {tokenizer.digest} {digest}".encode()).hexdigest(16)
+    made_by = " ".join(metadata.version(each) for each in ("tokenizers", "transformers"))
+    folder = cache / TOKENS / blake3(f"{FORMAT} {made_by} {tokenizer.digest} {digest}".encode()).hexdigest(16)
     dtype = np.dtype("<u2" if tokenizer.vocabulary <= 1 << 16 else "<u4")
     counts = drafts.make_once(folder, _about, lambda draft: _Making(name, tokenizer, draft, dtype).make(root, files))
     _check_counts(name, root, counts, most_bad)
@@ -125,7 +127,7 @@ def _check_counts(name: str, root: Path, counts: SourceCounts, most_bad: float) 
     if counts.bad > max(1, most_bad * counts.lines):
         raise DataError(
             f"source {name!r}: {first}: {counts.bad} of {counts.lines} lines of {root} cannot be used, more than "
-            f"{100 * most_bad:g} %: mend or remove them, or allow more by most_bad in a mix.toml"
+            f"{100 * most_bad:g} %: repair or remove them, or allow more by most_bad in a mix.toml"
         )
     if not counts.training.documents or not counts.held_out.documents:
         good = counts.training.documents + counts.held_out.documents
@@ -146,7 +148,7 @@ class _Making:
 
     def make(self, root: Path, files: Sequence[Path]) -> None:
         sides = {side: _Side(self.draft / side, self.dtype) for side in SIDES}
-        last: Encoded | None = None  # held out, if there are too few to hold out every so many
+        last: EncodedLine | None = None  # held out, if there are too few to hold out every so many
         for document in self._documents(root, files):
             if last is not None:
                 sides[self._side(self.documents - 1)].write(last)
@@ -164,7 +166,7 @@ class _Making:
     def _side(self, number: int) -> str:
         return "held_out" if number % HELD_OUT_EVERY == HELD_OUT_EVERY - 1 else "training"
 
-    def _documents(self, root: Path, files: Sequence[Path]) -> Iterator[Encoded]:
+    def _documents(self, root: Path, files: Sequence[Path]) -> Iterator[EncodedLine]:
         places, parsed, size = list[str](), list[Conversation | PlainText](), 0
         for path in files:
             name = path.name if path == root else path.relative_to(root).as_posix()
@@ -172,7 +174,7 @@ class _Making:
                 self.lines += 1
                 try:
                     if line is None:
-                        raise BadLineError("is longer than 16 MiB, more than a conversation may be")
+                        raise BadLineError(f"is longer than {lines.MOST_LINE_BYTES:,} bytes")
                     parsed.append(parse(line, templated=self.tokenizer.has_template))
                 except BadLineError as error:
                     self._leave_out(place, error)
@@ -184,9 +186,9 @@ class _Making:
                     places, parsed, size = [], [], 0
         yield from self._encoded(places, parsed)
 
-    def _encoded(self, places: list[str], parsed: list[Conversation | PlainText]) -> Iterator[Encoded]:
+    def _encoded(self, places: list[str], parsed: list[Conversation | PlainText]) -> Iterator[EncodedLine]:
         for place, found in zip(places, self.tokenizer.encode_all(parsed, places), strict=True):
-            if isinstance(found, Encoded):
+            if isinstance(found, EncodedLine):
                 if found.tokens.size > self.longest_tokens:
                     self.longest, self.longest_tokens = place, found.tokens.size
                 yield found
@@ -208,7 +210,7 @@ class _Side:
         self.hash = blake3()
         self.files: dict[str, BinaryIO] = {each: (folder / f"{each}.bin").open("wb") for each in _types(dtype)}
 
-    def write(self, document: Encoded) -> None:
+    def write(self, document: EncodedLine) -> None:
         self.documents += 1
         self.size += document.tokens.size
         self.learned += int(document.learned.sum())

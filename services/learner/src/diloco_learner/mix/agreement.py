@@ -1,4 +1,4 @@
-"""What all learners of a run have alike of their data, and how often the run goes over it."""
+"""Comparison of data with the run's, which all its learners have, and the limit of epochs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from blake3 import blake3
 
 from diloco.errors import AdmissionError, DataError
 from diloco.settings.run import MixSettings, RunSettings
+
+COPY = "copy its files from where the run was begun"
 
 
 def digest_of(text: str) -> str:
@@ -31,8 +33,8 @@ def check_epochs(settings: RunSettings, mix: MixSettings, most: Mapping[str, flo
             )
 
 
-def check_same(ours: MixSettings, runs: MixSettings, path: Path) -> None:
-    """Find out that data are the run's.
+def check_same(ours: MixSettings, runs: MixSettings, path: Path, content: str = COPY) -> None:
+    """Find out that data are the run's; ``content`` is what to do if a source has other content.
 
     Raises:
         AdmissionError: they are not; the first thing that differs is named.
@@ -49,7 +51,7 @@ def check_same(ours: MixSettings, runs: MixSettings, path: Path) -> None:
             refuse(f"the weight of source {name!r}", source.weight, other.weight, "take the mix.toml that the run has")
         if source.digest != other.digest:
             here, there = (f"{each.digest} ({each.tokens} tokens)" for each in (source, other))
-            refuse(f"the content of source {name!r}", here, there, "copy its files from where the run was begun")
+            refuse(f"the content of source {name!r}", here, there, content)
     # after the content: a tokenizer that is trained follows from it
     if ours.vocabulary != runs.vocabulary:
         refuse(
