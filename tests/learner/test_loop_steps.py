@@ -66,16 +66,21 @@ def test_tokens_of_a_step_may_be_fewer_than_at_join() -> None:
         assert virtual.accounts("ann").tokens == sum(stated)
 
 
-def test_batches_that_the_run_deals_count_as_at_join() -> None:
+def test_batches_that_the_run_deals_may_count_fewer_than_at_join() -> None:
+    counted: list[int] = []
+
     def loop(run: Any) -> None:
-        for _ in run.batches(lambda share, shares, seed, start: iter(range(start, 1000))):
-            with pytest.raises(SettingsError, match="tokens = 3, but each batch that the run deals counts as the 16 tokens"):
-                run.step(run.params, tokens=3)
-            run.step(run.params)
+        for number in run.batches(lambda share, shares, seed, start: iter(range(start, 1000))):
+            with pytest.raises(SettingsError, match="step: tokens = 17: expected 1 to 16"):
+                run.step(run.params, tokens=17)
+            counted.append(TOKENS if number % 3 == 0 else number % 3)
+            run.step(run.params, tokens=None if number % 3 == 0 else number % 3)
 
     with VirtualRun({"tokens": 1024, "learners": 1}) as virtual:
         virtual.add_loop("ann", loop, params=lambda: {"w": np.zeros(8, np.float32)}, tokens=TOKENS)
         virtual.advance()
+        assert virtual.accounts("ann").tokens == sum(counted)
+        assert 1024 <= sum(counted) < 1024 + TOKENS, "the budget is used up by what was counted"
 
 
 def test_a_loop_follows_the_schedule_of_the_run_and_not_of_its_own_steps() -> None:

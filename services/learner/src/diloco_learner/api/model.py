@@ -65,7 +65,7 @@ class CountedOutput(Protocol):
         """
 
 
-def tokens_of(output: Output, most: int) -> int:
+def counted_tokens(output: Output, most: int) -> int:
     """Wait until the tokens of a step are known, and return them: those that its loss counts, or the ``most`` of a step.
 
     Raises:
@@ -76,7 +76,7 @@ def tokens_of(output: Output, most: int) -> int:
 
 
 def rehearsed_loss(output: Output) -> float:
-    """Wait for a step that is rehearsed, on the first batch of the first share, and return its loss as :meth:`Output.wait` does.
+    """Wait for a step that is rehearsed, on the first batch of share 0, and return its loss as :meth:`Output.wait` does.
 
     Raises:
         SettingsError: the loss counts what cannot be, or nothing: no step is taken then, and its arrays are not known.

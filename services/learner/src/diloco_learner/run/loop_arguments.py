@@ -70,20 +70,15 @@ def check_loss(loss: Any, what: str = "step: loss") -> None:
     raise SettingsError(f"{what} is {came}, expected one number, the mean loss of the batch")
 
 
-def tokens_of(said: int | None, most: int, *, dealt: bool) -> int:
+def tokens_of(said: int | None, most: int) -> int:
     """Return the tokens of a step, of which a loop has ``said`` how many (None: the ``most``, as at join).
 
     Raises:
-        SettingsError: they are none, more than at join, or vary though the run deals the data.
+        SettingsError: they are none, or more than at join.
     """
-    if said is None or said == most:
+    if said is None:
         return most
-    if dealt:
-        raise SettingsError(
-            f"step: tokens = {said}, but each batch that the run deals counts as the {most} tokens of diloco.join: leave out "
-            'tokens, or join with data="own"'
-        )
-    if not 0 < said < most:
+    if not 0 < said <= most:
         raise SettingsError(
             f"step: tokens = {said}: expected 1 to {most}, the tokens of diloco.join: join with the most that a step may have"
         )

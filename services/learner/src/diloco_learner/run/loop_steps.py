@@ -51,7 +51,7 @@ class LoopSteps:
                 "step: no batch is open: call run.step once for each batch of run.batches; a loop with its own loader "
                 'joins with data="own"'
             )
-        return tokens_of(tokens, self.tokens, dealt=self.dealt)
+        return tokens_of(tokens, self.tokens)
 
     def end(self, called_s: float, tokens: int) -> StepDone:
         """Return the step that has ended when the loop called ``run.step``, with what is known of the steps before."""
@@ -64,6 +64,7 @@ class LoopSteps:
             busy_s=called_s - self._returned_s,
             blocked_s=self._blocked_s,
             finite=None if self._sample is None else math.isfinite(self._sample()),
+            most=self.tokens,
         )
         self.taken += 1
         return done

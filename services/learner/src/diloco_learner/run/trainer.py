@@ -24,7 +24,7 @@ from diloco.member.instruments import Instruments
 from diloco.process.observe import Logger
 from diloco.settings.run import RunSettings
 from diloco_learner.api import members
-from diloco_learner.api.model import Output, SharedParameters, Stepping, tokens_of
+from diloco_learner.api.model import Output, SharedParameters, Stepping, counted_tokens
 from diloco_learner.data.feed import Batch
 from diloco_learner.run.meter import Meter, MeteredSpan
 
@@ -113,7 +113,7 @@ def counted_step(output: Output, batch: Batch, most: int) -> StepDone:
     Raises:
         SettingsError: its loss counts what cannot be.
     """
-    tokens = max(LEAST_TOKENS, tokens_of(output, most))
+    tokens = max(LEAST_TOKENS, counted_tokens(output, most))
     return StepDone(tokens=tokens, share=batch.share, batch=batch.index, loss=None, busy_s=0.0, blocked_s=0.0, most=most)
 
 
@@ -260,7 +260,7 @@ class Trainer:
         if self._busy.value is not None:
             self._error.add(abs(busy_s - self._busy.value))
         self._busy.add(busy_s)
-        if not tokens_of(flight.output, self.tokens_per_batch):
+        if not counted_tokens(flight.output, self.tokens_per_batch):
             self._note_empty()
             return
         self._ended, self._empty_steps = end, 0

@@ -71,6 +71,7 @@ class Ledger:
     batch_tokens: int = 0  # of one batch, at most; 0: not known yet
     counted: dict[Process, int] = field(default_factory=dict)  # tokens of processes of whose batches some had fewer than that
     heard: dict[Process, tuple[int, int]] = field(default_factory=dict)  # first: the learner's tokens, the process's batches
+    newest: dict[Process, int] = field(default_factory=dict)  # the learner's tokens as heard last
     errors: list[str] = field(default_factory=list)  # the first few
 
     def __post_init__(self) -> None:
@@ -91,9 +92,10 @@ class Ledger:
         """
         batches = ranges.batches(self.trained.get(process, ()))
         first_tokens, first_batches = self.heard.setdefault(process, (tokens, batches))
-        grown, more = tokens - first_tokens, batches - first_batches
+        newest = self.newest[process] = max(tokens, self.newest.get(process, 0))  # heartbeats may overtake one another
+        grown, more = newest - first_tokens, batches - first_batches
         if 0 <= grown < self.batch_tokens * more:
-            self.count(process, max(grown + round(first_batches * grown / more), self.counted.get(process, 0)))
+            self.count(process, grown + round(first_batches * grown / more))
 
     def count(self, process: Process, tokens: int) -> None:
         """Enter how many tokens a process has counted in all the batches that it has trained."""
@@ -203,7 +205,7 @@ class Ledger:
         return {
             "batch_tokens": self.batch_tokens,
             "counted": [[*process, tokens] for process, tokens in sorted(self.counted.items())],
-            "heard": [[*process, *first] for process, first in sorted(self.heard.items())],
+            "heard": [[*process, *first, self.newest[process]] for process, first in sorted(self.heard.items())],
             "trained": [[*process, own] for process, own in sorted(self.trained.items())],
             "merged": [[[*process, own] for process, own in sorted(merged.items())] for merged in self.merged],
             "versions": self.versions,
@@ -225,8 +227,9 @@ class Ledger:
         # an older version writes neither of these two, nor ``own``
         for learner, incarnation, tokens in values.get("counted", ()):
             ledger.counted[str(learner), int(incarnation)] = int(tokens)
-        for learner, incarnation, tokens, batches in values.get("heard", ()):
-            ledger.heard[str(learner), int(incarnation)] = int(tokens), int(batches)
+        for learner, incarnation, tokens, batches, newest in values.get("heard", ()):
+            process = str(learner), int(incarnation)
+            ledger.heard[process], ledger.newest[process] = (int(tokens), int(batches)), int(newest)
         for merged, stored in zip(ledger.merged, values["merged"], strict=True):
             merged |= {(str(learner), int(incarnation)): ranges.normal(_plain(own)) for learner, incarnation, own in stored}
         for own, stored in zip(ledger.own, values.get("own", ledger.own), strict=True):

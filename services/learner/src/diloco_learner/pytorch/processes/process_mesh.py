@@ -170,16 +170,16 @@ class ProcessMesh:
         return range(self.row_part * count // parts, (self.row_part + 1) * count // parts)
 
     def total(self, tokens: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the tokens of a whole batch, int64 [], of which this process has counted these in its rows.
+        """Return the tokens of a whole batch, [], of which this process has counted these in its rows.
 
         And how much the mean over this process's tokens counts in a mean over processes, float32 []; nothing if it has none.
         """
         with torch.no_grad(), collective_errors():
-            whole = tokens.full_tensor() if is_sharded(tokens) else tokens
-            own = torch.as_tensor(whole, device=self._device).detach().long()
+            own = torch.as_tensor(tokens.full_tensor() if is_sharded(tokens) else tokens, device=self._device)
+            own = own.double() if own.is_floating_point() else own.long()
             together = own.clone()
             distributed.all_reduce(together)
-            total = together // self._tensor
+            total = together.div(self._tensor, rounding_mode=None if own.is_floating_point() else "floor")
             return total, (own.double() * self._row_parts / total.clamp(min=1)).float()
 
     def computing(self) -> AbstractContextManager[None]:
