@@ -224,12 +224,10 @@ def glance(status: Status, width: int, *, roomy: bool = False, linked: bool = Tr
 
 
 def _frozen(frozen: Mapping[str, Any], width: int) -> Text:
-    """Draw the frozen base of an adapter: its name and size, and the hash that all learners' bases have."""
-    name = clean(frozen["model"]) if frozen.get("model") else f"{frozen['tensors']} tensors"
-    line = Text(" frozen ", "dim", no_wrap=True, overflow="ellipsis").append(clean(name), "bold")
-    return line.append(
-        f"   {count(frozen['values'])} values   hash {clean(frozen['hash'])}"[: max(0, width - line.cell_len)], "dim"
-    )
+    """Draw the frozen base of an adapter: its name without folders, its size, and the hash that all learners' bases have."""
+    name = clean(frozen["model"]).rpartition("/")[2] if frozen.get("model") else f"{frozen['tensors']} tensors"
+    line = Text(" frozen ", "dim", no_wrap=True, overflow="ellipsis").append(name, "bold")
+    return line.append(f"   {count(frozen['values'])} values   hash {clean(frozen['hash'])}", "dim")
 
 
 def _facts(status: Status, width: int) -> Text:
