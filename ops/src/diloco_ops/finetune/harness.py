@@ -37,7 +37,7 @@ MODULE, NAME = "diloco_ops.finetune.harness", "lm-eval"
 RESULTS = "evaluations.jsonl"
 LIBRARY = "lm_eval"  # begins the option's value, and is the program
 EVERY_MINUTES = 30.0
-LOOK_S = 2.0  # between two looks whether the run is over
+LOOK_S = 5.0  # between two looks whether the run is over: each takes a connection and a few messages
 NICENESS = 10  # learners that share the processor come first
 OWNED = (
     "--tasks",
@@ -123,12 +123,12 @@ class Harness:
             DilocoError: the model cannot be exported, or the tasks cannot be evaluated.
         """
         self._check_tasks()
-        due_s, over = time.monotonic() + self.request.every_s, False
-        while not over:
+        due_s, seen = time.monotonic() + self.request.every_s, None
+        while seen is None or not seen.over:
             time.sleep(LOOK_S)
-            over = asyncio.run(_is_over(self.directory))
-            if over or time.monotonic() >= due_s:
-                self._evaluate()
+            seen = asyncio.run(_progress(self.directory))
+            if seen is not None and (seen.over or time.monotonic() >= due_s):
+                self._evaluate(seen)
                 due_s = time.monotonic() + self.request.every_s
 
     def stop(self, number: int, frame: FrameType | None) -> None:
@@ -142,11 +142,10 @@ class Harness:
         included = ["--include_path", paths[-1]] if paths else []
         self._run([self.request.program, "validate", "--tasks", self.request.tasks, *included], "--eval: ")
 
-    def _evaluate(self) -> None:
+    def _evaluate(self, seen: _Progress) -> None:
         with folders.temporary("diloco-eval-") as place:
             model, out = Path(place) / "model", Path(place) / "results"
             export = [sys.executable, "-m", "diloco_ops.cli", "export", str(self.directory), str(model), "--format", "hf"]
-            chains = asyncio.run(_chains(self.directory))
             self._run(export, "--eval: ")
             command = [
                 self.request.program, "run", "--model", "hf", "--model_args", f"pretrained={model},dtype=float32", "--tasks",
@@ -154,7 +153,8 @@ class Harness:
             ]  # fmt: skip
             self._run(command, f"--eval {LIBRARY}:{self.request.tasks}: ")
             found = json.loads(max(out.rglob("results_*.json")).read_text())
-        line = chains | {"at_s": round(time.time(), 1), "results": _numbers(found["results"])}
+        about = {"versions": seen.versions, "tokens": seen.tokens, "budget": seen.budget, "at_s": round(time.time(), 1)}
+        line = about | {"results": _numbers(found["results"])}
         with (self.directory / RESULTS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         self.log.info("evaluated_by_tasks", **line)
@@ -176,21 +176,31 @@ class Harness:
             raise DilocoError(f"{source}{words[-1].removeprefix('diloco: ')}")
 
 
-async def _is_over(directory: Path) -> bool:
-    """Whether the run is over; not while it has not begun, or its server does not answer."""
+@dataclass(frozen=True)
+class _Progress:
+    """The place of a run: whether it is over, the versions of its fragments, and the tokens that all of them have merged."""
+
+    over: bool
+    versions: list[int]
+    tokens: int
+    budget: int
+
+
+async def _progress(directory: Path) -> _Progress | None:
+    """Return the place of a run; None: it has not begun, or its server does not answer now."""
     try:
         async with run_reader.opened(directory) as seen:
-            return await seen.state() == "over"
+            chains = await run_reader.read_chains(seen.log)
+            if not chains:
+                return None
+            return _Progress(
+                over=await seen.state() == "over",
+                versions=[chain.version for chain in chains],
+                tokens=min(chain.tokens_merged for chain in chains),
+                budget=seen.run.created.tokens,
+            )
     except (RunError, BrokerError):
-        return False
-
-
-async def _chains(directory: Path) -> dict[str, Any]:
-    """Return the versions of a run's fragments, the tokens that all of them have merged, and the run's budget."""
-    async with run_reader.opened(directory) as seen:
-        chains = await run_reader.read_chains(seen.log)
-    merged = min(chain.tokens_merged for chain in chains)
-    return {"versions": [chain.version for chain in chains], "tokens": merged, "budget": seen.run.created.tokens}
+        return None
 
 
 def _numbers(results: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]]:
