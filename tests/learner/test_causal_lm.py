@@ -204,6 +204,16 @@ def test_another_tokenizer_or_template_is_refused(llama: Path, tmp_path: Path) -
     assert open_model(str(padded)).tokenizer_digest() == digest, "truncation is no part of what tokens a text has"
 
 
+def test_a_learner_may_have_the_model_in_another_place(llama: Path) -> None:
+    from diloco.settings.service import TorchLearnerSettings
+    from diloco_learner.pytorch.beginning import own_task
+
+    run = settings_of("/where/the/run/was/begun", lora=RANK).task
+    own = own_task(TorchLearnerSettings(name="ann", model=str(llama)), run)
+    assert (own.options["model"], own.options["lora"], own.name) == (str(llama), RANK, run.name)
+    assert own_task(TorchLearnerSettings(name="ann"), run) == run
+
+
 def test_code_of_a_repository_runs_only_where_this_machine_allows_it(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
