@@ -44,7 +44,8 @@ def learner_text(run: str, url: str, task: TaskSettings, reach: str) -> str:
         needs.append('identity = "FILE", which `diloco keys add` makes')
     return "\n".join(
         [
-            f"learners join {reach}: {PROGRAM} --config learner.toml, with this learner.toml:",
+            f"learners join {reach}",
+            f"start each by {PROGRAM} --config learner.toml, with this learner.toml:",
             "",
             *lines,
             "",
