@@ -98,7 +98,7 @@ def result_lines(directory: Path) -> list[str]:
     """Return the newest results of a run in its directory, a line for each task; none if it has none."""
     try:
         newest = json.loads((directory / RESULTS).read_text().splitlines()[-1])
-        progress = share(newest["tokens"] / max(1, newest["budget"]))
+        progress = share(min(1.0, newest["tokens"] / max(1, newest["budget"])))
         return [
             f"{LIBRARY} after {progress} of the tokens: {task} "
             + ", ".join(f"{name} {decimal(value)}" for name, value in found.items())
