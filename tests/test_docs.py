@@ -36,17 +36,17 @@ METRICS = ROOT / "docs" / "metrics.md"
 SECURITY = ROOT / "docs" / "security.md"
 MAINTAINERS = ROOT / "docs" / "maintainers.md"
 QUALITY = ROOT / "docs" / "quality.md"
-PAGES = sorted(str(path.relative_to(ROOT)) for path in [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"])
 SERVICES_TESTS = ROOT / "tests" / "services"
-PAGES = sorted(str(page.relative_to(ROOT)) for folder in ("docs", ".") for page in (ROOT / folder).glob("*.md"))
+PAGES = sorted(str(page.relative_to(ROOT)) for page in [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")])
 TABLE_BEGINS, TABLE_ENDS = "<!-- made from the code -->\n", "\n<!-- end -->"
 BOUNDS_BEGIN = "<!-- made from tests/made/message_bounds.py -->\n"
 HEAD = """# Settings of a run
 
-Made from the code by `python tests/test_docs.py`; a test compares. Set them with `--set NAME=VALUE`. One set holds for all
-members and is stored with the run. What has a ↻ can be changed while it goes on, by `diloco set` (operations.md).
-"Unpublished" marks what the paper (arXiv 2604.21428) does not say; nor does it say `outer.learning_rate`, `outer.momentum`,
-`inner.*` and `codec.record_bits`. user-guide.md has which numbers of the preset `published` are its own.
+`python tests/test_docs.py` makes this page from the code. Set a setting with `--set NAME=VALUE`. All members of a run have the
+same settings, which are stored with the run. `diloco set` changes those with a ↻ during the run
+([operations.md](operations.md#changing-a-run-that-goes-on)). "Unpublished" marks values that the paper (arXiv 2604.21428)
+does not state. It also does not state `outer.learning_rate`, `outer.momentum`, `inner.*` and `codec.record_bits`.
+[user-guide.md](user-guide.md#presets-and-settings) lists the values of the preset `published` that are not from the paper.
 
 """
 
@@ -54,10 +54,10 @@ members and is stored with the run. What has a ↻ can be changed while it goes 
 LEARNERS = """
 # Settings of a learner
 
-Its own, beside those of every service ([operations.md](operations.md)). `mesh.data` is `data` below `[mesh]` in its TOML file;
-in the environment it is `DILOCO_MESH='{"data": 2}'`. Learners of one run may have different ones. `diloco up` hands these on to
-all its learners: `DILOCO_CACHE_DIR`, `DILOCO_CHECKPOINT_S`, `DILOCO_LEAVE_S` and `DILOCO_MESH`; and to
-the evaluator `DILOCO_SAMPLE_EVERY_S`.
+Only learners have these settings. Set them in the learner's TOML file, or by variables `DILOCO_*` in its environment.
+`mesh.data` is `data` below `[mesh]` in the file, and `DILOCO_MESH='{"data": 2}'` in the environment. Learners of one run may
+have different values. `diloco up` passes `DILOCO_CACHE_DIR`, `DILOCO_CHECKPOINT_S`, `DILOCO_LEAVE_S` and `DILOCO_MESH` to all
+its learners, and `DILOCO_SAMPLE_EVERY_S` to the evaluator.
 
 """
 
@@ -84,7 +84,8 @@ def settings_page() -> str:
         shown = [f"`{values[0]}`"] + [f"**`{value}`**" if value != values[0] else "" for value in values[1:]]
         mark = " ↻" if name in ("tokens", *SETTABLE) else ""
         rows.append(f"| `{name}`{mark} | {' | '.join(shown)} | {_allowed(field)} | {field.description or ''} |")
-    return HEAD + "\n".join(rows) + "\n\nAn empty cell: as in `decoupled`.\n" + LEARNERS + "\n".join(learner_rows()) + "\n"
+    run_table = HEAD + "\n".join(rows) + "\n\nAn empty cell means the value of `decoupled`.\n"
+    return run_table + LEARNERS + "\n".join(learner_rows()) + "\n"
 
 
 def _field(name: str, model: type[BaseModel] = RunSettings) -> Any:
@@ -273,6 +274,13 @@ def test_links_to_a_heading_find_it(page: str) -> None:
     path = ROOT / page
     for target, anchor in re.findall(r"\]\((?!http)([^)#\s]*\.md|)#([^)\s]+)\)", path.read_text()):
         assert anchor in headings(path.parent / target if target else path), f"{page} links to {target}#{anchor}"
+
+
+def test_tests_that_the_page_on_security_names_exist() -> None:
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    named = re.findall(r"`(test_\w+)`", SECURITY.read_text())
+    assert len(named) > 30
+    assert [name for name in named if f"def {name}(" not in tests] == []
 
 
 def test_numbers_of_the_page_on_quality_are_those_of_the_trials() -> None:

@@ -70,7 +70,7 @@ def test_a_trainer_that_would_put_other_weights_in_place_of_the_run_s_is_refused
 
     arguments: Any = SimpleNamespace(load_best_model_at_end=True)
     nothing: Any = None
-    with pytest.raises(SettingsError, match="load_best_model_at_end would put weights of this learner's checkpoint in"):
+    with pytest.raises(SettingsError, match="load_best_model_at_end would replace the run's weights by those of this"):
         DilocoCallback("nats://127.0.0.1:9", run="x", tokens=1).on_train_begin(arguments, nothing, nothing)
 
 

@@ -243,7 +243,7 @@ def begin(saved: Any, w: Any, tokens: int) -> str:
 
 def test_a_state_of_another_run_of_that_name_and_of_other_values_is_refused_when_the_run_is_entered(saved: Any) -> None:
     assert "load_state_dict: the state is of run 'virtual' with the identity" in begin(saved, saved["w"], 8192)
-    assert "load_state_dict: the parameters are not those of the time when this" in begin(saved, saved["w"] + 1, 4096)
+    assert "load_state_dict: the parameters are not those of the moment of this" in begin(saved, saved["w"] + 1, 4096)
 
 
 @pytest.mark.parametrize(
@@ -338,7 +338,7 @@ def test_a_torch_loop_saves_tensors_that_load_without_pickle(saved: Any) -> None
     with pytest.raises(SettingsError, match="parameter 'bias' is float32, but was bfloat16 when the state was taken"):
         join(params=torch.nn.Linear(3, 2)).load_state_dict(state)
     with pytest.raises(
-        SettingsError, match=r"what rounding left over of parameter 'weight' is not of this rank's shape \(2, 4\)"
+        SettingsError, match=r"the rounding error of parameter 'weight' does not have this rank's shape \(2, 4\)"
     ):
         join(params=torch.nn.Linear(4, 2).to(torch.bfloat16)).load_state_dict(
             state | {"rests": state["rests"] | {"weight": torch.zeros(2, 3)}}

@@ -105,5 +105,5 @@ def test_one_device_is_no_mesh() -> None:
 
 
 def test_training_on_a_mesh_is_not_replayed_on_fewer_devices() -> None:
-    with pytest.raises(RunError, match=r"a mesh of 4 devices, and there are 1: .*JAX_NUM_CPU_DEVICES=4"):
+    with pytest.raises(RunError, match=r"a mesh of 4 devices, but there are 1 here: .*JAX_NUM_CPU_DEVICES=4"):
         Redo(run_settings(overrides={"task.layers": 1, "task.width": 16}), None, tape.Mesh(2, 2, 1), False)

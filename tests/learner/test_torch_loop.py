@@ -206,8 +206,8 @@ def tied(module: Any) -> None:
             "parameter '0/(bias|weight)' requires a gradient, but was frozen when this loop joined: join with it unfr",
         ),
         (another_base, "frozen parameter '0/weight' changed its values or type since this loop joined"),
-        (one_more, "params are not those that joined: 2/bias, 2/weight"),
-        (one_less, "params are not those that joined: 1/bias, 1/weight"),
+        (one_more, "params differ from those at join: 2/bias, 2/weight"),
+        (one_less, "params differ from those at join: 1/bias, 1/weight"),
         (wider, r"parameter '1/weight' has shape \(5, 4\), expected \(4, 4\) as at join"),
         (rounded, "parameter '1/weight' is bfloat16, expected float32 as at join"),
         (tied, "parameters '1/bias' and '1/weight' share memory"),
@@ -286,13 +286,13 @@ def fill_buffer(module: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (fill_layers, "params are not those that joined: layers/a/bias, layers/a/weight"),
-        (fill_scales, "params are not those that joined: scales/a: hand over the same tensors"),
-        (fill_child, "params are not those that joined: child/scale"),
-        (fill_child_with_frozen, "params are not those that joined: child/scale"),
-        (new_buffer, r"joined: state/child/mean: .* \(register a buffer that comes later with persistent=False\)"),
-        (set_buffer, "params are not those that joined: state/unset"),
-        (fill_buffer, "params are not those that joined: state/empty"),
+        (fill_layers, "params differ from those at join: layers/a/bias, layers/a/weight"),
+        (fill_scales, "params differ from those at join: scales/a: pass the same tensors"),
+        (fill_child, "params differ from those at join: child/scale"),
+        (fill_child_with_frozen, "params differ from those at join: child/scale"),
+        (new_buffer, r"at join: state/child/mean: .* \(register a buffer that comes later with persistent=False\)"),
+        (set_buffer, "params differ from those at join: state/unset"),
+        (fill_buffer, "params differ from those at join: state/empty"),
     ],
 )
 def test_what_comes_into_an_empty_place_is_named_at_the_next_step(change: Callable[[Any], None], said: str) -> None:
@@ -370,7 +370,10 @@ def quantized() -> Any:
         ({"a": X, "b": X}, "parameters 'a' and 'b' share memory, so that a version of one would overwrite the other"),
         ({"a": X, "b": X[:2]}, "parameters 'a' and 'b' share memory"),
         ({"a": X[:, :3], "b": X.T[2:]}, "parameters 'a' and 'b' share memory"),
-        ({"a": torch.zeros(1, 4).expand(5, 4)}, r"parameter 'a' has several values in one place of its memory, as expand\(\)"),
+        (
+            {"a": torch.zeros(1, 4).expand(5, 4)},
+            r"parameter 'a' has several elements in one place of memory, as after expand\(\)",
+        ),
         (
             {"a/b.c": X, "a.b.c": X.clone()},
             "parameters 'a/b.c' and 'a.b.c' have the same path 'a/b/c' in the run's log",
@@ -390,7 +393,7 @@ def quantized() -> Any:
         (nn.Sequential(nn.LazyLinear(4)), "'0/weight' has no shape yet: call the module once on a batch, and join then"),
         (
             beside(X.to_sparse()),
-            "parameter 'base' is a Parameter of layout sparse_coo, expected a plain dense tensor: hand over",
+            "parameter 'base' is a Parameter of layout sparse_coo, expected a plain dense tensor: pass",
         ),
         (beside(unusual(torch.eye(2).to_sparse_csr)), "parameter 'base' is a Parameter of layout sparse_csr"),
         (
@@ -404,7 +407,7 @@ def quantized() -> Any:
             nn.Sequential(nn.Linear(4, 4), nn.LazyBatchNorm1d(affine=False)),
             "buffer '1/running_mean' has no shape yet: call the module once on a batch, and join then",
         ),
-        (made_for_inference(linear), r"parameter '0/weight' was made under torch.inference_mode\(\), .*: make it without, or"),
+        (made_for_inference(linear), r"parameter '0/weight' was made under torch.inference_mode\(\), .*: make it outside, or"),
         ({"a": made_for_inference(X.clone)}, "parameter 'a' was made under torch.inference_mode"),
         (buffered(made_for_inference(X.clone)), "buffer 'mean' was made under torch.inference_mode"),
         (

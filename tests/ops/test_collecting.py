@@ -117,7 +117,7 @@ def test_a_state_under_another_name_counts_by_its_hash(taken: RunCheckpoint, tmp
 def test_what_cannot_be_collected_is_refused(taken: RunCheckpoint, tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"nowhere: no such folder"):
         collected(taken, tmp_path / "nowhere")
-    with pytest.raises(RunError, match=r"is no checkpoint"):
+    with pytest.raises(RunError, match=r"is not a checkpoint"):
         asyncio.run(collecting.collect(tmp_path, [tmp_path]))
     (taken.path / "log.snapshot").write_bytes(b"lag")
     with pytest.raises(RunError, match=r"log\.snapshot: is damaged"):

@@ -220,7 +220,7 @@ def test_what_is_no_run_is_named(tmp_path: Path) -> None:
     run = over(tmp_path / "a")
     for path, said in (
         (tmp_path / "empty", "not a run's directory"),
-        (tmp_path / "nothing", "nothing is there"),
+        (tmp_path / "nothing", "does not exist"),
         (tmp_path / "file.json", "neither a run's directory nor a file of results"),
     ):
         with pytest.raises(RunError, match=said) as raised:

@@ -49,7 +49,7 @@ def test_users_values_stay(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_devices_of_a_learner_are_divided_by_its_processes() -> None:
     assert per_process(4, 2) == 2
     assert per_process(None, 2) is None
-    with pytest.raises(SettingsError, match="--devices-per-learner 3: 2 processes do not divide them"):
+    with pytest.raises(SettingsError, match="--devices-per-learner 3: not divisible by 2 processes"):
         per_process(3, 2)
 
 
@@ -137,10 +137,10 @@ def test_each_service_of_up_has_a_port_of_its_own_for_metrics(monkeypatch: pytes
     monkeypatch.setattr(pages, "is_free", lambda host, port: port != 9466)
     monkeypatch.setenv("DILOCO_METRICS_ADDRESS", "[::1]:9464")
     assert metrics_addresses(2) == ["[::1]:9464", "[::1]:9465"]
-    with pytest.raises(SettingsError, match="the run's 3 services take ports 9464 to 9466, and 9466 cannot be listened at"):
+    with pytest.raises(SettingsError, match="the run's 3 services take ports 9464 to 9466, and 9466 is in use"):
         metrics_addresses(3)
     monkeypatch.setenv("DILOCO_METRICS_ADDRESS", "127.0.0.1:65535")
-    with pytest.raises(SettingsError, match="2 services take a port each from there on, and 65535 is the last one"):
+    with pytest.raises(SettingsError, match="2 services need a port each from there on, and 65535 is the last one"):
         metrics_addresses(2)
     monkeypatch.setenv("DILOCO_METRICS_ADDRESS", "nowhere")
     with pytest.raises(SettingsError, match="expected HOST:PORT"):

@@ -113,7 +113,7 @@ def test_a_learner_is_granted_work_and_more_of_it_without_new_keys(command: Comm
     assert command("renew", "k", "learner-eu-0").code == 0
     assert granted(eu) == (8192, 0.05)
     eu.unlink()  # it was handed over
-    assert "put it back" in refused(command("grant", "k", "learner-eu-0", "--batch-tokens", "9000"))
+    assert "put the file back" in refused(command("grant", "k", "learner-eu-0", "--batch-tokens", "9000"))
 
 
 def test_certificates_say_whose_they_are_and_what_for(command: Command, tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ def test_waiting_shows_progress_and_is_interrupted_without_an_end_of_the_run(
         started.wait()
     thread.join()
     assert started._process.poll() is None
-    assert capsys.readouterr().out.startswith("interrupted; the run goes on: run.wait()")
+    assert capsys.readouterr().out.startswith("interrupted; the run continues: run.wait()")
     started.stop()
     assert started.wait() is None
     assert started._process.poll() == 0

@@ -64,7 +64,7 @@ def test_names_are_those_that_peft_itself_gives(options: dict[str, Any]) -> None
         (specs(), {"r": 4}, "--config c: r is 4, but '.*lora_A/default/weight' of the run has the rank 2"),
         (specs(), {"target_modules": ["v"]}, "--config c: target_modules does not have 'q', whose '.*' the run trains"),
         (specs(), {"target_modules": "v.*"}, "--config c: target_modules does not have 'q'"),
-        (specs(), {"target_modules": "*"}, r"--config c: target_modules is '\*', which is no regular expression"),
+        (specs(), {"target_modules": "*"}, r"--config c: target_modules is '\*', which is not a regular expression"),
         (specs(), {"target_modules": None}, "--config c: target_modules does not have 'q'"),
         (specs(), {"target_modules": 3, "rank_pattern": 3}, "--config c: target_modules does not have 'q'"),
         (
@@ -72,7 +72,11 @@ def test_names_are_those_that_peft_itself_gives(options: dict[str, Any]) -> None
             {},
             "--config c: bias is 'none', but the run trains 'base_model",
         ),
-        (specs(**{"base_model/model/norm/weight": (3,)}), {}, "the run has 'base_model.model.norm.weight', which is no tensor"),
+        (
+            specs(**{"base_model/model/norm/weight": (3,)}),
+            {},
+            "the run has 'base_model.model.norm.weight', which is not a tensor",
+        ),
         (
             specs(**{"base_model/model/head/modules_to_save/default/weight": (3,)}),
             {},
@@ -93,6 +97,6 @@ def test_what_peft_would_not_load_is_refused(tensors: list[TensorSpec], config: 
 
 def test_buffers_of_the_base_have_no_place_in_an_adapter() -> None:
     with pytest.raises(
-        SettingsError, match=r"the run has 'base_model.model.norm.running_mean', which is no tensor of an adapter"
+        SettingsError, match=r"the run has 'base_model.model.norm.running_mean', which is not a tensor of a LoRA adapter"
     ):
         adapter_naming([*specs(), TensorSpec("state/base_model/model/norm/running_mean", (3,), state=True)], CONFIG, "")

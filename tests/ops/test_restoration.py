@@ -83,7 +83,7 @@ def test_a_checkpoint_that_was_copied_by_half_is_refused(tmp_path: Path) -> None
     with pytest.raises(RunError, match=r"log\.snapshot: missing"):
         restored(path)
     (path / manifest.MANIFEST).unlink()
-    with pytest.raises(RunError, match=r"is no checkpoint, or one that was never finished"):
+    with pytest.raises(RunError, match=r"is not a checkpoint, or is incomplete"):
         restored(path)
 
 

@@ -63,7 +63,7 @@ def test_a_process_that_dies_while_it_trains_again_is_named_and_the_next_life_is
     with Retraining() as make:
         with pytest.raises(RunError, match=r"has died \(exit code -9; .* machine without memory left\)"):
             make(fatal, None, Life(START))
-        with pytest.raises(RunError, match=r"a mesh of 64 devices, and there are 1: .*JAX_NUM_CPU_DEVICES=64"):
+        with pytest.raises(RunError, match=r"a mesh of 64 devices, but there are 1 here: .*JAX_NUM_CPU_DEVICES=64"):
             make(SETTINGS, None, Life(START, mesh=Mesh(64, 1, 1)))
         assert make(SETTINGS, None, Life(START)).tokens_per_batch == 12 * 16
 

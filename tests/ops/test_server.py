@@ -99,7 +99,7 @@ def test_a_taken_port_is_told_with_the_servers_own_words(make_server: MakeServer
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         server = make_server(start=False, port=port)
-        with pytest.raises(BrokerError, match=rf"did not come up on port {port}: .*address already in use.*; all of it is in"):
+        with pytest.raises(BrokerError, match=rf"did not come up on port {port}: .*address already in use.*; its log is"):
             server.start()
     assert server.pid == 0
     server.start()  # free now

@@ -627,9 +627,9 @@ def test_an_error_of_no_known_kind_is_one_of_the_relay(code: str) -> None:
 @pytest.mark.parametrize(
     ("answer", "says"),
     [
-        (b"HTTP/1.1 400 Bad Request\r\n", "what answers there is no relay"),
-        (b"[1]\n", "what answers there is no relay"),
-        (b"[" * 100_000 + b"\n", "what answers there is no relay"),
+        (b"HTTP/1.1 400 Bad Request\r\n", "another program answers there, not a relay"),
+        (b"[1]\n", "another program answers there, not a relay"),
+        (b"[" * 100_000 + b"\n", "another program answers there, not a relay"),
         (b"", "the relay closed the connection before its answer was complete"),
     ],
 )

@@ -187,7 +187,7 @@ async def test_a_run_that_is_not_over_is_not_continued(launch: Launch, tmp_path:
     source = continuing.find(save_directory(run), {"tokens": 1000})
     new = RunDirectory(tmp_path / "new", "new", run.url, None, run.settings)
     count = run.settings.fragments.count
-    said = f"run '{run.name}' is not over, it is going on: {count} of the {count} logs"
+    said = f"run '{run.name}' is not finished, it is going on: {count} of the {count} logs"
     with pytest.raises(RunError, match=said):
         await prepared(source, new)
     assert not new.path.exists()
@@ -198,7 +198,7 @@ async def test_nothing_is_left_of_a_continuation_that_fails(make_server: MakeSer
     await to_its_end(first, learners=1)
     source = continuing.find(save_directory(first), {"tokens": TOKENS})
     taken = RunDirectory(tmp_path / "x", first.name, first.url, None, first.settings)
-    with pytest.raises(RunError, match=f"run '{first.name}' exists at its server already; choose another --run-dir"):
+    with pytest.raises(RunError, match=f"run '{first.name}' already exists at its server; choose another --run-dir"):
         await prepared(source, taken)
 
     def refused(directory: RunDirectory, fragments: FragmentMap) -> RunDirectory:
@@ -238,8 +238,8 @@ async def test_nothing_is_left_of_a_continuation_that_fails(make_server: MakeSer
         (("--tokens", "9", "--set", "task.width=32"), "task.width is 8 there, 32 here; seed, learners, fragments, task"),
         (("--tokens", "9", "--preset", "diloco"), "has preset decoupled; it cannot go on with --preset diloco"),
         (("--tokens", "9", "--resume", "old"), "leave one of them out"),
-        (("--tokens", "9", "--init", "file"), "a run that goes on from --continue has its weights"),
-        (("--tokens", "9", "--set", "continues.run=x"), "is set by --continue RUN alone"),
+        (("--tokens", "9", "--init", "file"), "a run of --continue already has weights"),
+        (("--tokens", "9", "--set", "continues.run=x"), "names the run that is continued; use --continue RUN"),
         (("--tokens", "9", "--run-dir", "old"), "exists and is not empty; a run that is over goes on in a new directory"),
         (("--tokens", "9", "--learners", "0"), "expected a number from 1 to"),
     ],

@@ -240,9 +240,9 @@ def test_resume_refuses_what_it_cannot_go_on_with_and_leaves_nothing_behind(
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     good = str(taken)
     for arguments, code, says in (
-        (["--resume", "no-such-place"], 5, "no-such-place: is no checkpoint"),
-        (["--resume", str(text)], 5, f"{text}: is no checkpoint"),
-        (["--resume", str(taken.parent)], 5, "is no checkpoint"),
+        (["--resume", "no-such-place"], 5, "no-such-place: is not a checkpoint"),
+        (["--resume", str(text)], 5, f"{text}: is not a checkpoint"),
+        (["--resume", str(taken.parent)], 5, "is not a checkpoint"),
         (["--resume", good, "--run-dir", str(used)], 5, "exists and is not empty"),
         (["--resume", good, "--resume-at", "100000"], 5, "--resume-at 100000: the log has versions 0 to"),
         (["--resume", good, "--resume-at", "-1"], 2, "--resume-at"),
@@ -301,7 +301,7 @@ def test_manifest_of_another_version_or_that_reaches_out_is_refused(taken: Path,
     other_log = manifest["log"] | {"config": manifest["log"]["config"] | {"name": "ORDERS"}}
     for changes, says in (
         ({"version": 9}, f"made by version {__version__} of diloco (format 9)"),
-        ({"format": "tar"}, "is no manifest of a checkpoint"),
+        ({"format": "tar"}, "is not a checkpoint's manifest"),
         ({"settings": manifest["settings"] | {"warp": 9}}, "no setting 'warp'"),
         ({"learners": {"learner-0": outside}}, "outside of the checkpoint"),
         ({"learners": {"../../learner-0": learner}}, "damaged"),
@@ -331,7 +331,7 @@ def test_an_older_checkpoint_serves_and_it_is_said(source: Path, tmp_path: Path)
     (directory / "whole" / "3").mkdir()  # one that was begun, and never finished
     found = resume.find(directory)
     assert found.checkpoint.path == directory / "whole" / "1"
-    assert [("never finished" in note, "is damaged" in note) for note in found.notes] == [
+    assert [("is incomplete" in note, "is damaged" in note) for note in found.notes] == [
         (True, False), (False, True), (False, False)
     ]  # fmt: skip
     assert str(directory / "whole" / "1") in found.notes[2]
@@ -404,7 +404,7 @@ async def test_a_checkpoint_killed_in_the_middle_is_taken_for_none(launch: Launc
         assert any(left.iterdir())
         found = resume.find(directory)
         assert found.checkpoint.path == whole
-        assert f"{left}: is no checkpoint, or one that was never finished" in found.notes[0]
+        assert f"{left}: is not a checkpoint, or is incomplete" in found.notes[0]
     again = await asyncio.to_thread(checkpoint_of_run, directory)
     assert again.path.name == "4"
     assert resume.find(directory).checkpoint.path == again.path

@@ -217,7 +217,7 @@ async def test_servers_that_are_none(tmp_path: Path) -> None:
     other.close()
     assert named(found, "failed") == ["control reach", "us server", "eu reach", "ap reach"]
     assert "Connection refused" in found["control reach"].found
-    assert "no NATS server: it says b'220 mail.example ESMTP" in found["us server"].found
+    assert "not a NATS server: it answers b'220 mail.example ESMTP" in found["us server"].found
     assert "the name 'no-such-host.invalid' is not resolved" in found["eu reach"].found
     assert "not the address of a server" in found["ap reach"].found
     assert found["run"].verdict == "skipped"

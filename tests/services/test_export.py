@@ -203,7 +203,7 @@ def test_half_precision_is_rounded_to_the_nearest(tmp_path: Path) -> None:
     assert bits.view(np.float32)[:5].tolist() == expected
     halves = load_file(written(tmp_path / "h", "float16", random_values()))
     assert np.array_equal(halves["w"], random_values()["w"].astype(np.float16))
-    with pytest.raises(RunError, match=r"tensor 'b': 3e\+38 is more than float16 can be; export it as bfloat16"):
+    with pytest.raises(RunError, match=r"tensor 'b': 3e\+38 exceeds the range of float16; export it as bfloat16"):
         written(tmp_path / "h", "float16", values)
 
 

@@ -131,7 +131,7 @@ def test_a_folder_needs_a_configuration_and_is_new(text: str, tmp_path: Path, di
         run, out = str(tmp_path / "run"), tmp_path / "hf"
         refused = diloco("export", run, str(out), "--format", "hf")
         assert (refused.code, out.exists()) == (2, False)
-        assert "task.name = 'own_model:make': has no config(), which says how" in refused.err
+        assert "task.name = 'own_model:make': has no config() for Hugging Face's libraries" in refused.err
         refused = diloco("export", run, str(out), "--shard-bytes", "7")
         assert (refused.code, "--shard-bytes 7: is for --format hf" in refused.err) == (2, True)
         (tmp_path / "config.json").write_text('{"model_type": "mine"}')
@@ -140,7 +140,7 @@ def test_a_folder_needs_a_configuration_and_is_new(text: str, tmp_path: Path, di
         written = diloco("export", run, str(out), "--format", "hf", *options)
         assert written.code == 0, written
         refused = diloco("export", run, str(out), "--format", "hf", *options)
-        assert (refused.code, "exists, and is no empty folder; name a new one" in refused.err) == (2, True)
+        assert (refused.code, "exists, and is not an empty folder; name a new one" in refused.err) == (2, True)
     finally:
         server.stop()
     assert json.loads((out / "config.json").read_text()) == {"model_type": "mine"}
@@ -153,7 +153,7 @@ def test_a_folder_needs_a_configuration_and_is_new(text: str, tmp_path: Path, di
     ("tied", "said"),
     [
         (True, "tie_word_embeddings is false, but the model has no head beside its embedding 'model.embed_tokens.weight'"),
-        (False, "tie_word_embeddings is true, but the model has a head 'lm_head.weight' that is trained by itself"),
+        (False, "tie_word_embeddings is true, but the model's head 'lm_head.weight' is trained by itself"),
     ],
 )
 def test_a_configuration_by_which_another_head_is_read_is_refused(

@@ -280,7 +280,7 @@ async def test_what_cannot_join_is_refused(launch: Launch) -> None:
     await cluster.create()
     tensors = dict(Regression(cluster.settings).tensors)
     within_s = scaled_s(2.0)  # enough to connect
-    with pytest.raises(RunError, match=rf"run 'other': nats://.* has had no such run for {within_s:g} s"):
+    with pytest.raises(RunError, match=rf"run 'other': not found at nats://.* within {within_s:g} s"):
         await asyncio.to_thread(_join(cluster, tensors, run="other", within_s=within_s).__enter__)
     with pytest.raises(BrokerError):
         await asyncio.to_thread(diloco.join("nats://127.0.0.1:9", run="x", params=tensors, tokens=1, within_s=0.5).__enter__)
@@ -350,9 +350,9 @@ JAX = jnp.zeros((64, 3))
 @pytest.mark.parametrize(
     ("params", "said"),
     [
-        ({"a": NUMPY, "b": NUMPY}, "parameters 'a' and 'b' are one array, which is given away at each step"),
+        ({"a": NUMPY, "b": NUMPY}, "parameters 'a' and 'b' are one array, which run.step takes over"),
         ({"a": NUMPY, "b": NUMPY[:32]}, "parameters 'a' and 'b' share memory, so that a version of one would overwrite"),
-        ({"a": JAX, "b": JAX}, "parameters 'a' and 'b' are one array, which is given away at each step"),
+        ({"a": JAX, "b": JAX}, "parameters 'a' and 'b' are one array, which run.step takes over"),
         ({"a": JAX, "b": jax.device_put(JAX, JAX.device)}, "parameters 'a' and 'b' are one array"),  # two names of one buffer
         ({"a": {"b": NUMPY}, "a/b": NUMPY.copy()}, "two parameters are both 'a/b' in the run's log"),
     ],
@@ -374,7 +374,7 @@ def test_a_tree_that_is_not_finite_is_seen_beside_an_empty_array() -> None:
 def test_parameters_that_change() -> None:
     parameters = Tree({"a": np.zeros(3, np.float32), "b": np.zeros((), np.float32)})
     parameters.take({"a": np.ones(3, np.float32), "b": np.ones((), np.float32)})
-    with pytest.raises(SettingsError, match="not those that joined: c: hand over the same"):
+    with pytest.raises(SettingsError, match="differ from those at join: c: pass the same"):
         parameters.take(parameters.tree | {"c": np.zeros(1, np.float32)})
     with pytest.raises(SettingsError, match=r"parameter 'a' has shape \(4,\), expected \(3,\)"):
         parameters.take(parameters.tree | {"a": np.zeros(4, np.float32)})

@@ -74,7 +74,7 @@ async def act_on(page: PageProcess, cluster: Cluster, own: Path, third: Service)
     told = await acted(page, "preview", version="1")
     assert re.match(r"fragment 0: versions 2 to \d+, \d+", told[0]), told
     assert re.match(r"lost in all: \d+ versions of 4 fragments", told[-2]), told
-    assert "nothing is beyond version 99999" in await acted(page, "rollback", version="99999")
+    assert "no fragment is beyond version 99999" in await acted(page, "rollback", version="99999")
     assert "expected a whole number" in await acted(page, "rollback", version="-1")
     back = await acted(page, "rollback", version="1", reason="a spike")
     assert "4 fragments go back to version 1" in back

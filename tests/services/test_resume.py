@@ -296,13 +296,13 @@ async def test_damaged_checkpoints_are_named_and_an_older_whole_one_is_used(laun
     manifest.write_text(json.dumps(values | {"version": 1}))
     assert "(format 1); this is" in resume.find(directory).notes[0]
     manifest.write_text(json.dumps({"format": "something else"}))
-    assert "is no manifest of a checkpoint" in resume.find(directory).notes[0]
+    assert "is not a checkpoint's manifest" in resume.find(directory).notes[0]
     manifest.unlink()  # as if it had never been finished
-    assert "never finished" in resume.find(directory).notes[0]
+    assert "is incomplete" in resume.find(directory).notes[0]
     (older / "manifest.json").write_text("{")
-    with pytest.raises(RunError, match=rf"{newer}: is no checkpoint.*; {older}/manifest.json: damaged"):
+    with pytest.raises(RunError, match=rf"{newer}: is not a checkpoint.*; {older}/manifest.json: damaged"):
         resume.find(directory)
-    with pytest.raises(RunError, match=f"{tmp_path}: is no checkpoint"):
+    with pytest.raises(RunError, match=f"{tmp_path}: is not a checkpoint"):
         resume.find(tmp_path)
 
 

@@ -210,14 +210,14 @@ async def test_what_cannot_be_gone_back_to_is_refused_before_anything_is_ordered
         RunError, match=r"fragment 0: version 1 is not in the log, which has those from \d+ to the newest; how far"
     ):
         await go_back(cluster, 1)
-    with pytest.raises(RunError, match="nothing is beyond version 9999; its fragments are at "):
+    with pytest.raises(RunError, match="no fragment is beyond version 9999; they are at versions "):
         await go_back(cluster, 9999)
     cluster.gate.open()
     link = await cluster.link()
     registry = await link.bucket(cluster.subjects.bucket, create=False)
     assert await registry.get("changes") is None
     await cluster.ended()
-    with pytest.raises(RunError, match="ends: the logs of 4 of its 4 fragments are closed"):
+    with pytest.raises(RunError, match="is ending: the logs of 4 of its 4 fragments are closed"):
         await go_back(cluster, 5)
 
 
@@ -234,14 +234,14 @@ def chain(fragment: int, version: int, **changes: Any) -> Chain:
 @pytest.mark.parametrize(
     ("chains", "version", "orders", "reason"),
     [
-        ([chain(0, 5), chain(1, 7)], 7, {}, "nothing is beyond version 7; its fragments are at 5 to 7"),
+        ([chain(0, 5), chain(1, 7)], 7, {}, "no fragment is beyond version 7; they are at versions 5 to 7"),
         ([chain(0, 5), chain(1, 7, closed=True)], 4, {}, "the logs of 1 of its 2 fragments are closed; .* --resume-at 4$"),
         # fragment 0 would go on beyond 4 as soon as its owner came to its order
         (
             [chain(0, 5), chain(1, 7)],
             6,
             {0: (3, 4)},
-            "change 3 takes fragments 0 back to version 4, and is not carried out yet",
+            "change 3 takes fragments 0 back to version 4, but the owners have not done so yet",
         ),
         ([chain(0, 5, rolled_back=RolledBack(9, 2, 4))], 4, {}, "has carried out change 9, but the server has only 3 changes"),
         ([chain(0, 5), chain(1, 7)], 4, {0: (3, 2)}, ""),  # this one takes its place

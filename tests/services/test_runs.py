@@ -36,7 +36,7 @@ async def test_a_run_is_listed_shown_and_removed_once_nobody_is_heard(
     streams = [f"DILOCO_{cluster.name}_{kind}" for kind in ("ARCHIVE", "LOG", "OFFERS")] + [f"KV_DILOCO_{cluster.name}"]
     assert [part["stream"] for part in seen["streams"]] == streams
     assert seen["created_s"] <= seen["last_s"]
-    with pytest.raises(RunError, match=r"is going on: .*toy-0.* heard; stop it first, or give --force"):
+    with pytest.raises(RunError, match=r"is live: .*toy-0.* heard; stop it first, or give --force"):
         await asyncio.to_thread(runs.remove, cluster.name, url)
 
     other = launch(small())

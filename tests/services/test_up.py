@@ -342,7 +342,7 @@ def test_a_run_that_is_over_goes_on_with_more_tokens(story: Story, diloco: Diloc
     assert [(life["learner"], life["parameters"], life["unchecked"]) for life in lives] == [(n, True, "") for n in LEARNERS]
     finished = diloco("up", "--run-dir", str(new))
     assert finished.code == 5
-    assert f"for more tokens go on from it in another one: diloco up --continue {new} --tokens N" in finished.err
+    assert f"for more tokens continue it in a new one: diloco up --continue {new} --tokens N" in finished.err
 
 
 def test_status_and_logs_of_an_ended_run(story: Story, diloco: Diloco) -> None:

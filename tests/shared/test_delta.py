@@ -75,8 +75,8 @@ class Learner:
     def take(self, applied: VersionWrite) -> None:
         self.value = written(applied, self.value)
 
-    def version(self, theta: Vector, offer: PendingDelta | None) -> None:
-        """A version that merges ``offer``, or only another learner's."""
+    def version(self, theta: Vector, offer: PendingDelta | None, *, closing: bool = False) -> None:
+        """A version that merges ``offer``, or only another learner's; ``closing``: none follows it."""
         members = [MergeMember("zoe", 1, 1, 1, 0, 1, 5, 0, 1.0, [])]
         if offer is not None:
             members.insert(0, member_of(offer))
@@ -84,7 +84,8 @@ class Learner:
             assert not ranges.common(self.merged_data, offer.stated.data), "merged twice"
             self.merged_data = ranges.normal(self.merged_data + offer.stated.data)
             self.sent = self.sent + self.bodies[offer.identity]
-        self.take(self.delta.apply(version_record(self.delta.state.base_version + 1, *members), theta))
+        record = version_record(self.delta.state.base_version + 1, *members)
+        self.take(self.delta.apply(msgspec.structs.replace(record, closing=closing), theta))
 
     def balanced(self) -> bool:
         return self.processed == self.merged + self.delta.state.lost_tokens + self.delta.state.tokens
@@ -178,6 +179,38 @@ def test_a_single_step_that_could_not_be_offered_yet_is_kept(
     assert ann.balanced()
     if overlap:
         assert quantise.dequantise(ann.delta.body(ann.offer()), 2, 32).tolist() == [-4, -8]  # against the new base
+
+
+@pytest.mark.parametrize(("merges", "lost"), [(True, 6), (False, 16)])
+def test_nothing_is_kept_beside_a_closing_version(merges: bool, lost: int) -> None:
+    """No version follows that could merge it: the value would never be the run's."""
+    ann = learner(keeps_single_step=True)
+    ann.step(10, 4, 8)
+    offer = ann.offer()
+    ann.step(6, 2, -6)
+    ann.version(vector(50, 60), offer if merges else None, closing=True)
+    assert ann.value.tolist() == [50, 60]
+    assert (ann.delta.state.tokens, ann.delta.state.lost_tokens) == (0, lost)
+    assert ann.balanced()
+
+
+def test_a_single_step_is_not_kept_beside_a_closing_version() -> None:
+    ann = learner(keeps_single_step=True)
+    ann.step(10, 4, 8)
+    ann.version(vector(50, 60), None, closing=True)
+    assert ann.value.tolist() == [50, 60]
+    assert (ann.delta.state.tokens, ann.delta.state.lost_tokens) == (0, 10)
+
+
+def test_a_log_that_is_closed_leaves_nothing_of_a_learner_that_comes_back() -> None:
+    ann = learner()
+    ann.version(vector(50, 60), None)
+    ann.step(10, 4, 8)
+    chain = chain_at(1, (0, 0))
+    chain.closed = True
+    ann.take(ann.delta.reload(chain, vector(50, 60)))
+    assert ann.value.tolist() == [50, 60]
+    assert (ann.delta.state.tokens, ann.delta.state.lost_tokens) == (0, 10)
 
 
 def test_a_single_step_is_kept_through_several_versions_and_lost_once_it_is_offered_or_no_longer_single() -> None:

@@ -597,4 +597,5 @@ class Reference:
                     processed == merged + held + lost,
                     f"{name}, fragment {index}: {processed} tokens processed, {merged} merged, {held} held, {lost} lost",
                 )
+                demand(held == 0, f"{name}, fragment {index}: holds {held} tokens beside the last version, which none merges")
         demand(len(self.logs) == len(self.map.fragments), "the run never began")

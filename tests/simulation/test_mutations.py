@@ -93,7 +93,7 @@ def restored_displacement_kept(patch: Patch) -> None:
 def merged_displacement_kept(patch: Patch) -> None:
     """A learner keeps the displacement of an offer that was merged."""
 
-    def kept(self: DeltaState, version: int, identity: tuple[int, int], *, keeps_dropped: bool = False) -> ApplyOutcome:
+    def kept(self: DeltaState, version: int, identity: tuple[int, int], **_: bool) -> ApplyOutcome:
         self.after = identity
         self.pending.clear()
         return self._keep()

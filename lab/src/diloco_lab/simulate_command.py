@@ -14,7 +14,7 @@ from diloco_lab.commands.run import run
 from diloco_lab.commands.trace import trace
 
 simulate = typer.Typer(
-    no_args_is_help=True, help="What a run would do on machines that one does not have: goodput, bandwidth, a plan."
+    no_args_is_help=True, help="Estimate what a run would do on machines that you do not have: goodput, bandwidth, a plan."
 )
 
 

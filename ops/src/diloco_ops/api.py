@@ -1,7 +1,7 @@
 """``diloco.up`` and ``diloco.open``: runs from Python, in a script or a notebook.
 
-``up`` starts the ``diloco`` command in a process of its own: there is one way in which a run is started and tended. The
-command's output goes to this process's, line by line where that is no terminal.
+``up`` starts the ``diloco`` command in a separate process, so that runs start in one way only. The command's output appears in
+this process, as plain lines if that is not a terminal.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Metrics(list[dict[str, Any]]):
     """Values of a run in time: ``owner`` (a learner, or ``run``), ``name``, ``step``, ``value`` and ``wall_s``."""
 
     def frame(self) -> Any:
-        """Return them as a data frame of pandas.
+        """Return the values as a pandas data frame.
 
         Raises:
             DilocoError: pandas is not installed.
@@ -66,7 +66,7 @@ class Metrics(list[dict[str, Any]]):
 
 
 class Text(str):
-    """Text that a notebook and Python's prompt show with its lines."""
+    """Text whose lines a notebook and Python's prompt show as lines."""
 
     __slots__ = ()
 
@@ -75,13 +75,13 @@ class Text(str):
 
 
 class Run:
-    """A run in a directory, going on, stopped or over; it is read when it is asked."""
+    """A live, stopped or finished run in a directory. Each call reads its current state."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
     def __repr__(self) -> str:
-        """Return where the run stands, in one line."""
+        """Return the run's state in one line."""
         return notebook.sentence(self._seen(), self.page)
 
     def _repr_html_(self) -> str:
@@ -89,7 +89,7 @@ class Run:
         return notebook.picture(self._seen(), self.page)
 
     def _seen(self) -> LocalRun:
-        """Return the run as its directory has it; of one that ``diloco up`` does not keep there, as its coordinator has it."""
+        """Return the run as its directory states it, or, if ``diloco up`` runs elsewhere, as its coordinator states it."""
         seen = local_run(self.directory)
         if seen.standing == "elsewhere":
             with suppress(DilocoError):  # it does not answer now
@@ -98,19 +98,19 @@ class Run:
 
     @property
     def page(self) -> str | None:
-        """The address of the run's page, or of its report once it is over; None: it has none, or it is not known here."""
+        """The address of the run's page, or of a finished run's report; None if it has none or it is unknown here."""
         directory = rundir.load(self.directory)
         report = (directory.path / "report.html").resolve()
         return report.as_uri() if directory.finished and report.exists() else pages.link_of(directory)
 
     @property
     def report(self) -> dict[str, Any] | None:
-        """The report, as ``docs/report.md`` has it; None before the run is over."""
+        """The report (``docs/report.md``); None before the run is finished."""
         directory = rundir.load(self.directory)
         return build.load_json(directory.report) if directory.finished else None
 
     def status(self) -> dict[str, Any]:
-        """Return the status, as its coordinator has it, or the last one of a run that is over.
+        """Return the coordinator's status of the run, or the last status of a finished run.
 
         Raises:
             RunError: there is no such run, or it has not been started yet.
@@ -122,10 +122,10 @@ class Run:
         return _in_a_loop(lambda: inspect.ask(directory))
 
     def metrics(self) -> Metrics:
-        """Return losses in time, and of a run that goes on the newest value of all else that trackers get.
+        """Return losses over time. For a live run, also return the latest value of everything else that trackers get.
 
         Raises:
-            RunError, BrokerError: as :meth:`status` does.
+            RunError, BrokerError: as in :meth:`status`.
         """
         if (report := self.report) is not None:
             return Metrics(asdict(value) for value in values.of_report(report))
@@ -142,21 +142,21 @@ class Run:
         return Metrics(asdict(value) for value in sorted(found, key=lambda value: value.wall_s))
 
     def frame(self) -> Any:
-        """Return :meth:`metrics` as a data frame of pandas.
+        """Return :meth:`metrics` as a pandas data frame.
 
         Raises:
-            DilocoError: pandas is not installed; or as :meth:`metrics` does.
+            DilocoError: pandas is not installed; or as in :meth:`metrics`.
         """
         return self.metrics().frame()
 
     def sample(self, prompt: str | None = None, *, count: int = 400, seed: int = 0, version: int | str = LATEST) -> Text:
-        """Return text that the run's model draws behind a ``prompt``, which is part of it; None: the task's own.
+        """Return a ``prompt`` and the text that the run's model generates after it. Default: the task's own prompt.
 
-        ``count``: characters to draw. ``version``: as of :meth:`params`. The newest one, unless another is asked for.
+        ``count``: number of characters to generate. ``version``: as in :meth:`params`.
 
         Raises:
-            RunError, SettingsError, BrokerError: as :meth:`params` does.
-            ServiceFailed: the task draws no text, or takes no prompt.
+            RunError, SettingsError, BrokerError: as in :meth:`params`.
+            ServiceFailed: the task generates no text, or accepts no prompt.
         """
         wanted = {"seed": seed, "count": count, "prompt": prompt}
         asked = evaluating.EvaluationRequest(self.directory, str(version), 1, None, [])
@@ -164,7 +164,7 @@ class Run:
         return Text(trimmed(found["prompt"] + found["sample"]))
 
     def versions(self) -> list[dict[str, Any]]:
-        """Return of each fragment its newest version, the tokens merged, and whether its log is closed.
+        """Return for each fragment its newest version, its merged tokens, and whether its log is closed.
 
         Raises:
             RunError: there is no such run, or it has not begun.
@@ -185,7 +185,7 @@ class Run:
         """Return the parameters by path, float32 [their shapes], as ``diloco export`` writes them.
 
         ``version``: a version that all fragments have, ``"50%"`` (once half of the run's tokens was merged), or ``"latest"``.
-        ``average``: the mean of so many, which end with it.
+        ``average``: the mean of this many versions, up to that one.
 
         Raises:
             RunError: there is no such run, or its log does not have the version.
@@ -204,7 +204,7 @@ class Run:
 
 
 class Started(Run):
-    """A run that this process has started. In a ``with`` statement it ends with the statement, in order."""
+    """A run that this process has started. At the end of a ``with`` statement it is waited for, or stopped after an error."""
 
     def __init__(self, directory: Path, process: subprocess.Popen[str], said: Callable[[], str]) -> None:
         super().__init__(directory)
@@ -225,10 +225,10 @@ class Started(Run):
             raise
 
     def has_begun(self) -> bool:
-        """Whether its coordinator answers, or it is over.
+        """Whether its coordinator answers, or it is finished.
 
         Raises:
-            ServiceFailed: it could not begin.
+            ServiceFailed: the run could not start.
         """
         if self._process.poll() is not None:
             self.wait()
@@ -240,12 +240,12 @@ class Started(Run):
         return True
 
     def wait(self) -> dict[str, Any] | None:
-        """Wait until the run ends; return its report, or None where it was stopped. A notebook shows its progress meanwhile.
+        """Wait until the run ends. Return its report, or None if it was stopped. A notebook shows the progress meanwhile.
 
-        Ctrl-C, or a notebook's interrupt, ends the waiting and not the run, which ends with this process, in order.
+        Ctrl-C, or a notebook's interrupt, ends the waiting but not the run. The run stops cleanly when this process ends.
 
         Raises:
-            ServiceFailed: it ended with an error.
+            ServiceFailed: the run ended with an error.
         """
         handle = notebook.display_handle(self)
         try:
@@ -253,7 +253,7 @@ class Started(Run):
                 if handle is not None:
                     handle.update(self)
         except KeyboardInterrupt:
-            print("interrupted; the run goes on: run.wait() waits for it again, run.stop() ends it in order", flush=True)
+            print("interrupted; the run continues: run.wait() waits for it again, run.stop() stops it cleanly", flush=True)
             raise
         if handle is not None:
             handle.update(self)
@@ -269,7 +269,7 @@ class Started(Run):
             return None
 
     def stop(self) -> None:
-        """End the run in order: learners write checkpoints. ``diloco.up(run_dir=...)`` goes on with it."""
+        """Stop the run cleanly: learners write checkpoints. ``diloco.up(run_dir=...)`` resumes it."""
         self._end()
         atexit.unregister(self._end)
 
@@ -289,13 +289,13 @@ def open_(
     bulk: str | None = None,
     identity: str | os.PathLike[str] | None = None,
 ) -> Run:
-    """Return the run in a directory, or the ``run`` of this name at the server of an address (``nats://host:port``).
+    """Return the run in a directory, or the run with the name ``run`` at a server (``nats://host:port``).
 
-    ``bulk``: of a run with regions, the server of one. ``identity``: the file of an operator or observer (``diloco keys``).
+    ``bulk``: in a run with regions, the server of one region. ``identity``: file of an operator or observer (``diloco keys``).
 
     Raises:
-        RunError: there is none.
-        SettingsError: an address without a name, or a directory with one.
+        RunError: there is no such run.
+        SettingsError: an address without ``run``, or a directory with it.
         BrokerError: the server does not answer.
     """
     kernel_cache.choose(folders.cache_dir())
@@ -329,12 +329,12 @@ def up(
 ) -> Started:
     """Start a run on this machine, as ``diloco up`` does, and return it once its coordinator answers.
 
-    ``task``: MODULE:MAKE, a file, or the factory itself; None: the built-in one. ``settings``: as ``--set``. ``options``: as
+    ``task``: MODULE:MAKE, a file, or the factory itself; None: the built-in task. ``settings``: as ``--set``. ``options``: as
     ``--task``. Other keywords are the command's options: ``learners=4``, ``tokens=10**6``, ``data=...``, ``preset=...``.
 
     Raises:
         SettingsError: the factory is not in a module that other processes can import.
-        ServiceFailed: the command refused it, or could not begin; with its exit code.
+        ServiceFailed: the command refused its arguments, or could not start; with its exit code.
     """
     path = Path(run_dir if run_dir is not None else Path("runs") / time.strftime("%Y%m%d-%H%M%S"))
     name, folder = (None, None) if task is None else _named(task)
@@ -384,7 +384,7 @@ def _option(key: str, value: Any) -> list[str]:
 
 
 class _Begun:
-    """The command's process, and what it said on stderr."""
+    """The command's process, and its output on stderr."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process, self._words = process, ""
@@ -416,7 +416,7 @@ class _Begun:
 
 
 def _begin(command: list[str], environment: Mapping[str, str], *, output: bool) -> _Begun:
-    """Start the command in a session of its own: an interrupt reaches it by :meth:`Started.stop` alone, once."""
+    """Start the command in its own session, so that only :meth:`Started.stop` interrupts it, once."""
     terminal = output and sys.stdout.isatty()
     if not terminal:
         command = [*command, "--plain" if output else "--json"]

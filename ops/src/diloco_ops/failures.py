@@ -62,7 +62,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class FailureTape:
-    """Failures in the order of time. ``about`` is whatever else the header says (seed, rate), for people."""
+    """Failures in the order of time. ``about``: further values of the header (seed, rate), for people."""
 
     duration_s: float
     failures: Sequence[Failure]

@@ -14,7 +14,7 @@ SERVICES = {name: name.replace("_", "-") for name in ("diloco_learner", "diloco_
 
 
 def check_installed(track: list[str]) -> None:
-    """Find out that the services are installed, and what is to track the run.
+    """Check that the services are installed, and what is to track the run.
 
     Raises:
         DilocoError: some are not; they are named.
@@ -25,7 +25,7 @@ def check_installed(track: list[str]) -> None:
 
 
 def check_server(nats_url: str | None, settings: RunSettings) -> None:
-    """Find out that a server that was given is enough for the run.
+    """Check that a server that was given is enough for the run.
 
     Raises:
         SettingsError: it is no address; or the run has regions, each of which needs a server.
@@ -33,8 +33,8 @@ def check_server(nats_url: str | None, settings: RunSettings) -> None:
     names, address = settings.regions.names, None if nats_url is None else checked(nats_url)
     if address is not None and names:
         raise SettingsError(
-            f"--nats {shown(address)}: is one server, and the run has the regions {', '.join(names)}; without --nats a "
-            "server is started for each, or go on without regions: --set 'regions.names=[]'"
+            f"--nats {shown(address)}: is one server, but the run has the regions {', '.join(names)}: leave it out, which "
+            "starts a server for each region, or train without regions: --set 'regions.names=[]'"
         )
 
 

@@ -66,9 +66,9 @@ def run(
     ] = 16.0,
     json_: Annotated[bool, typer.Option("--json", help="Verdicts as JSON.")] = False,
 ) -> None:
-    """Play experiments; write NAME.md and NAME.svg for each.
+    """Run experiments, and write NAME.md and NAME.svg for each.
 
-    A run that was interrupted goes on where it was. Trials are the same on a busy machine: their time is virtual.
+    An interrupted command continues where it stopped. Trials do not depend on the load: their time is virtual.
     """
     chosen = list(names or []) + (list(spec.named()) if all_ else [])
     if not chosen:
@@ -115,7 +115,7 @@ def page(
         Path | None, typer.Option(help="Folder of NAME.results.json; default: one named as the page, or the page's own.")
     ] = None,
 ) -> None:
-    """Make tables, sentences and pictures of pages again from raw results."""
+    """Regenerate the tables, sentences and pictures of pages from raw results."""
     for path in paths:
         _remake(path, results)
 

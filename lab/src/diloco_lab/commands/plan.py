@@ -28,7 +28,7 @@ def plan(
     cheapest: Annotated[bool, typer.Option("--cheapest", help="The cheapest plan instead of the fastest.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
-    """Plan a run on one's own sites: learners, settings, time, cost, and the bottleneck."""
+    """Plan a run on your own sites: learners, settings, time, cost, and the bottleneck."""
     given = read(sites)
     found = planning.plan(given, cheapest=cheapest)
     if json_:

@@ -17,9 +17,9 @@ from diloco_lab.paces import recorder
 def record(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of a live run.")],
     out: Annotated[Path, typer.Option(help="The recording's file.")],
-    about: Annotated[str, typer.Option(help="Which run it was, beside what.")] = "a run",
+    about: Annotated[str, typer.Option(help="A note: which run, and what else ran on the machine.")] = "a run",
 ) -> None:
-    """Record a run's pace: an arm plays it that says pace = { recorded = FILE }."""
+    """Record a run's pace, for arms with pace = { recorded = FILE }."""
     ready(out)
     recording = asyncio.run(recorder.record(directory, about))
     write(out, recording.encode())

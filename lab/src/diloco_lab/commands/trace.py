@@ -36,7 +36,7 @@ def _column(what: str) -> Any:
 
 
 def _edge(what: str) -> Any:
-    return typer.Option(metavar="TIME", help=f"When the observation {what}, written as times in the CSV are.")
+    return typer.Option(metavar="TIME", help=f"When the observation {what}, in the format of the times in the CSV.")
 
 
 def trace(

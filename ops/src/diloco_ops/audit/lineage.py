@@ -1,4 +1,4 @@
-"""Which of the entries that a log holds lead to its newest one, told by their heads alone.
+"""Which entries of a log lead to its newest one, determined from their heads.
 
 A wrong entry (:class:`diloco.errors.WrongEntryError`) keeps all rules but the hash of its state, which readers that do not
 fold cannot see. But the owner that comes next has folded: its takeover names the entry before the wrong one. So of two entries

@@ -173,7 +173,7 @@ class ReplayedLearner:
         self.learner.book(StepDone(tokens=tokens, share=share, batch=batch, loss=None, busy_s=0.0, blocked_s=0.0))
 
     def change(self, changes: Changes, event: events.Changed) -> None:
-        """Go by so many of the run's changes.
+        """Apply the first changes of the run, up to this number.
 
         Raises:
             RunError: it does not have as many.
@@ -217,7 +217,7 @@ def replay(
     learners: Annotated[bool, typer.Option("--learners", help="Also repeat the learners' training.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> int:
-    """Fold a run's log again and compare every state; redo its training. Exit code 1 if any bit differs."""
+    """Fold a run's log again and compare every state, with --learners also the training. Exit code 1 if any bit differs."""
     folded = asyncio.run(fold(directory, fragment, keep=learners))
     with Retraining() as make:
         redone = redo(directory, folded, make) if learners else []

@@ -1,4 +1,4 @@
-"""``diloco verify``: a run checked from outside, by its stored messages alone; no service is asked for anything.
+"""``diloco verify``: check a run from outside, by its stored messages, without asking any service.
 
 The log is folded again from the oldest state that it still holds. The checks compare:
 

@@ -63,7 +63,7 @@ class Admin:
         self._client = client
 
     async def cut(self, names: Collection[str]) -> None:
-        """Have the server close the connections of these names.
+        """Make the server close the connections with these names.
 
         Raises:
             BrokerError: the server does not answer, or its answer is not a list of connections.

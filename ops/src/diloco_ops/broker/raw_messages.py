@@ -20,7 +20,7 @@ def command(subject: bytes, data: bytes, headers: bytes = b"", reply: bytes = b"
 
 
 async def publish(client: Any, subject: bytes, data: bytes, headers: bytes = b"", reply: bytes = b"") -> None:
-    """Publish over a client of nats-py, past all that it checks."""
+    """Publish with a client of nats-py, without its checks."""
     await client._send_command(command(subject, data, headers, reply))  # noqa: SLF001 - what is public refuses these bytes
     await client._flush_pending()  # noqa: SLF001
 

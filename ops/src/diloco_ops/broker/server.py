@@ -52,7 +52,7 @@ def free_port() -> int:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return so many of them, all different: one that was given out alone may be given out again before it is used.
+    """Return this many different free ports. Single requests could return the same port twice before it is used.
 
     They are below those that the system gives to connections and to who asks for any port: a server that is started again on
     its port finds no server there.
@@ -114,7 +114,7 @@ class Server:
 
     @property
     def running(self) -> bool:
-        """Whether it was started and has not ended, for whatever reason."""
+        """Whether it was started and has not ended."""
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
@@ -143,11 +143,11 @@ class Server:
         if not self._says(b"Server is ready", old_bytes):
             self.kill()
             raise BrokerError(
-                f"nats-server: did not come up on port {self.port}: {self._log_end()}; all of it is in {self.log_file}"
+                f"nats-server: did not come up on port {self.port}: {self._log_end()}; its log is {self.log_file}"
             )
 
     def reload(self) -> None:
-        """Have a running server read its keys again; it cuts off identities that it does not know any more.
+        """Make a running server read its keys again. It disconnects identities that it no longer knows.
 
         Raises:
             BrokerError: it does not take them; with the end of its log.
@@ -156,7 +156,7 @@ class Server:
         (self.directory / "nats-server.conf").write_text(self._configuration())
         self.send_signal(signal.SIGHUP)
         if not self._says(b"Reloaded server configuration", old_bytes):
-            raise BrokerError(f"nats-server: goes on as it was: {self._log_end()}; all of it is in {self.log_file}")
+            raise BrokerError(f"nats-server: keeps its old configuration: {self._log_end()}; its log is {self.log_file}")
 
     def _says(self, word: bytes, old_bytes: int) -> bool:
         """Wait until it says something in what is new of its log; whether it does, in time."""

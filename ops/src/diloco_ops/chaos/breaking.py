@@ -1,4 +1,4 @@
-"""Bringing failures about in a live run that ``diloco up`` began, each put right again when its time is over."""
+"""Failures in a live run of ``diloco up``, each reverted after its duration."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Breaker:
             self._heard.popitem(last=False)
 
     async def break_(self, failure: Failure, target: str) -> None:
-        """Bring a failure about at one target, and revert it: returns when its time is over.
+        """Cause a failure at one target, and revert it after its duration.
 
         A target that is away (a service that is being restarted) is left alone.
 

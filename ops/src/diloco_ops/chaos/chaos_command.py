@@ -38,7 +38,7 @@ def chaos(
     ] = 5.0,
     json_: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON.")] = False,
 ) -> int:
-    """Break a live run on purpose, see that it heals, and tell the cost. Exit code 1 if any invariant is broken."""
+    """Break a live run on purpose, check that it recovers, and report the cost. Exit code 1 if any invariant is broken."""
     run = rundir.load(directory.resolve())
     if run.finished:
         raise RunError(f"{directory}: this run is finished; chaos needs a run that `diloco up` is running")

@@ -1,4 +1,4 @@
-"""Checkpoints of a whole run, taken while it goes on: ``diloco checkpoint DIR``.
+"""Checkpoints of a whole run, taken while it is live: ``diloco checkpoint DIR``.
 
 A checkpoint is a consistent cut in the sense of Chandy and Lamport (Distributed Snapshots, 1985). The *cut* is a vector of
 versions, one of each fragment, read from the log; up to it the log is kept, later entries never happened. The vector
@@ -249,7 +249,7 @@ def checkpoint(
 ) -> int:
     """Take a checkpoint of a whole run, without a pause. Exit code 1 if learners' states are still on other machines.
 
-    `diloco checkpoint collect CHECKPOINT FOLDER...` looks for these states in folders, and makes the checkpoint whole.
+    `diloco checkpoint collect CHECKPOINT FOLDER...` completes the checkpoint with these states from folders.
     """
     if words[0] == Path("collect") and len(words) > 1:
         if out is not None:
@@ -261,7 +261,7 @@ def checkpoint(
 
 
 async def take_and_tell(path: Path, out: Path | None = None, say: Say = print) -> list[str]:
-    """Take a checkpoint, and say which, and how one goes on from it. Return the learners whose states are on other machines.
+    """Take a checkpoint, and print its place and how to continue from it. Return the learners with states on other machines.
 
     Raises:
         RunError, BrokerError: as :func:`take`; or the disk is full.

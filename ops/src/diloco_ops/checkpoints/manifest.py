@@ -160,15 +160,15 @@ def load(path: Path) -> RunCheckpoint:
         text = file.read_bytes()
         head = msgspec.json.decode(text)
         if not isinstance(head, dict) or head.get("format") != FORMAT:
-            raise RunError(f"{file}: is no manifest of a checkpoint")
+            raise RunError(f"{file}: is not a checkpoint's manifest")
         if head.get("version") not in range(VERSION, OF_OTHERS + 1):
             raise RunError(
                 f"{file}: made by version {head.get('made_by')} of diloco (format {head.get('version')}); this is "
-                f"{__version__} (formats {VERSION} to {OF_OTHERS}): go on from it with the version that made it"
+                f"{__version__} (formats {VERSION} to {OF_OTHERS}): continue from it with the version that made it"
             )
         manifest = msgspec.json.decode(text, type=Manifest)
     except (FileNotFoundError, NotADirectoryError):
-        raise RunError(f"{path}: is no checkpoint, or one that was never finished (it has no {MANIFEST})") from None
+        raise RunError(f"{path}: is not a checkpoint, or is incomplete: it has no {MANIFEST}") from None
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise RunError(f"{file}: damaged: {error}") from None
     if manifest.hash != manifest.right_hash():
@@ -182,7 +182,7 @@ def load(path: Path) -> RunCheckpoint:
     try:
         return RunCheckpoint(path, manifest, parse(RunSettings, manifest.settings, str(file)))
     except SettingsError as error:
-        raise RunError(f"{file}: the settings of its run are not those of this version of diloco: {error}") from None
+        raise RunError(f"{file}: this version of diloco does not accept the settings of its run: {error}") from None
 
 
 def numbered(folder: Path) -> dict[int, Path]:

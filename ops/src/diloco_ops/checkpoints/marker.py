@@ -1,4 +1,4 @@
-"""The cut of a run that goes on: a vector of versions goes to all learners (the marker), and each saves its state there."""
+"""The cut of a live run: a vector of versions goes to all learners (the marker), and each saves its state there."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Marking:
     _declined: dict[str, MarkerDeclined] = field(default_factory=dict)
 
     async def states(self) -> States:
-        """Have the learners save their states at one cut. Return the files by learner."""
+        """Make the learners save their states at one cut. Return the files by learner."""
         run, transport, subjects = self.run.run, self.run.transport, self.run.log.subjects
         gate = HeartbeatGate(run, self.run.map, None, self._hear_heartbeat)
         await transport.subscribe(subjects.heartbeat(), gate.hear)

@@ -67,7 +67,7 @@ def restore(
         typer.Option("--set", help="KEY=VALUE: regions, shards, log, liveness or quarantine; repeatable."),
     ] = None,
 ) -> None:
-    """Restore a checkpoint onto servers that are there, before the run's services start."""
+    """Restore a checkpoint onto running servers, before the run's services start."""
     asyncio.run(restore_to(source, nats_url, bulk or [], identity, parse_assignments(set_ or [], COMMAND)))
 
 
@@ -205,8 +205,8 @@ class _Restoration:
                 faults.append(f"{place} has its log, with {log['state'].get('messages')} messages")
         if faults:
             raise RunError(
-                f"run {self.run!r} is there already, and a restore replaces nothing: {'; '.join(faults)}; give empty "
-                f"servers, or delete what they hold of it for good: diloco runs remove {self.run}"
+                f"run {self.run!r} is there already, and a restore replaces nothing: {'; '.join(faults)}; use empty "
+                f"servers, or delete its data for good: diloco runs remove {self.run}"
             )
         return False
 

@@ -1,4 +1,4 @@
-"""The streams of a run at the servers where it goes on: a checkpoint's bucket, and its log up to the cut."""
+"""The streams of a resumed run on its servers: a checkpoint's bucket, and its log up to the cut."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def compare(
     ],
     out: Annotated[Path, typer.Option(help="File of the page, which opens without a network.")] = Path("compare.html"),
 ) -> None:
-    """Show several runs side by side: losses by tokens, time and bytes, end values, settings that differ."""
+    """Show several runs side by side: losses by tokens, time and bytes, final values, and the settings that differ."""
     entries = read_all(runs)
     try:
         write_text(out, side_by_side.render(entries).encode(errors="replace").decode())  # half a pair of UTF-16, in a name

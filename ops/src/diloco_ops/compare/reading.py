@@ -1,4 +1,4 @@
-"""Runs' directories as entries of a page that compares them: from the report of a run that is over, else from its series."""
+"""Runs' directories as entries of a page that compares them: from the report of a finished run, else from its series."""
 
 from __future__ import annotations
 
@@ -199,5 +199,5 @@ def checked(path: Path) -> Path:
         RunError: nothing is there.
     """
     if not path.exists():
-        raise RunError(f"{path}: nothing is there; give a run's directory, or the results of an experiment of the lab")
+        raise RunError(f"{path}: does not exist; give a run's directory, or the results of an experiment of the lab")
     return path

@@ -39,7 +39,7 @@ def doctor(
 ) -> int:
     """Examine this machine, the servers and the links, before a service joins a run.
 
-    Without --config, --role and DILOCO_NAME: examine this machine for `diloco up`.
+    Without --config, --role and DILOCO_NAME, examine this machine for `diloco up`.
     """
     if config is None and role is None and step_s is None and not names_service():
         return asyncio.run(_print_checks(_each(this_machine.checks()), json_))

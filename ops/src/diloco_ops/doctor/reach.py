@@ -122,7 +122,7 @@ def server_info(line: bytes) -> ServerInfo:
     kind, _, text = line.partition(b" ")
     info = json_object(text) if kind == b"INFO" else None
     if info is None:
-        raise BrokerError(f"no NATS server: it says {line[:40]!r}")
+        raise BrokerError(f"not a NATS server: it answers {line[:40]!r}")
     version, max_payload = info.get("version"), info.get("max_payload")
     if not isinstance(version, str) or not isinstance(max_payload, int):
         raise BrokerError("a NATS server that states no version")

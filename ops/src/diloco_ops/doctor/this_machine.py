@@ -84,7 +84,7 @@ def services(installed: Mapping[str, bool]) -> Check:
 
 
 def cores(count: float, learners: int) -> Check:
-    """Judge the processor cores that a process may use, for ``diloco up`` with so many learners."""
+    """Judge the processor cores of this process, for ``diloco up`` with this many learners."""
     found = f"{count:g} for {learners} learners by default"
     if count < 2:
         return Check("cores", "warning", found, "2 or more", "a run works, slowly; take fewer learners: diloco up --learners 2")
@@ -92,7 +92,7 @@ def cores(count: float, learners: int) -> Check:
 
 
 def memory(available_bytes: int | None, learners: int) -> Check:
-    """Judge the memory against the idle services of ``diloco up`` with so many learners."""
+    """Judge the memory, for the idle services of ``diloco up`` with this many learners."""
     if available_bytes is None:
         return skipped("memory", "this system does not report its amount")
     others = needs.IDLE_BYTES["evaluator"] + 2 * needs.IDLE_BYTES["syncer"] + needs.IDLE_BYTES["coordinator"]

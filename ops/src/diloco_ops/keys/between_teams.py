@@ -30,7 +30,7 @@ def request(
         int | None, typer.Option(help="For a learner: number of its processes, one per host, that share these keys.")
     ] = None,
 ) -> None:
-    """Make the private keys of a server or of a process here, and a request that the operator signs."""
+    """Make the private keys of a server or process in this folder, and a request for the operator to sign."""
     folder, (kind, name) = folder_and(words, "KIND", "NAME")
     if kind not in KINDS:
         raise SettingsError(f"{kind}: no such kind{nearest(kind, KINDS)}; there are {', '.join(KINDS)}")
@@ -110,7 +110,7 @@ def _entry(
 def _server_entry(opened: Folder, one: Request, before: ServerEntry | IdentityEntry | None, expires: datetime) -> ServerEntry:
     serves = opened.roster.checked_serves(one.serves)
     if before is not None and (not isinstance(before, ServerEntry) or before.serves != serves):
-        raise SettingsError(f"request for {one.name}: asks for {_asked(one)}, and {one.name} was something else before")
+        raise SettingsError(f"request for {one.name}: asks for {_asked(one)}, but {one.name} had another kind or place before")
     values = {"name": one.name, "hosts": one.hosts, "serves": serves, "serial": "0", "expires": expires}
     return parse(ServerEntry, values, "diloco keys sign")
 
@@ -138,7 +138,7 @@ def _identity_entry(
         made |= {"founder": founder or one.kind == "coordinator"} | (dict(granted) if one.kind == "learner" else {})
         return parse(IdentityEntry, made, "diloco keys sign")
     if not isinstance(before, IdentityEntry) or (before.role, before.region) != (one.kind, one.region):
-        raise SettingsError(f"request for {one.name}: asks for {_asked(one)}, and {one.name} was something else before")
+        raise SettingsError(f"request for {one.name}: asks for {_asked(one)}, but {one.name} had another role or region before")
     if one.processes is None:
         made["processes"] = before.processes
     return parse(IdentityEntry, before.model_dump() | made, "diloco keys sign")
@@ -149,7 +149,7 @@ def complete(
         list[str], typer.Argument(metavar="[DIR] ANSWER...", help="The team's own folder; the operator's answers.")
     ],
 ) -> None:
-    """Put the operator's answers and the private keys here together."""
+    """Combine the operator's answers with the private keys in this folder."""
     folder, files = folder_and_files(words)
     team = TeamFolder(folder)
     for answer in [SignedAnswer.read(file) for file in files]:

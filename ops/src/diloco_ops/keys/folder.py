@@ -179,7 +179,7 @@ class Folder:
         return entry, values | self._granted(entry)
 
     def grant(self, entry: IdentityEntry) -> Path:
-        """Have a learner's file say what ``entry`` grants, or else the answer to its request. Its keys stay.
+        """Write the grant of ``entry`` into a learner's identity file, or into the answer to its request. The keys stay.
 
         Returns:
             That file.
@@ -196,7 +196,7 @@ class Folder:
             self.replace(entry)
             return answer
         if not path.exists():
-            raise SettingsError(f"{path}: was handed over and is no longer here: put it back, because its keys are kept")
+            raise SettingsError(f"{path}: is missing, and the grant is written into it: put the file back")
         identity.load(path)
         write(path, identity_text(tomllib.loads(path.read_text(encoding="utf-8")) | granted), SECRET)
         self.replace(entry)
@@ -216,12 +216,12 @@ class Folder:
         return values
 
     def replace(self, *entries: IdentityEntry) -> None:
-        """Have the roster, and the servers' lists, say this of these identities."""
+        """Write these identities into the roster and the servers' lists."""
         named = {entry.name: entry for entry in self.roster.identities} | {entry.name: entry for entry in entries}
         self._save(self.roster.model_copy(update={"identities": [named[name] for name in sorted(named)]}))
 
     def add_region(self, name: str) -> None:
-        """Have the roster, and the servers' lists, know a region more."""
+        """Add a region to the roster and the servers' lists."""
         self._save(self.roster.model_copy(update={"regions": [*self.roster.regions, name]}))
 
     def refresh(self, above: int = 0) -> None:

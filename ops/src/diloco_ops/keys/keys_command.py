@@ -74,7 +74,7 @@ def init(
     ] = False,
     new_file: NewFile = None,
 ) -> None:
-    """Make the folder, with an authority for the run."""
+    """Make the folder of keys, with the run's certificate authority."""
     folder, _ = folder_and(where)
     regions = region or []
     if CONTROL in regions:
@@ -100,7 +100,7 @@ def add(
     processes: Processes = None,
     days: Days = DAYS,
 ) -> None:
-    """Make the keys of a server or of a process."""
+    """Make the keys of a server or process."""
     folder, (kind, name) = folder_and(words, "KIND", "NAME")
     opened = Folder.open(folder)
     expires = _expiry(days)
@@ -177,7 +177,7 @@ def _add_identity(
 
 @keys.command()
 def renew(words: Named, processes: Processes = None, days: Days = DAYS) -> None:
-    """Make new keys for a server or a process: before they end, or when they may have been stolen."""
+    """Make new keys for a server or process: before the old ones expire, or when they may have been stolen."""
     folder, (name,) = folder_and(words, "NAME")
     opened = Folder.open(folder)
     expires = _expiry(days)
@@ -214,7 +214,7 @@ def sign(
     min_step_s: MinStepS = None,
     days: Days = DAYS,
 ) -> None:
-    """Sign requests of other teams, whose private keys stay with them, and write the answers."""
+    """Sign requests of other teams, and write the answers. The private keys stay with the teams."""
     opened = Folder.open(folder_and_files(words)[0])
     granted = {
         "batch_tokens": BATCH_TOKENS if batch_tokens is None else batch_tokens,
@@ -230,7 +230,7 @@ def passphrase_(
     new_file: NewFile = None,
     remove: Annotated[bool, typer.Option("--remove", help="Leave ca.key without a passphrase.")] = False,
 ) -> None:
-    """Put ca.key under a new passphrase. The old one is asked for, or of the file that DILOCO_CA_PASSPHRASE_FILE names."""
+    """Put ca.key under a new passphrase. The old one is asked for, or read from DILOCO_CA_PASSPHRASE_FILE."""
     if remove and new_file is not None:
         raise SettingsError("--remove and --new-file contradict each other: give one of them")
     opened = Folder.open(folder_and(where)[0])
@@ -240,7 +240,7 @@ def passphrase_(
 
 @keys.command()
 def grant(words: Named, batch_tokens: BatchTokens = None, min_step_s: MinStepS = None) -> None:
-    """Grant a learner more work than before; what is not given stays. Servers need nothing of it."""
+    """Grant a learner more work than before. Limits that are not given stay. Servers need no new list."""
     folder, (name,) = folder_and(words, "NAME")
     opened = Folder.open(folder)
     entry = _living(opened, name)
@@ -270,7 +270,7 @@ def _grant_of(entry: IdentityEntry) -> str:
 
 @keys.command()
 def revoke(words: Named) -> None:
-    """Take an identity's rights back, for ever."""
+    """Revoke an identity for good."""
     folder, (name,) = folder_and(words, "NAME")
     opened = Folder.open(folder)
     if opened.roster.server(name) is not None:
@@ -284,7 +284,7 @@ def revoke(words: Named) -> None:
 
 @keys.command()
 def founded(where: Where = None) -> None:
-    """End the extra rights of founders, and of coordinators, which create a run, once it has begun."""
+    """Remove the rights to found and create a run from founders and coordinators, once the run has begun."""
     folder, _ = folder_and(where)
     opened = Folder.open(folder)
     founders = [entry for entry in opened.roster.identities if entry.founder]
@@ -299,10 +299,10 @@ def founded(where: Where = None) -> None:
 def refresh(
     where: Where = None,
     above: Annotated[
-        int, typer.Option(help="Number the lists above this one, which is a server's number if the folder is an older copy.")
+        int, typer.Option(help="Give the lists numbers above this one: the number of a server, if the folder is an older copy.")
     ] = 0,
 ) -> None:
-    """Write the servers' files again: after an update of diloco, or when identities have ended."""
+    """Write the servers' files again: after an update of diloco, or when identities have expired."""
     if not 0 <= above <= MAX_LIST_NUMBER:
         raise SettingsError(f"--above {above}: expected 0 to {MAX_LIST_NUMBER}, the number of a server's list")
     opened = Folder.open(folder_and(where)[0])
@@ -330,7 +330,7 @@ def status(
         ),
     ] = None,
 ) -> int:
-    """Ask every server which list of identities it has; the code is 1 unless all have the newest."""
+    """Ask every server which list of identities it has. Exit code 1 unless all have the newest."""
     opened = Folder.open(folder_and(where)[0])
     urls = addresses(opened, at or [])
     own = asking_identity(opened, by)
@@ -346,14 +346,14 @@ def browser(
     file: Annotated[Path, typer.Argument(metavar="IDENTITY", help="Identity file, preferably an observer's.")],
     out: Annotated[Path, typer.Option(help="File to write, NAME.p12.")],
 ) -> None:
-    """Write an identity's certificate as a browser takes it, to see a page that asks for one (page_tls)."""
+    """Write an identity's certificate for a browser, to open a page that asks for one (page_tls)."""
     password = write_for_browser(file, out)
     print(f"{out}: import it into the browser's own certificates with the password {password}, then delete it")
 
 
 @keys.command("list")
 def list_(where: Where = None) -> None:
-    """List servers and identities, and how long each is good for."""
+    """List servers and identities, and for how long each is valid."""
     opened, now = Folder.open(folder_and(where)[0]), datetime.now(UTC)
     rows = [
         ("server", server.name, ", ".join(server.serves) or "everything", _until(server.expires, now), ", ".join(server.hosts))

@@ -23,7 +23,7 @@ def region(
         list[str], typer.Argument(metavar="[DIR] REGION", help="The folder of the run's keys, and the region's name.")
     ],
 ) -> None:
-    """Add a region, whose servers and processes can get keys then. The run has it after a restore."""
+    """Add a region, so that its servers and processes can get keys. The run has the region after a restore."""
     folder, (name,) = folder_and(words, "REGION")
     opened = Folder.open(folder)
     known = opened.roster.regions

@@ -1,4 +1,4 @@
-"""A status with the types that views expect, whatever an answer holds: it comes from the network, or from another version."""
+"""A status with the types that views expect. An answer may have others: it comes from the network, or another version."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Changes of a run that goes on."""
+"""Changes of a live run."""

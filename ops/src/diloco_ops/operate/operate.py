@@ -1,4 +1,4 @@
-"""``diloco set``, ``eject`` and ``readmit``: changing a run while it goes on, each time by a record that stays."""
+"""``diloco set``, ``eject`` and ``readmit``: changing a run while it is live, each time by a record that stays."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from diloco_report import units
 HEAR_S = 1.0  # beyond two heartbeats: announcements come four times a second
 COMMAND = "diloco set"
 
-Directory = Annotated[Path, typer.Argument(metavar="DIR", help="The run's directory; the run is going on.")]
+Directory = Annotated[Path, typer.Argument(metavar="DIR", help="Directory of a live run.")]
 Learner = Annotated[str, typer.Argument(metavar="LEARNER", help="The learner's name.")]
 
 
@@ -59,7 +59,7 @@ def set_(
     ] = None,
     reason: Reason = "",
 ) -> None:
-    """Change settings of a run that goes on, or its token budget. Without any: what can be set, and what was changed."""
+    """Change settings or the token budget of a live run. Without any, list what can be set and what was changed."""
     wanted = parse_assignments(assignments or [], COMMAND)
     asyncio.run(apply_settings(directory, wanted, reason) if wanted else _list(directory))
 
@@ -87,7 +87,7 @@ async def _list(path: Path) -> None:
 
 
 async def apply_settings(path: Path, wanted: Mapping[str, Any], reason: str, say: Say = print) -> None:
-    """Give settings of a run that goes on, or its token budget, the values that are wanted.
+    """Give settings of a live run, or its token budget, the values that are wanted.
 
     Raises:
         SettingsError: one cannot be set, or not so, or time limits contradict each other then.

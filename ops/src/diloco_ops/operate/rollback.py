@@ -1,4 +1,4 @@
-"""``diloco rollback``: a run goes on from its state at an earlier version, after a loss spike for one.
+"""``diloco rollback``: a run continues from its state at an earlier version, for example after a loss spike.
 
 The command writes an order, a record among the run's changes; each fragment's owner carries it out by an entry of the log,
 which has the state of that version (:func:`diloco.core.syncer.merging.make_rollback`). Nothing is ordered unless all can be
@@ -31,12 +31,12 @@ MAX_LISTED = 16  # fragments that a preview lists one by one
 
 
 def rollback(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The run's directory; the run is going on.")],
-    to_version: Annotated[int, typer.Option(min=0, help="Version to which every later fragment goes back.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of a live run.")],
+    to_version: Annotated[int, typer.Option(min=0, help="Version to which all fragments beyond it go back.")],
     reason: Reason = "",
     preview: Annotated[bool, typer.Option("--preview", help="Only show what would be lost.")] = False,
 ) -> int:
-    """Take a run back to an earlier version, by new records in its log. Exit code 1 if that is not done within a minute."""
+    """Take a run back to an earlier version, by new records in its log. Exit code 1 if it takes more than a minute."""
     if preview:
         asyncio.run(foretell(directory, to_version))
         return 0
@@ -168,18 +168,18 @@ def _check(seen: RunReader, version: int, now: Effective, chains: Sequence[Chain
         number, to_version = now.rollbacks[pending[0]]
         raise RunError(
             f"run {name!r}: change {number} takes fragments {', '.join(map(str, pending))} back to version {to_version}, "
-            f"and is not carried out yet; diloco logs {seen.directory.path} says what their owners wait for"
+            f"but the owners have not done so yet; diloco logs {seen.directory.path} shows what they wait for"
         )
     if not beyond:
         versions = [chain.version for chain in chains]
         raise RunError(
-            f"run {name!r}: nothing is beyond version {version}; its fragments are at {min(versions)} to {max(versions)}"
+            f"run {name!r}: no fragment is beyond version {version}; they are at versions {min(versions)} to {max(versions)}"
         )
     closed = [chain.fragment for chain in chains if chain.closed]
     if closed:
         raise RunError(
-            f"run {name!r} ends: the logs of {len(closed)} of its {len(chains)} fragments are closed; go on from a checkpoint, "
-            f"or from that version: {_resumed_at(seen, version)}"
+            f"run {name!r} is ending: the logs of {len(closed)} of its {len(chains)} fragments are closed; continue from a "
+            f"checkpoint, or from that version: {_resumed_at(seen, version)}"
         )
     carried_out = max(chain.change for chain in chains)
     if carried_out > now.number:

@@ -42,7 +42,7 @@ def page(
 ) -> None:
     """Serve a run's page on this machine, with actions: checkpoint, set, eject, readmit, rollback. Ctrl-C ends it.
 
-    Of a finished run the page is its report.
+    For a finished run, the page is its report.
     """
     _check_address(address)
     run_at = run_at or str(newest_run("diloco page"))

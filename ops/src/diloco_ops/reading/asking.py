@@ -17,7 +17,7 @@ LEARNER = "diloco_learner"
 
 
 def ask(module: str, request: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
-    """Have a module of the learner answer a request, both JSON; its answer is a line, and the task may print others.
+    """Send a request to a module of the learner, and return its answer. Both are JSON; the task may print other lines.
 
     Raises:
         DilocoError: the learner is not installed, or the task ended its process.
@@ -36,4 +36,4 @@ def ask(module: str, request: Mapping[str, Any], environment: Mapping[str, str])
             answer = json.loads(line)
             if isinstance(answer, dict):
                 return answer
-    raise DilocoError(f"{LEARNER}.{module} ended without an answer: the task has ended the process, by os._exit or the like")
+    raise DilocoError(f"{LEARNER}.{module} ended without an answer: the task ended the process, for example by os._exit")

@@ -42,7 +42,7 @@ def attach(
         Path | None, typer.Option(envvar="DILOCO_IDENTITY", help="File that `diloco keys` made: an operator's or observer's.")
     ] = None,
 ) -> None:
-    """Make a run's directory for a run that is there: for status, verify, replay."""
+    """Make a directory for an existing run, for commands such as status, verify and replay."""
     if (directory / "report.json").exists():
         raise RunError(f"{directory}: holds a finished run; choose another directory")
     file = None if identity is None else str(identity.resolve())

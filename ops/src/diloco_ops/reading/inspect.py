@@ -110,7 +110,7 @@ def logs(
     level: Annotated[str, typer.Option(help="Least level to show: debug, info, warning or error.")] = "debug",
     json_: Annotated[bool, typer.Option("--json", help="As JSON lines.")] = False,
 ) -> None:
-    """Show all services' logs of a run, in the order of time."""
+    """Show the logs of all services of a run, in order of time."""
     console = Console(soft_wrap=True)
     for entry in run_logs.merge(directory or newest_run("diloco logs"), service or [], level=level, follow=follow):
         if json_:
@@ -135,7 +135,7 @@ def answered(data: bytes, run: rundir.RunDirectory) -> dict[str, Any]:
 
 
 async def ask(run: rundir.RunDirectory) -> dict[str, Any]:
-    """Return the status of a run that goes on, as its coordinator has it.
+    """Return the status of a live run, as its coordinator has it.
 
     Raises:
         RunError: it has not been started yet, or is stopped.

@@ -103,7 +103,7 @@ def stands(run: LocalRun) -> str:
 
 
 def stopped_text(directory: RunDirectory) -> str:
-    """Return how far a stopped run came, and how it goes on."""
+    """Return how far a stopped run came, and how to continue it."""
     fraction, path = local_run(directory.path).fraction, directory.path
     typed = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path  # as a user in this folder names it
     at = "" if fraction is None else f" at {share(fraction)}"

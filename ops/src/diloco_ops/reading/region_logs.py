@@ -61,7 +61,7 @@ class Begun:
 
 
 async def begun(logs: Mapping[str, Log]) -> Begun:
-    """Find out which logs begin as the run does: a server may be empty, or be another run's."""
+    """Determine which logs begin as the run does: a server may be empty, or be another run's."""
     found: dict[str, Log] = {}
     faults: dict[str, str] = {}
     first: tuple[Genesis, bytes] | None = None

@@ -212,7 +212,7 @@ async def read_chains(log: Log) -> list[Chain]:
 
 
 async def read_end(path: Path) -> list[Chain] | None:
-    """Read every fragment's closed head of a run that is over from its own server.
+    """Read every fragment's closed head of a finished run from its own server.
 
     None: the run is not over, or its server does not answer, or cannot be read.
     """

@@ -42,7 +42,7 @@ HEAR_S = 1.0  # or two heartbeats, where the settings say that members heartbeat
 SIGNS = ("heartbeat", "shard", "coordinator")
 _STREAM = re.compile(r"DILOCO_([a-z0-9][a-z0-9_-]{0,47})_(LOG|OFFERS|ARCHIVE)|KV_DILOCO_([a-z0-9][a-z0-9_-]{0,47})")
 
-runs = typer.Typer(help="List the runs in runs/ on this machine; with a command, those that NATS servers hold.")
+runs = typer.Typer(help="List the runs in runs/ on this machine; with a subcommand, the runs on NATS servers.")
 
 Nats = Annotated[str, typer.Option("--nats", envvar="DILOCO_NATS_URL", help="NATS server; with regions, the control store.")]
 Bulk = Annotated[
@@ -51,7 +51,7 @@ Bulk = Annotated[
 ]
 As = Annotated[
     Path | None,
-    typer.Option("--identity", envvar="DILOCO_IDENTITY", help="Identity file of an operator; only its run is looked at."),
+    typer.Option("--identity", envvar="DILOCO_IDENTITY", help="Identity file of an operator; limits the command to its run."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="As JSON.")]
 Name = Annotated[str, typer.Argument(metavar="RUN", help="The run's name.")]
@@ -114,7 +114,7 @@ class RunOnServers:
 def local(
     context: typer.Context, json_: Annotated[bool, typer.Option("--json", help="The local runs, as JSON.")] = False
 ) -> None:
-    """List the runs in runs/ on this machine, the newest first."""
+    """List the runs in runs/ on this machine, newest first."""
     if context.invoked_subcommand is not None:
         return
     found = local_runs.local_runs()
@@ -144,7 +144,7 @@ def _plain_local(run: LocalRun) -> dict[str, Any]:
 
 @runs.command("list")
 def list_(nats_url: Nats = LOCAL, bulk: Bulk = None, identity: As = None, json_: Json = False) -> None:
-    """List all runs of which servers hold something."""
+    """List all runs that have data on the servers."""
     found = asyncio.run(_found(nats_url, bulk or [], None if identity is None else load(identity), None))
     if json_:
         print(json.dumps([_plain(run) for run in found]))
@@ -157,7 +157,7 @@ def list_(nats_url: Nats = LOCAL, bulk: Bulk = None, identity: As = None, json_:
 
 @runs.command()
 def show(run: Name, nats_url: Nats = LOCAL, bulk: Bulk = None, identity: As = None, json_: Json = False) -> None:
-    """Show all that servers hold of a run."""
+    """Show all data of a run on the servers."""
     [found] = asyncio.run(_found(nats_url, bulk or [], None if identity is None else of_command(identity, run), run))
     if json_:
         print(json.dumps(_plain(found)))
@@ -189,7 +189,7 @@ def consumers(
     ] = None,
     json_: Json = False,
 ) -> None:
-    """List the consumers of a run's streams: who reads them, since when, and when an unread one ends."""
+    """List the consumers of a run's streams: their readers, since when, and when an unread one expires."""
     own = None if identity is None else of_command(identity, run)
     found = asyncio.run(_consumers(run, nats_url, bulk or [], own, remove or []))
     if json_:
@@ -209,9 +209,9 @@ def remove(
     nats_url: Nats = LOCAL,
     bulk: Bulk = None,
     identity: As = None,
-    force: Annotated[bool, typer.Option("--force", help="Also while members of the run are alive.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Remove the run even if its members are alive.")] = False,
 ) -> None:
-    """Delete all that servers hold of a run, for good. Its directories stay."""
+    """Delete all data of a run from the servers, for good. The run's directories stay."""
     asyncio.run(_remove(run, nats_url, bulk or [], None if identity is None else of_command(identity, run), force=force))
 
 
@@ -224,7 +224,7 @@ async def _remove(name: str, url: str, bulk: Sequence[str], identity: Identity |
     async with _links(url, bulk, identity) as links:
         [found] = await _look(links, name)
         if found.members and not force:
-            raise RunError(f"run {name!r} is going on: {', '.join(found.members)} heard; stop it first, or give --force")
+            raise RunError(f"run {name!r} is live: {', '.join(found.members)} heard; stop it first, or give --force")
         missing = [region for region in found.facts.get("regions", []) if not bulk]
         if missing:
             raise RunError(f"run {name!r} has the regions {', '.join(missing)}: give the server of each with --bulk")

@@ -1,1 +1,1 @@
-"""``diloco repair``: what of a run's logs and bucket cannot be read, or is not wanted, and going on behind it."""
+"""``diloco repair``: unreadable or unwanted entries and keys of a run, and continuing after them."""

@@ -51,7 +51,7 @@ class Remedy:
 
 
 class LiveBucket:
-    """The bucket of a run that goes on, and its genesis record."""
+    """The bucket of a live run, and its genesis record."""
 
     def __init__(self, directory: RunDirectory, transport: NatsTransport, registry: Bucket, genesis: bytes | None) -> None:
         """``transport`` reaches the control store; ``genesis`` is the frame in the region's log."""

@@ -1,4 +1,4 @@
-"""A fragment's log as it is stored: what its readers pass over, and what going on from a version would undo."""
+"""A fragment's stored log: messages that readers skip, and versions that a repair would undo."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Examined:
         return self.fault is not None or any(message.sequence > self.chain.sequence for message in self.passed_over)
 
     def lost(self, version: int) -> tuple[int, int]:
-        """Return how many versions going on from ``version`` undoes, and how many tokens were merged in them."""
+        """Return the number of versions that a repair to ``version`` undoes, and the tokens merged in them."""
         return self.chain.version - version, self.chain.tokens_merged - self.merged[version]
 
     def order(self, run: str, version: int | None) -> Repair:

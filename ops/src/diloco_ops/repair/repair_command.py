@@ -43,7 +43,7 @@ def repair(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
     reason: Reason = "",
 ) -> int:
-    """Find what of a run's logs and bucket cannot be read, and go on behind it. Exit code 1 if something is left to be done."""
+    """Find unreadable entries and keys of a run, and continue after them. Exit code 1 if a repair is still needed."""
     if key is not None and (fragment or to_version is not None):
         raise RunError("diloco repair: --key repairs the bucket, --fragment a log; give only one of them")
     if to_version is not None and not fragment:

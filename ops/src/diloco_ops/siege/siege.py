@@ -82,7 +82,7 @@ class SiegeOutcome:
         return *self.besieged.relative_to(self.usual), *self.besieged.relative_to(self.unheard)
 
     def faults(self, longest_stall_s: float) -> list[str]:
-        """Return what may not be, one line each; ``longest_stall_s`` is the longest that a takeover excuses."""
+        """Return the faults of a siege, one line each. ``longest_stall_s``: the longest stop that a takeover explains."""
         assert self.besieged is not None
         found = [f"{name} is silent" for name in self.silent]
         found += [f"the key {key} has changed" for key in self.keys_changed]
@@ -151,7 +151,7 @@ class Siege:
         self._clock = asyncio.get_running_loop().time
 
     async def lay(self, actions: int, rate: float, base_s: float) -> SiegeOutcome:
-        """Send so many actions, ``rate`` a second, between two looks of ``base_s`` each at the undisturbed pace."""
+        """Send the actions, ``rate`` a second, between two measurements of the undisturbed pace, each of ``base_s``."""
         outcome, before = self.outcome, await self._protected_keys()
         if self.identity.role == "learner":
             await self._join()

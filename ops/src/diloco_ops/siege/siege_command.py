@@ -37,24 +37,27 @@ def siege(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of the run, as `diloco attach` makes it.")],
     as_: Annotated[
         list[Path],
-        typer.Option("--as", metavar="FILE", help="Identity file under which to attack; repeatable, one after the other."),
+        typer.Option("--as", metavar="FILE", help="Identity file to attack under; repeatable: one siege after the other."),
     ],
     rehearsal: Annotated[
-        str, typer.Option(metavar="RUN", help="Name of the run again: the siege may stop it, so use a rehearsal of your own.")
+        str, typer.Option(metavar="RUN", help="The run's name, to confirm: a siege may stop the run, so use a rehearsal.")
     ],
     actions: Annotated[int, typer.Option(min=1, help="Hostile actions under each identity.")] = 20_000,
     rate: Annotated[float, typer.Option(min=0.1, max=10_000, help="Actions a second.")] = 100.0,
     seed: Annotated[int, typer.Option(help="Seed of the messages.")] = 1,
     base_s: Annotated[
-        float, typer.Option("--base-s", min=1.0, help="Seconds of each look at the undisturbed pace, before and after.")
+        float, typer.Option("--base-s", min=1.0, help="Seconds of each measurement of the undisturbed pace, before and after.")
     ] = 15.0,
     json_: Annotated[bool, typer.Option("--json", help="Print the outcomes as JSON.")] = False,
 ) -> int:
-    """Send hostile messages to a rehearsal of a run, under members' identities, and measure the harm. Exit code 1 on any.
+    """Attack a rehearsal of a run under members' identities, and measure the harm. Exit code 1 if there is any.
 
-    The run has to be trained on meanwhile, at servers with identities. Make an identity of each role for the siege, and revoke
-    it afterwards. Nothing ends, no key changes that the identity may not write, no fragment stands still for longer than a
-    takeover, and versions come at 90 % of the pace that they have beside as many unheard messages: else the exit code is 1.
+    The run must be training, at servers with identities. Make an identity of
+    each role for the siege, and revoke it afterwards.
+
+    The exit code is 0 if no process exits, no key changes that the identity may
+    not write, no fragment stops for longer than a takeover, and versions come at
+    90 % or more of their pace beside as many messages without a subscriber.
     """
     attackers = [identity.load(path) for path in as_]
     for attacker in attackers:

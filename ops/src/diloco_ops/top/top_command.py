@@ -66,7 +66,7 @@ def _found(place: str, run: str, bulk_url: str | None, identity: Path | None) ->
 
 
 def _check_terminal(place: str) -> None:
-    """Find out that there is a terminal, and that it is large enough.
+    """Check that there is a terminal, and that it is large enough.
 
     Raises:
         SettingsError: with another command that does without.

@@ -1,4 +1,4 @@
-"""``diloco track``: a run's values for TensorBoard or Weights & Biases, of a run under way or over."""
+"""``diloco track``: a run's values for TensorBoard or Weights & Biases, of a live or finished run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def track(
     ] = None,
     every_s: Annotated[float, typer.Option(min=0.1, help="Seconds between two values of a running run.")] = 2.0,
 ) -> None:
-    """Have a run's losses, rates and bytes shown by TensorBoard or W&B, until it ends; of one that is over, its losses."""
+    """Send a run's losses, rates and bytes to TensorBoard or W&B until it ends; for a finished run, its losses."""
     run = rundir.load(directory)
     trackers.check(to, "--to")
     folder = out or run.path / FOLDER
@@ -56,7 +56,7 @@ def _track_finished(run: RunDirectory, to: list[str], folder: Path) -> None:
         report = json.loads(run.report.read_text())
         values, began_s = of_report(report), run.report.stat().st_mtime - float(report["wall_s"])
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise RunError(f"{run.report}: damaged ({error!r}); a run that is over is tracked from it") from None
+        raise RunError(f"{run.report}: damaged ({error!r}); a finished run is tracked from this file") from None
     for tracker in _begin(run, to, folder):
         try:
             tracker.write(values, began_s)

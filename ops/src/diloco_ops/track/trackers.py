@@ -112,7 +112,7 @@ TRACKERS: dict[str, type[TensorBoard] | type[WeightsAndBiases]] = {"tensorboard"
 
 
 def check(kinds: Sequence[str], option: str) -> None:
-    """Find out that there are such trackers, and their packages; ``option`` asks for them.
+    """Check that the trackers exist, and that their packages are installed. ``option`` is named in errors.
 
     Raises:
         SettingsError: one is not.

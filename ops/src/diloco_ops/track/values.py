@@ -1,4 +1,4 @@
-"""The values of a run that are tracked: read from the statuses of a run under way, or from the report of one that is over.
+"""The values of a run that are tracked: read from the statuses of a live run, or from the report of one that is over.
 
 Pure. A learner's values stand at its own step, those of the run at the tokens that all learners have processed.
 """
@@ -52,7 +52,7 @@ class Statuses:
 
 
 def of_report(report: Mapping[str, Any]) -> list[Value]:
-    """Return the losses of a run that is over, by time, the model's at its end included; ``report`` as in ``docs/report.md``.
+    """Return the losses of a finished run, by time, the model's at its end included; ``report`` as in ``docs/report.md``.
 
     Raises:
         KeyError, TypeError, ValueError: it is damaged.

@@ -1,1 +1,1 @@
-"""``diloco up`` and what begins or goes on with a run on this machine."""
+"""``diloco up``, and other commands that start or continue a run on this machine."""

@@ -45,9 +45,9 @@ def check(
     torch_processes: TorchProcesses = None,
     json_: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
-    """Compile one step of a task, take it twice, and say what a run would do with it; exit code 2: it cannot be trained.
+    """Compile one step of a task, take it twice, and report what a run would do with it. Exit code 2: it cannot be trained.
 
-    A run of the settings given here, or else of those in settings.py beside the task.
+    The settings are those given here, or else those in settings.py beside the task.
     """
     name, folder = found(task)
     chosen = choose(folder, name, preset, overrides_of(set_, options))
@@ -104,7 +104,7 @@ class Chosen:
 
 
 def choose(folder: Path | None, task: str, preset: str, given: Mapping[str, Any]) -> Chosen:
-    """Return the settings of a task in a ``folder``: those of its project, and over them those ``given``.
+    """Return the settings of a task in a ``folder``: its project's, overridden by those ``given``.
 
     Raises:
         SettingsError: one is no setting, or out of range.

@@ -19,7 +19,7 @@ kernels.load()
 
 @contextmanager
 def kernels_compiled(*, quiet: bool = False) -> Iterator[None]:
-    """Have the kernels compiled in a process beside, so that services find them, and do not all compile them at once.
+    """Compile the kernels in a separate process, so that services find them and do not all compile them at once.
 
     ``quiet``: print no line while the caller waits for that process.
     """

@@ -1,4 +1,4 @@
-"""Going on with more tokens from a run that is over, in a new directory: ``diloco up --continue RUN --tokens N``.
+"""Continue a finished run with more tokens, in a new directory: ``diloco up --continue RUN --tokens N``.
 
 A log that is closed stays closed. So that is a new run, with a name, an identity and a budget of its own. Its version 0 has the
 parameters and the outer momentum of the closing version, each share of its data begins behind what was trained of it, and its
@@ -61,7 +61,7 @@ class ContinuationSource:
         return self.directory.path
 
     def changed(self, settings: RunSettings) -> RunSettings:
-        """Return a run's settings as it goes on with them.
+        """Return a run's settings for its continuation.
 
         Raises:
             RunError: an override concerns what may not change; it is named.
@@ -87,8 +87,8 @@ def find(path: Path, overrides: Mapping[str, Any]) -> ContinuationSource:
     """
     if (path / manifest.MANIFEST).exists() and not (path / "run.json").exists():
         raise RunError(
-            f"{path}: is a checkpoint of a run that was not over, which goes on with its own token budget: diloco up "
-            f"--resume {path}; --continue is for the directory of a run that is over"
+            f"{path}: is a checkpoint of an unfinished run, which continues with its own token budget: diloco up "
+            f"--resume {path}; --continue needs the directory of a finished run"
         )
     return ContinuationSource(rundir.load(path.resolve()), overrides)
 
@@ -110,8 +110,8 @@ async def prepare(source: ContinuationSource, directory: RunDirectory, check: Ch
         async with resume.servers(directory, "continue") as (control, homes):
             if await streams.exists(control, f"KV_{Subjects(directory.name).bucket}"):
                 raise RunError(
-                    f"run {directory.name!r} exists at its server already; choose another --run-dir, after whose last "
-                    "part a run is named"
+                    f"run {directory.name!r} already exists at its server; choose another --run-dir, whose last part "
+                    "is the run's name"
                 )
             try:
                 await _found(ended, directory, homes)
@@ -138,9 +138,9 @@ async def _closed(ended: RunReader, source: ContinuationSource) -> list[Chain]:
         state_ = "going on" if ended.live else "stopped"
         advice = "wait for its end" if ended.live else f"let it end first: diloco up --run-dir {source.path}"
         raise RunError(
-            f"{source.path}: run {ended.run.name!r} is not over, it is {state_}: {len(open_)} of the {len(chains)} logs "
+            f"{source.path}: run {ended.run.name!r} is not finished, it is {state_}: {len(open_)} of the {len(chains)} logs "
             f"of its fragments have no closing version (fragment {open_[0].fragment} stands at version "
-            f"{open_[0].version}); {advice}, or change its budget while it goes on: diloco set DIR tokens=N"
+            f"{open_[0].version}); {advice}, or change the budget of the live run: diloco set DIR tokens=N"
         )
     return chains
 

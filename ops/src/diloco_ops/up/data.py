@@ -55,7 +55,7 @@ def data(
     json_: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
     toml: Annotated[bool, typer.Option("--toml", help="Only print the lines that a coordinator's file needs.")] = False,
 ) -> None:
-    """Make a run's data ready, and show its sources, epochs, speed and first rows."""
+    """Prepare a run's data, and show its sources, epochs, speed and first rows."""
     given = {"tokens": tokens, "learners": learners, "task.context": context}
     overrides = parse_assignments(set_ or []) | {key: value for key, value in given.items() if value is not None}
     settings = run_settings(overrides=overrides, source="diloco data")

@@ -42,7 +42,7 @@ def service_environment() -> dict[str, str]:
 
 
 def learner_environment(index: int, learners: int, devices: int | None) -> dict[str, str]:
-    """Return the environment of the ``index``-th of so many learners, each of which is to have so many devices.
+    """Return the environment of the ``index``-th learner. Each learner gets the given number of devices.
 
     None: as many as JAX finds, or an even share of the GPUs. An evaluator's index is the number of learners.
     """
@@ -59,21 +59,21 @@ def learner_environment(index: int, learners: int, devices: int | None) -> dict[
 
 
 def per_process(devices: int | None, processes: int) -> int | None:
-    """Return the devices of each of a learner's processes, of so many devices of the learner; None: as many as JAX finds.
+    """Return the number of devices of each process of a learner; None: as many as JAX finds.
 
     Raises:
         SettingsError: the processes do not divide them.
     """
     if devices is not None and devices % processes:
         raise SettingsError(
-            f"--devices-per-learner {devices}: {processes} processes do not divide them (--processes-per-learner): each "
-            "has as many devices as the others"
+            f"--devices-per-learner {devices}: not divisible by {processes} processes (--processes-per-learner): each "
+            "process needs the same number of devices"
         )
     return None if devices is None else devices // processes
 
 
 def check_least(least: int, processes: int, devices: int | None) -> None:
-    """Find out that so few of a learner's processes can be a generation of it.
+    """Check that ``least`` processes of a learner can continue without the others.
 
     Raises:
         SettingsError: there are not as many, or the mesh cannot shrink so far.
@@ -115,7 +115,7 @@ def mesh_of(devices: int | None, replicas: int = 1) -> dict[str, int] | None:
 
 
 def metrics_addresses(count: int) -> list[str]:
-    """Return addresses for the metrics of so many services: DILOCO_METRICS_ADDRESS and the ports after it; without it, none.
+    """Return the metrics addresses of ``count`` services: DILOCO_METRICS_ADDRESS and the ports after it; without it, none.
 
     Raises:
         SettingsError: it is no address, or one of the ports is taken, or is none.
@@ -132,12 +132,12 @@ def metrics_addresses(count: int) -> list[str]:
     last = first + count - 1
     if last > MOST_PORT:
         raise SettingsError(
-            f"environment: {METRICS} = {text}: {count} services take a port each from there on, and {MOST_PORT} is the last one"
+            f"environment: {METRICS} = {text}: {count} services need a port each from there on, and {MOST_PORT} is the last one"
         )
     if taken := [port for port in range(first, last + 1) if not pages.is_free(host, port)]:
         raise SettingsError(
             f"environment: {METRICS} = {text}: the run's {count} services take ports {first} to {last}, and {taken[0]} "
-            "cannot be listened at; give another first port, or 0 for any"
+            "is in use; give another first port, or 0 for any"
         )
     return [pages.address(host, port) for port in range(first, last + 1)]
 
@@ -154,7 +154,7 @@ def gpus(values: Mapping[str, str]) -> list[str]:
 
 
 def dealt(found: Sequence[str], index: int, learners: int, devices: int | None) -> list[str]:
-    """Return the GPUs of the ``index``-th of so many learners: its own, as long as there are enough; then they are shared."""
+    """Return the GPUs of the ``index``-th learner: its own if there are enough, otherwise shared ones."""
     each = devices or max(1, len(found) // learners)
     return [found[(index * each + number) % len(found)] for number in range(min(each, len(found)))]
 

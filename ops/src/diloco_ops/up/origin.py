@@ -17,7 +17,7 @@ _PASSWORD = re.compile(r"(\w+://)[^/@\s]+@")  # of a server's address
 
 
 def noted(directory: RunDirectory) -> RunDirectory:
-    """Return a run's directory that says how this process was called; a run that goes on keeps its beginning."""
+    """Return a run's directory that says how this process was called; a live run keeps its beginning."""
     return replace(
         directory,
         command=command_line(sys.argv[1:]),

@@ -16,7 +16,7 @@ from diloco_ops.broker.server import free_ports
 
 ANYWHERE = "127.0.0.1:0"  # any free port: runs beside each other do not meet
 NOWHERE = "none"
-HELP = f"HOST:PORT of the run's page; {NOWHERE}: nowhere. Default: a free port of this machine."
+HELP = f"HOST:PORT of the run's page; {NOWHERE}: no page. Default: a free port of this machine."
 
 
 def addresses(wanted: str, coordinators: int) -> list[str]:

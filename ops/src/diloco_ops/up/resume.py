@@ -112,7 +112,7 @@ def changed(source: RunCheckpoint, overrides: Mapping[str, Any], command: str = 
 
 
 async def prepare(source: RunCheckpoint, directory: RunDirectory, *, at: int | None = None) -> None:
-    """Make ``directory`` a run that goes on from ``source``; its ``run.json`` is written last.
+    """Make ``directory`` a run that continues ``source``; its ``run.json`` is written last.
 
     Raises:
         RunError: the log does not hold that version, or the server has this run already.

@@ -45,7 +45,7 @@ def serve(
     page: Annotated[str | None, typer.Option(help=pages.HELP)] = None,
     open_: Annotated[bool, typer.Option("--open", help="Open the run's page in a browser.")] = False,
 ) -> int:
-    """Start the services of a run for training loops of your own, or for learners of a model, and print how they join."""
+    """Start the services of a run for your own training loops, or for learners of a model, and print how they join."""
     given = {"learners": learners, "shards": shards, "tokens": tokens, "seed": seed}
     chosen = model_options.choose(ModelRequest(model, lora, qlora))
     overrides = overrides_of(set_, task, chosen) | {key: value for key, value in given.items() if value is not None}

@@ -19,7 +19,7 @@ from diloco_ops.up.environment import learner_environment, mesh_of
 
 
 def check_task(directory: RunDirectory, fragment_map: FragmentMap | None = None) -> RunDirectory:
-    """Find out that a run's tasks and data are fit to train, as its learners would find out too late; print if it is short.
+    """Check that a run's tasks and data are fit to train, as its learners would find out too late; print if it is short.
 
     What its data leaves out is printed too.
 
@@ -42,7 +42,7 @@ def check_task(directory: RunDirectory, fragment_map: FragmentMap | None = None)
         own = directory.settings.model_copy(update={"task": directory.settings.task.model_copy(update={"name": task})})
         its = _found(directory, own, fragment_map, whole=True)
         if its["framework"] != TORCH:
-            raise SettingsError(f"--torch: {task} makes a task of {its['framework']}, expected a PyTorch task, with module()")
+            raise SettingsError(f"--torch: {task} makes a {its['framework']} task, expected a PyTorch task, with module()")
         try:
             check_same_map(unpack_map(bytes.fromhex(its["map"])), unpack_map(bytes.fromhex(found["map"])), directory.name)
         except AdmissionError as error:
@@ -51,8 +51,8 @@ def check_task(directory: RunDirectory, fragment_map: FragmentMap | None = None)
         _check_shape(directory, framework)
     if directory.torch_processes is not None and not torch:
         raise SettingsError(
-            f"--torch-processes {directory.torch_processes}: no learner of this run computes with PyTorch, since its task is "
-            f"one of {found['framework']}: leave the option out (of JAX it is --processes-per-learner)"
+            f"--torch-processes {directory.torch_processes}: no learner of this run computes with PyTorch, because its task "
+            f"is a {found['framework']} task: leave the option out (for JAX: --processes-per-learner)"
         )
     short = too_short(directory.settings, found["step_tokens"])
     if short is not None:
@@ -65,7 +65,7 @@ def check_task(directory: RunDirectory, fragment_map: FragmentMap | None = None)
 
 
 def _check_shape(directory: RunDirectory, framework: str) -> None:
-    """Find out that learners of a framework can have the devices and processes that a run's are to have.
+    """Check that learners of a framework can have the devices and processes that a run's are to have.
 
     Raises:
         SettingsError: they cannot.

@@ -164,7 +164,7 @@ def _source(
     if came_from.resume is not None and came_from.continued is not None:
         raise SettingsError(f"--continue {came_from.continued}, --resume {came_from.resume}: leave one of them out")
     if any(key.partition(".")[0] == "continues" for key in overrides):
-        raise SettingsError("--set continues: says what a run continues, and is set by --continue RUN alone")
+        raise SettingsError("--set continues: names the run that is continued; use --continue RUN")
     if came_from.resume is not None:
         return _resumed(came_from.resume, came_from.resume_at, path, preset, overrides, data, nats_url)
     if came_from.continued is not None:
@@ -258,7 +258,7 @@ def _beginning_with(
         return directory
     if source is not None:
         option = "--resume" if isinstance(source, RunCheckpoint) else "--continue"
-        raise SettingsError(f"--init {init}: a run that goes on from {option} has its weights; leave one of them out")
+        raise SettingsError(f"--init {init}: a run of {option} already has weights; leave one of the options out")
     file, named = str(init.resolve()), None if names is None else str(names.resolve())
     if (directory.path / "run.json").exists() and (directory.init, directory.init_names) != (file, named):
         began = f"the weights in {directory.init}" if directory.init else "the weights that its task creates"
@@ -343,7 +343,7 @@ def directory_of(
     if directory.finished:
         raise RunError(
             f"{path}: this run is finished (its report is {directory.report}); choose another --run-dir, or for more "
-            f"tokens go on from it in another one: diloco up --continue {path} --tokens N"
+            f"tokens continue it in a new one: diloco up --continue {path} --tokens N"
         )
     rundir.check_free(path)
     settings = settings.with_mix(directory.settings.task.mix)
@@ -361,7 +361,7 @@ def _name_of(path: Path) -> str:
 
 
 async def _check_name(name: str, url: str) -> None:
-    """Find out that a server has no run of this name: the new services would take the places of that one's.
+    """Check that a server has no run of this name: the new services would take the places of that one's.
 
     Raises:
         RunError: it has.

@@ -41,11 +41,9 @@ Init = Annotated[
 Names = Annotated[Path | None, typer.Option(help="JSON file that maps the model's tensor names to those in the weights.")]
 ResumeFrom = Annotated[
     Path | None,
-    typer.Option("--resume", help="Go on from a checkpoint, or from a run's directory, in a new directory (--run-dir)."),
+    typer.Option("--resume", help="Continue from a checkpoint, or from a run's directory, in a new directory (--run-dir)."),
 ]
-ResumeAt = Annotated[
-    int | None, typer.Option(min=0, help="With --resume: begin again where every fragment's log stood at this version.")
-]
+ResumeAt = Annotated[int | None, typer.Option(min=0, help="With --resume: start again from this version of every fragment.")]
 DevicesPerLearner = Annotated[
     int | None, typer.Option(min=1, help="Devices of each learner, which form one mesh. Default: all that JAX finds.")
 ]

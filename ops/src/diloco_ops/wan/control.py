@@ -217,7 +217,7 @@ def asked(address: str, request: Request) -> Iterator[dict[str, Any]]:
 def _answered(line: bytes, address: str) -> dict[str, Any]:
     answer = json_object(line)
     if answer is None:
-        raise WanError(f"{address}: what answers there is no relay")
+        raise WanError(f"{address}: another program answers there, not a relay")
     if "error" in answer:
         code = answer.get("exit_code")
         raise (_ERRORS.get(code, WanError) if isinstance(code, int) else WanError)(str(answer["error"]))

@@ -41,7 +41,7 @@ AnyLinks = Annotated[
 
 @wan.command()
 def serve(path: Annotated[Path, typer.Argument(metavar="CONFIG", help="The relay's TOML file.")]) -> None:
-    """Run the relay until it is ended."""
+    """Run the relay until it is stopped."""
     config = load(path)
     observe.configure("wan", "", level=config.log_level, fmt=config.log_format, file=config.log_file)
     asyncio.run(_serve(config))
@@ -69,7 +69,7 @@ async def _serve(config: Config) -> None:
 
 @wan.command()
 def status(links: AnyLinks = None, at: At = DEFAULT_CONTROL, json_: Json = False) -> None:
-    """Show what the links carry, hold and have carried."""
+    """Show the state of the links: traffic, queues and totals."""
     [answer] = control.asked(at, control.Status(links or []))
     if json_:
         print(json.dumps(answer))
@@ -79,13 +79,13 @@ def status(links: AnyLinks = None, at: At = DEFAULT_CONTROL, json_: Json = False
 
 @wan.command()
 def cut(links: Links, at: At = DEFAULT_CONTROL, json_: Json = False) -> None:
-    """Cut links: nothing passes until they are healed, and connections stay open."""
+    """Cut links: no data passes until they are healed. Connections stay open."""
     _command(at, control.Cut(links), "cut", json_)
 
 
 @wan.command()
 def heal(links: AnyLinks = None, at: At = DEFAULT_CONTROL, json_: Json = False) -> None:
-    """End the cuts of links: what was held goes on at once."""
+    """End the cuts of links: held data passes at once."""
     _command(at, control.Heal(links or []), "healed", json_)
 
 
@@ -120,7 +120,7 @@ def play(
     at: At = DEFAULT_CONTROL,
     json_: Json = False,
 ) -> None:
-    """Play a schedule on a running relay. It ends with this command, and nothing of it lasts."""
+    """Play a schedule on a running relay. All its effects end with this command."""
     try:
         with tape.open(errors="replace") as file:
             text = file.read(control.MAX_REQUEST_BYTES)

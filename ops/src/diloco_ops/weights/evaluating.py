@@ -49,7 +49,7 @@ Version = Annotated[
         "when that part of the tokens was merged; or latest."
     ),
 ]
-Average = Annotated[int, typer.Option(min=1, help="For a run: average over so many versions, of which --version is the last.")]
+Average = Annotated[int, typer.Option(min=1, help="For a run: average over this many versions, up to --version.")]
 Data = Annotated[str | None, typer.Option(help="Data other than the run's, as for diloco up --data.")]
 Set = Annotated[list[str] | None, typer.Option("--set", help="For a file without task metadata: task.KEY=VALUE; repeatable.")]
 Json = Annotated[bool, typer.Option("--json", help="As JSON.")]
@@ -88,7 +88,7 @@ def sample(
     set_: Set = None,
     json_: Json = False,
 ) -> None:
-    """Draw text from a run's model, or from one in a file."""
+    """Generate text with a run's model, or with one in a file."""
     wanted = {"seed": seed, "count": count, "prompt": prompt, "early": True}
     found = result(EvaluationRequest(weights or newest_run("diloco sample"), version, average, data, set_ or []), wanted)
     _tell_versions(found)

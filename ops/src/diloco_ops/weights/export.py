@@ -98,7 +98,7 @@ def export(
             "when that part of the tokens was merged; or latest."
         ),
     ] = LATEST,
-    average: Annotated[int, typer.Option(min=1, help="Average over so many versions, of which --version is the last.")] = 1,
+    average: Annotated[int, typer.Option(min=1, help="Average over this many versions, up to --version.")] = 1,
     precision: Annotated[Precision, typer.Option(help="Dtype of the values.")] = "float32",
     names: NamesOption = None,
     config: ConfigOption = None,
@@ -106,7 +106,7 @@ def export(
         int | None, typer.Option(min=1, help=f"With --format hf: greatest size of a file. Default: {SHARD_BYTES}.")
     ] = None,
 ) -> None:
-    """Write the weights of a run, going on or over."""
+    """Write the weights of a live, stopped or finished run."""
     if len(places) > 2:
         raise SettingsError(f"diloco export: {places[2]}: one argument too many; expected [DIR] OUT")
     *directories, out = places
@@ -135,7 +135,7 @@ def export(
 
 
 def _check_options(format_: Format, names: Path | None, config: Path | None, shard_bytes: int | None) -> None:
-    """Find out that the options fit together.
+    """Check that the options fit together.
 
     Raises:
         SettingsError: they do not.
@@ -167,7 +167,7 @@ def _new_folder(path: Path, write: Callable[[Path], None]) -> None:
         OSError: it cannot be written.
     """
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        raise SettingsError(f"{path}: exists, and is no empty folder; name a new one")
+        raise SettingsError(f"{path}: exists, and is not an empty folder; name a new one")
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f"{path.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
@@ -259,8 +259,8 @@ def _model_folder(
         config = said.config if config is None else config
     if config is None:
         raise SettingsError(
-            f"task.name = {seen.run.created.task.name!r}: has no config(), which says how Hugging Face's libraries "
-            "make the model; give the config.json with --config FILE"
+            f"task.name = {seen.run.created.task.name!r}: has no config() for Hugging Face's libraries: give a "
+            "config.json with --config FILE"
         )
     named = Naming(tensors, names)
     _check_tied(named, config, "task: config()" if asked.config is None else f"--config {asked.config}")
@@ -283,7 +283,7 @@ def _given_names(tensors: Sequence[TensorSpec], names: Path | None) -> Names | N
 
 
 def _check_tied(named: Naming, config: Mapping[str, Any], source: str) -> None:
-    """Find out that Hugging Face's libraries make the same model of a configuration and these tensors, or say what they go by.
+    """Check that Hugging Face's libraries make the same model of a configuration and these tensors, or say what they go by.
 
     Raises:
         SettingsError: they would make up its head, or take the embedding for it.
@@ -296,8 +296,8 @@ def _check_tied(named: Naming, config: Mapping[str, Any], source: str) -> None:
     if ignored is not None:
         embedding, head = ignored
         raise SettingsError(
-            f"{source}: {tying.KEY} is true, but the model has a head {head!r} that is trained by itself, in whose place "
-            f"Hugging Face's libraries would put the embedding {embedding!r}: set {tying.KEY} to false"
+            f"{source}: {tying.KEY} is true, but the model's head {head!r} is trained by itself, and Hugging "
+            f"Face's libraries would replace it by the embedding {embedding!r}: set {tying.KEY} to false"
         )
 
 

@@ -85,12 +85,12 @@ def _adapter_tensor(name: str, config: Mapping[str, Any], source: str) -> Adapte
             raise SettingsError(f"{source}: bias is 'none', but the run trains {name!r}: take the file of this adapter")
         return AdapterTensor(".".join(parts[:-1]), "bias", "", "bias")
     raise SettingsError(
-        f"--format peft: the run has {name!r}, which is no tensor of an adapter of LoRA, so peft would not load it: {INSTEAD}"
+        f"--format peft: the run has {name!r}, which is not a tensor of a LoRA adapter, so peft would not load it: {INSTEAD}"
     )
 
 
 def _check_place(spec: TensorSpec, found: AdapterTensor, config: Mapping[str, Any], source: str) -> None:
-    """Find out that peft makes a place for a tensor by this configuration.
+    """Check that peft makes a place for a tensor by this configuration.
 
     Raises:
         SettingsError: it does not.
@@ -124,7 +124,7 @@ def _names_module(config: Mapping[str, Any], key: str, module: str, ends: str, s
         try:
             return wanted == EVERY_LINEAR or re.fullmatch(wanted, module) is not None
         except re.error as error:
-            raise SettingsError(f"{source}: {key} is {wanted!r}, which is no regular expression: {error}") from None
+            raise SettingsError(f"{source}: {key} is {wanted!r}, which is not a regular expression: {error}") from None
     return isinstance(wanted, list) and any(module == each or module.endswith(ends.format(each)) for each in wanted)
 
 

@@ -194,7 +194,7 @@ def converted(values: Vector, precision: Precision, name: str) -> NDArray[Any]:
             halves = values.astype(np.float16)
         if not np.isfinite(halves).all():
             raise RunError(
-                f"tensor {name!r}: {float(np.abs(values).max()):g} is more than float16 can be; export it as bfloat16"
+                f"tensor {name!r}: {float(np.abs(values).max()):g} exceeds the range of float16; export it as bfloat16"
             )
         return halves
     bits = np.ascontiguousarray(values).view(np.uint32).reshape(-1)

@@ -158,7 +158,7 @@ def _first_batches(loaded: LoadedTask, settings: RunSettings) -> list[Any]:
 
 
 def _check_step(loaded: LoadedTask, settings: RunSettings, model: Any, batch: Any) -> None:
-    """Find out that a step can be taken: that devices have room for it, and that loss and gradients are numbers.
+    """Check that a step can be taken: that devices have room for it, and that loss and gradients are numbers.
 
     Raises:
         SettingsError: it cannot.

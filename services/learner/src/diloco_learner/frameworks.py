@@ -1,8 +1,8 @@
-"""Frameworks: each computes the steps of learners. One claims a run's task, and the others are not imported.
+"""Frameworks compute the steps of learners. One framework claims a run's task, and the libraries of others are not imported.
 
 A distribution adds a framework by an entry point of the group ``diloco.frameworks``. Its name is the framework's name, and its
-object a subclass of :class:`Framework`. To find the framework that claims a task, the modules of all entry points are imported,
-so such a module imports the framework's own library within its methods only.
+object is a subclass of :class:`Framework`. To find the framework that claims a task, the modules of all entry points are
+imported. Such a module therefore imports its library inside methods only.
 """
 
 from __future__ import annotations
@@ -26,69 +26,69 @@ if TYPE_CHECKING:
     from diloco_learner.api.model import JoinedParameters, Model
 
 GROUP = "diloco.frameworks"
-Task: TypeAlias = Any  # of one of them
+Task: TypeAlias = Any  # a task of any framework
 
 
 class FrameworkChecks:
-    """Looks at a task and its model before a run that not every framework needs; by default they find nothing."""
+    """Checks of a task and its model before a run that only some frameworks need. By default they find nothing."""
 
     def keep_programs(self, cache_dir: Path) -> None:
-        """Keep programs that are compiled from here on for other processes, if the folder can be written."""
+        """Store programs that are compiled from now on for other processes, if the folder is writable."""
 
     def check_cache(self, cache_dir: Path) -> None:
-        """Find out that learners can keep in this folder what they have to.
+        """Check that learners can store their files in this folder.
 
         Raises:
-            SettingsError: it cannot be written.
+            SettingsError: the folder is not writable.
         """
 
     def check_values(self, model: Any) -> None:
-        """Find out that a model begins with values that are finite.
+        """Check that a model's initial values are finite.
 
         Raises:
-            SettingsError: one is NaN or infinity.
+            SettingsError: a value is NaN or infinite.
         """
 
     def check_alike(self, task: Task, first: Any, later: Any) -> None:
-        """Find out that a batch has the shapes of the first one, if steps need that.
+        """Check that a batch has the shapes of the first one, if steps need that.
 
         Raises:
-            SettingsError: it has others.
+            SettingsError: a shape differs.
         """
 
     def rehearse(self, model: Model, batch: Any) -> float:
         """Return the loss of a step that is not taken, or NaN.
 
         Raises:
-            SettingsError: the devices have no room for it, or the task's code is not as a step needs it.
+            SettingsError: the devices have no room for the step, or the task's code fails in it.
         """
         return model.rehearse(batch)
 
     def examine_processes(
         self, task: Task, settings: RunSettings, mesh: MeshSettings, count: int, batch: Any
     ) -> ProcessFacts | None:
-        """Look at a task as a learner of so many processes, with the ``mesh`` over them, that compute with one device each.
+        """Examine a task for a learner of ``count`` processes with one device each, and the ``mesh`` over them.
 
-        None: the framework has no such learners, or looks at their devices in another way.
+        Return None if the framework has no such learners, or examines their devices in another way.
 
         Raises:
-            SettingsError: the mesh, a batch or the task does not fit them.
+            SettingsError: the mesh, a batch or the task does not fit the processes.
         """
         return None
 
     def find_cause(self, task: Task, settings: RunSettings, model: Any, batch: Any) -> str:
-        """Return why the loss of a batch is not finite, as the end of a sentence; empty where that is not known."""
+        """Return the reason for which a batch's loss is not finite, as the end of a sentence; empty if it is unknown."""
         return ""
 
 
 class Framework(FrameworkChecks, ABC):
-    """A framework, by the ``name`` of its entry point.
+    """A framework with the ``name`` of its entry point.
 
     Attributes:
         wants: the member by which it claims a task, for messages.
-        module: module that runs as a learner or an evaluator by ``python -m``.
-        one_process: a process takes the device that its task chooses, and a learner is one, or of PyTorch as many as
-            ``--torch-processes`` says; else it may have a mesh of devices.
+        module: the module that ``python -m`` runs as a learner or an evaluator.
+        one_process: whether the task chooses the process's device. Such a learner is one process, or, with PyTorch, as many as
+            ``--torch-processes`` states. Other learners may have a mesh of devices.
     """
 
     wants: ClassVar[str]
@@ -99,36 +99,36 @@ class Framework(FrameworkChecks, ABC):
         self.name = name
 
     def parameters(self, params: Any) -> JoinedParameters | None:
-        """Return what ``diloco.join`` is given as this framework's parameters, or None where it is none of its objects.
+        """Return the ``params`` of ``diloco.join`` as parameters of this framework, or None for objects of others.
 
-        A tree of arrays of JAX or NumPy is no framework's. A framework's library is imported by now if the objects are its own.
+        Trees of JAX or NumPy arrays belong to no framework. If the objects are the framework's own, its library is imported.
 
         Raises:
-            SettingsError: its objects cannot be trained.
+            SettingsError: the objects cannot be trained.
         """
         return None
 
     @abstractmethod
     def claims(self, task: object) -> bool:
-        """Return whether a task, as its factory made it, is one of this framework; None stands for the built-in task."""
+        """Return whether a task is one of this framework. ``task``: the factory's result, or None for the built-in task."""
 
     @abstractmethod
     def load(self, task: object, settings: TaskSettings, data: str | None, cache_dir: Path) -> Task:
-        """Return a task that it claims, if the task has all members; make the built-in task for None.
+        """Return a claimed task after checking its members, or the built-in task for None.
 
-        ``cache_dir`` is where the built-in task keeps the tokens of a mix.
+        ``cache_dir``: folder in which the built-in task stores the tokens of a mix.
 
         Raises:
-            SettingsError: it lacks something that a task has.
+            SettingsError: the task lacks a member.
             DataError: the built-in task's data is missing, unreadable or too short.
         """
 
     @abstractmethod
     def make_model(self, task: Task, settings: RunSettings, mesh: MeshSettings | None) -> Model:
-        """Return a task's model; ``mesh`` is that of its devices, where a learner may have several.
+        """Return a task's model. ``mesh``: the mesh of the learner's devices, if it may have several.
 
         Raises:
-            SettingsError: it is no model that can be trained.
+            SettingsError: the model cannot be trained.
         """
 
     @abstractmethod
@@ -139,9 +139,9 @@ class Framework(FrameworkChecks, ABC):
     def examine(
         self, task: Task, settings: RunSettings, model: Model, batches: Sequence[Any], units: str | None
     ) -> TaskExamination:
-        """Take the first step of a task that is known to be fit twice; ``batches`` are the first two of its first share.
+        """Take the first step of a checked task twice, and return the findings for ``diloco check``.
 
-        ``model`` was made to find out that it is fit, and may get other values.
+        ``batches``: the first two batches of the first share. ``model``: the checked model, whose values may change.
 
         Raises:
             SettingsError: batches of another share end.
@@ -150,18 +150,18 @@ class Framework(FrameworkChecks, ABC):
 
 @dataclass(frozen=True)
 class LoadedTask:
-    """A task that has its members, and the framework that claims it."""
+    """A checked task, and the framework that claims it."""
 
     task: Task
     framework: Framework
 
 
 def load(settings: TaskSettings, data: str | None, cache_dir: Path) -> LoadedTask:
-    """Return a run's task; ``cache_dir`` is where the built-in one keeps the tokens of a mix.
+    """Return a run's task. ``cache_dir``: folder in which the built-in task stores the tokens of a mix.
 
     Raises:
-        SettingsError: no such task, it cannot be imported, no framework or more than one claims it, or it lacks something
-            that a task has.
+        SettingsError: the task does not exist, cannot be imported, is claimed by no framework or by several, or lacks a
+            member.
         DataError: its data is missing, unreadable or too short.
     """
     found = None if settings.name == BUILT_IN else made(settings, data)
@@ -170,13 +170,13 @@ def load(settings: TaskSettings, data: str | None, cache_dir: Path) -> LoadedTas
 
 
 def claimant(task: object, settings: TaskSettings) -> Framework:
-    """Return the framework that claims a task as its factory made it (None: the built-in one).
+    """Return the framework that claims a task. ``task``: the factory's result, or None for the built-in task.
 
-    Where several claim it, the task's attribute ``framework`` names one. An entry point that cannot be imported is named only
-    where no other framework claims the task.
+    If several claim it, the task's attribute ``framework`` chooses one. An entry point that cannot be imported is reported only
+    if no other framework claims the task.
 
     Raises:
-        SettingsError: no framework claims it, or several do and it names none of them.
+        SettingsError: no framework claims the task, or several do and it chooses none of them.
     """
     installed, broken = _installed()
     claims = {point: framework for point, framework in installed.items() if framework.claims(task)}
@@ -211,7 +211,7 @@ def parameters_of(params: Any) -> JoinedParameters | None:
 
 
 def refuse_others(task: object, settings: TaskSettings, own: str) -> None:
-    """Find out that a task that the framework of this name does not claim is not one of another framework.
+    """Check that a task that the framework of this name does not claim is not one of another framework.
 
     Raises:
         SettingsError: another framework claims it.

@@ -1,4 +1,4 @@
-"""``python -m diloco_learner.hugging_face``: what a task says of its model to Hugging Face's libraries.
+"""``python -m diloco_learner.hugging_face``: a task's names and configuration for Hugging Face's libraries.
 
 Reads ``{"settings": ..., "data": ...}`` from stdin. Prints ``{"names": ..., "config": ..., "adapter_config": ..., "files":
 ...}``: the task's members of these names, null where it has none.

@@ -1,4 +1,4 @@
-"""Join a run from a training loop of one's own, which keeps its model, optimizer, data and steps.
+"""Join a run from your own training loop, which keeps its model, optimizer, data and steps.
 
     with diloco.join("nats://10.0.0.1:4222", run="mine", name="lab", params=params, tokens=4096) as run:
         params = run.params
@@ -6,8 +6,8 @@
             params, optimizer_state, loss = step(params, optimizer_state, batch)
             params = run.step(params, loss=loss)
 
-The loop's thread calls everything here. What talks to NATS runs in another one: :meth:`JoinedRun.step` waits for nothing, not
-for the device either where the parameters are JAX arrays.
+The loop's thread calls everything in this module. Another thread communicates with NATS, so :meth:`JoinedRun.step` does not
+wait for the network. With JAX arrays it does not wait for the device either.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 def parameters_of(params: Any) -> JoinedParameters:
-    """Return the parameters that a loop hands over: those of a framework that knows them, or else a tree of arrays.
+    """Return the parameters of a loop: those of the framework that recognises them, or else a tree of arrays.
 
     Raises:
         SettingsError: there is no array, or one of another type or kind.
@@ -59,20 +59,20 @@ def parameters_of(params: Any) -> JoinedParameters:
 
 @dataclass(frozen=True)
 class _Said:
-    """A loop's word on its tensors, as a task has it."""
+    """A loop's declarations about its tensors, in the form of a task."""
 
     tensor: Say
 
 
 @dataclass(frozen=True)
 class _Loop:
-    """The batches of a loop, as a task has them."""
+    """The batches of a loop, in the form of a task."""
 
     batches: Make
 
 
 class JoinedRun:
-    """A run that this loop is a learner of, while it is entered (:func:`join`)."""
+    """A run in which this loop is a learner, inside the ``with`` statement (:func:`join`)."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class JoinedRun:
         address: str | None = None,
         is_named: bool = True,
     ) -> None:
-        """Begin; ``address``: where the first of several ranks has the others come. ``is_named``: a name was given."""
+        """Begin. ``address``: where the other ranks reach the first one. ``is_named``: the loop has chosen the name."""
         self._optimizer, self.tokens, self._own_data = optimizer, tokens, data == "own"
         self.over = False  # whether the run's budget is used up: take no further step
         self.changed = False  # whether the last step ended with versions written into the parameters
@@ -112,7 +112,7 @@ class JoinedRun:
 
     @property
     def settings(self) -> LearnerSettings:
-        """The settings of the learner that this loop is."""
+        """The settings of this learner."""
         return self._entrance.settings
 
     @property
@@ -121,48 +121,48 @@ class JoinedRun:
 
     @property
     def params(self) -> Any:
-        """The parameters as of the last boundary; at first those of the run."""
+        """The parameters as of the last boundary; initially those of the run."""
         return self._parameters.tree
 
     @property
     def task(self) -> TaskSettings:
-        """The run's settings of its task: with them ``Mix(run.task, "mix.toml")`` has the run's batches, or is refused."""
+        """The run's task settings. ``Mix(run.task, "mix.toml")`` gives the run's batches, or refuses another mix."""
         return self._run.created.task
 
     @property
     def steps(self) -> int:
-        """Steps that this learner has taken in the run; of several ranks, all but the first count from when they joined."""
+        """Steps that this learner has taken in the run. Ranks other than the first count from the time at which they joined."""
         return self._side.steered.step
 
     @property
     def progress(self) -> float:
-        """The part of the run's token budget that all learners together have used up, as far as known here, 0 to 1."""
+        """The share of the token budget that all learners together have used up, 0 to 1, as far as this learner knows."""
         at = self._side.steered.moment()
         return min(max(at.tokens / at.budget, 0.0), 1.0)
 
     @property
     def learning_rate_factor(self) -> float:
-        """The factor of the next step's learning rate by the run's own schedule: warm-up, then a cosine over its budget.
+        """The factor of the next step's learning rate by the run's schedule: warm-up, then a cosine over the budget.
 
-        ``torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: run.learning_rate_factor)`` is the schedule of a loop.
+        A loop applies it with ``torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: run.learning_rate_factor)``.
         """
         created = self._run.created
         return learning_rate(created, self._side.steered.moment()) / created.inner.learning_rate
 
     @property
     def refused(self) -> dict[str, int]:
-        """Offers of this process that the run has refused for good, by reason (docs/user-guide.md).
+        """The number of offers of this process that the run has refused for good, by reason (docs/user-guide.md).
 
-        Of several ranks, the first one has them.
+        With several ranks, only the first one knows it.
         """
         member = self._side.member
         return {} if member is None else member.refusals.offers
 
     @property
     def missed(self) -> int:
-        """Versions that were made without this learner: its offers to them came late, or there were none.
+        """The number of versions made without this learner, because its offer was late or missing.
 
-        Of several ranks, the first one has their number.
+        With several ranks, only the first one knows it.
         """
         member = self._side.member
         return 0 if member is None else member.learner.rounds_missed
@@ -173,8 +173,8 @@ class JoinedRun:
         Raises:
             BrokerError: the server does not answer in time.
             RunError: there is no such run.
-            SettingsError: its learners offer gradients, or the identity does not fit.
-            AdmissionError: its model is another one, or its steps are to be smaller.
+            SettingsError: the run's learners offer gradients, or the identity does not fit.
+            AdmissionError: the model differs from the run's, or the steps are too large.
         """
         if self._joined:
             raise RunError(f"run {self.settings.run!r}: is joined already")
@@ -196,7 +196,7 @@ class JoinedRun:
         self._steps.go_on(now_s, now_s)
 
     def _book_with_optimizer(self) -> None:
-        """Have each step of the loop's optimizer, if it was handed over, booked when it has been taken."""
+        """Book each step of the loop's optimizer, if the loop has passed one, when it has been taken."""
         if self._optimizer is None:
             return
 
@@ -208,41 +208,41 @@ class JoinedRun:
         self._stack.callback(handle.remove)
 
     def batches(self, make: Make, *, read_ahead: bool = False) -> Iterator[Any]:
-        """Yield batches of this learner's shares of the data until the run is over; each is to be followed by a :meth:`step`.
+        """Yield batches of this learner's shares of the data until the run is over. Call :meth:`step` after each.
 
-        ``make(share, shares, seed, start)`` yields a share's batches without end from the ``start``-th on; the k-th depends on
-        nothing but share, shares, seed and k. Shares come and go: those of learners that are gone are dealt to the others.
-        With ``read_ahead`` one more batch may be fetched before the step on the last one, as loaders do.
+        ``make(share, shares, seed, start)`` yields a share's batches without end, beginning with the ``start``-th. The k-th
+        batch depends only on share, shares, seed and k. Shares change: those of lost learners are dealt to the others. With
+        ``read_ahead`` one further batch may be fetched before the step on the last one, as loaders do.
 
         Raises:
             DataError: none of the shares has data here.
-            SettingsError: a share's batches ended, the last batch was not followed by a step, the loop has data of its own, or
-                it is to read ahead and has several ranks.
+            SettingsError: a share's batches ended, the last batch was not followed by a step, the loop has its own data, or
+                ``read_ahead`` is used with several ranks.
             RunError: the run is not joined.
         """
         self._check_joined()
         if self._own_data:
             raise SettingsError('batches: this loop joined with data="own", so it holds no share: leave out data="own"')
         if read_ahead and self._parameters.ranked is not None:
-            raise SettingsError("batches: several ranks hear of each batch when its step begins: leave out read_ahead")
+            raise SettingsError("batches: read_ahead does not work with several ranks: leave it out")
         feed = self._side.feed(_Loop(make), self.tokens)
         while not self.over:
             yield self._steps.open(feed, 2 if read_ahead else 1)
 
     def step(self, params: Any, *, loss: Any = None, tokens: int | None = None) -> Any:
-        """Book an inner step that has led to ``params``; return them with the versions that have arrived, for the next one.
+        """Book an inner step that led to ``params``. Return the parameters, with the versions that have arrived.
 
-        The parameters that are handed over are given away: JAX arrays are donated, NumPy arrays are written in place. ``loss``
-        is a number, or a scalar of any framework, which is read one step later, so that it may be on its way from a device.
-        ``tokens`` are those of this step, where they vary; by default those of ``diloco.join``, the most that a step may have.
+        The call takes ``params`` over: JAX arrays are donated, and NumPy arrays are written in place. ``loss`` is a number, or
+        a scalar of any framework. It is read one step later, so it may still be on a device. ``tokens`` are the tokens of this
+        step, if they vary. The default, and the maximum, are the tokens of ``diloco.join``.
 
         Raises:
-            SettingsError: they are of another model, the loss is no single number, or the tokens cannot be those of a step.
+            SettingsError: the parameters are of another model, the loss is not one number, or the tokens are out of range.
             RunError: the run is not joined.
             EjectedError: an operator has ejected this learner.
-            RefusedError: the run refuses its work: the reasons and their remedies are named.
-            DilocoError: the losses of ten steps in a row are not finite, or, of a loop that gives none, its parameters; or the
-                run cannot go on here; the message says why.
+            RefusedError: the run refuses this learner's work. The message has the reasons and their remedies.
+            DilocoError: the losses of ten steps in a row are not finite (without losses: the parameters), or the run cannot
+                continue here. The message has the reason.
         """
         self._check_joined()
         self._around.end_step()
@@ -263,21 +263,21 @@ class JoinedRun:
         return self.params
 
     def note_loss(self, loss: Any) -> None:
-        """Note the loss of the next step that the optimizer takes: a number, or a scalar of any framework.
+        """Note the loss of the optimizer's next step: a number, or a scalar of any framework.
 
         Raises:
-            SettingsError: it is no single number.
+            SettingsError: the loss is not one number.
         """
         self._steps.note_loss(loss)
 
     def report(self, *, val_loss: Any) -> None:
-        """Show people a loss on validation data of the loop's own, as the run's validation loss; nothing goes by it.
+        """Show a loss on the loop's own validation data as the run's validation loss. No decision depends on it.
 
-        ``val_loss`` is a number, or a scalar of any framework, which is waited for. Of several ranks the first one's is shown.
-        One that is not finite is not shown.
+        ``val_loss`` is a number, or a scalar of any framework; the call waits for it. With several ranks the first one's loss
+        is shown. A loss that is not finite is not shown.
 
         Raises:
-            SettingsError: it is no single number.
+            SettingsError: the loss is not one number.
             RunError: the run is not joined.
         """
         self._check_joined()
@@ -290,13 +290,13 @@ class JoinedRun:
 
     @contextmanager
     def averaged(self, weights: Any) -> Iterator[None]:
-        """Have the loop's parameters hold averaged weights (EMA) within, for an evaluation: of PyTorch, in place.
+        """Put averaged weights (EMA) into the loop's parameters inside the ``with`` statement, for an evaluation. PyTorch only.
 
-        ``weights`` are a ``torch.optim.swa_utils.AveragedModel`` or another module with the same parameters, or tensors by
-        name. Buffers stay as they are.
+        ``weights`` are a ``torch.optim.swa_utils.AveragedModel``, another module with the same parameters, or tensors by
+        name. They are written in place. Buffers do not change.
 
         Raises:
-            SettingsError: they are not those of all parameters, or the parameters are no tensors of PyTorch.
+            SettingsError: a parameter has no averaged weights, or the parameters are not PyTorch tensors.
             RunError: the run is not joined.
         """
         self._check_joined()
@@ -308,14 +308,14 @@ class JoinedRun:
                 self._swapped = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the learner's state, for the loop's own checkpoint: its accounts, and what it holds that is not merged.
+        """Return the learner's state, for the loop's own checkpoint: its accounts and its unmerged work.
 
-        Call it between two steps, in all ranks, and save model and optimizer of the same moment. Before the run is entered it
-        says what there will be to load, as ``torch.distributed.checkpoint`` asks for.
+        Call it in all ranks between the same two steps, and save the model and the optimizer there too. Before the ``with``
+        statement it returns the keys that can be loaded, which ``torch.distributed.checkpoint`` requests.
 
         Raises:
             RunError: the run has been left.
-            DilocoError: the run cannot go on here, or not all ranks ask for their state.
+            DilocoError: the run cannot continue here, or some rank did not ask for its state.
         """
         if not self._joined and not self._left:
             return self._entrance.expected()
@@ -323,14 +323,14 @@ class JoinedRun:
         return self._entrance.packed(*self._wait(self._side.copy_state()))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a :meth:`state_dict` when the run is entered, as the learner that it is of.
+        """Continue from a :meth:`state_dict`, as the same learner.
 
-        Call it before the ``with`` statement, with the model of the same moment loaded. What the log has merged since counts as
-        merged, and is not offered again.
+        Call it before the ``with`` statement, after loading the model of the same checkpoint. Work that was merged since then
+        counts as merged, and is not offered again.
 
         Raises:
-            RunError: the run is entered.
-            SettingsError: it is no such state, or that of another run, learner or model.
+            RunError: the run is joined already.
+            SettingsError: the state is invalid, or of another run, learner or model.
         """
         if self._joined:
             raise RunError(f"run {self.settings.run!r}: is joined already: call load_state_dict before the with statement")
@@ -340,7 +340,7 @@ class JoinedRun:
         """Wait until the last work is merged, at most ``leave_s``, and leave the run. After an error, leave it at once.
 
         Raises:
-            RefusedError: nothing of this process was merged, and the run has refused offers of it.
+            RefusedError: the run has refused offers of this process, and merged none.
         """
         try:
             if error is None:
@@ -361,7 +361,7 @@ class JoinedRun:
             )
 
     def _pass(self, done: StepDone | None) -> None:
-        """Go through boundaries until a step may be taken, or none any more."""
+        """Pass boundaries until a step may be taken, or the run is over."""
         self.changed = False
         boundary = self._boundary(done)
         while boundary.wait and not self.over:
@@ -379,7 +379,7 @@ class JoinedRun:
         return boundary
 
     def _leave(self) -> None:
-        """Go through boundaries until nothing is unmerged; of a run that is over, until its last versions are there."""
+        """Pass boundaries until no work is unmerged, or, if the run is over, until its last versions have arrived."""
         by_s = self._around.now_s() + self.settings.leave_s
         boundary, leaving = self._boundary(None), False
         while not boundary.finished and not boundary.ended:
@@ -414,33 +414,34 @@ def join(
     address: str | None = None,
     optimizer: Any = None,
 ) -> JoinedRun:
-    """Return a run to be entered, in which this loop is a learner.
+    """Return a run, for a ``with`` statement inside which this loop is a learner.
 
-    In a process group of PyTorch of several ranks, all of them call it, and are one learner together.
+    In a PyTorch process group of several ranks, all ranks call it, and together they are one learner.
 
     Args:
-        url: of the run's NATS server; in a run with regions, of its control store, and ``bulk_url`` of the region's own.
+        url: URL of the run's NATS server. In a run with regions, that of the control store.
+        bulk_url: in a run with regions, URL of the region's own server.
         run: the run's name.
-        params: a pytree of float32 arrays, JAX's or NumPy's; or a torch module, or its tensors by name. Where the run has no
-            model yet, it begins with these. No two share memory. Of a module, frozen parameters are compared with those of the
-            run's other learners, and float32 buffers are averaged.
-        tokens: of each step, for the run's budget and as the weight of its work; those of all ranks together.
-        data: "dealt": :meth:`JoinedRun.batches` gives the batches of shares that are this learner's; "own": it has a loader of
-            its own. Then it holds no share, and the run's ledger says that its data are not accounted for.
-        name: of this learner, lower-case letters, digits, - and _; by default that of the host and process.
-        tensor: ``tensor(path, shape)`` says of each array what a task says of it (docs/task-api.md, Tensors), such as
-            ``diloco_learner.kernels.flax``; by default its shape does. All learners of a run say the same.
-        share: of the data, that this learner takes if it is free.
-        region: in which this learner is, in a run with regions.
-        identity: file that ``diloco keys`` made.
-        leave_s: so long it waits at the end until its last work is merged, and of a run that is over for the last versions.
-        within_s: so long it waits at the beginning for the server, the run, and the other ranks.
-        address: HOST:PORT at which the first of several ranks is reached by the others, the same in all; by default a free port
-            of ``MASTER_ADDR``.
-        optimizer: of PyTorch; each step that it takes is booked by itself, so the loop calls no ``run.step``.
+        params: a pytree of float32 arrays of JAX or NumPy; or a torch module, or its tensors by name. A run without a model
+            starts from them. They must not share memory. For a module, frozen parameters are compared with those of the run's
+            other learners, and float32 buffers are averaged.
+        tokens: tokens of each step, over all ranks, for the run's budget and for the weight of the work.
+        data: "dealt": :meth:`JoinedRun.batches` gives the batches of this learner's shares. "own": the loop has its own
+            loader. It then holds no share, and the run's ledger reports its data as not accounted for.
+        name: the learner's name, of lower-case letters, digits, - and _. Default: made from host and process.
+        tensor: ``tensor(path, shape)`` declares how an array is merged, as in a task (docs/task-api.md, Tensors), such as
+            ``diloco_learner.kernels.flax``. Default: by its shape. All learners of a run must declare the same.
+        share: the data share that this learner takes if it is free.
+        region: this learner's region, in a run with regions.
+        identity: identity file that ``diloco keys`` made.
+        leave_s: longest wait at the end, for the last work to be merged or for the run's last versions.
+        within_s: longest wait at the beginning, for the server, the run and the other ranks.
+        address: HOST:PORT at which the other ranks reach the first one, the same in all. Default: a free port of
+            ``MASTER_ADDR``.
+        optimizer: a PyTorch optimizer, each of whose steps is booked. The loop then does not call ``run.step``.
 
     Raises:
-        SettingsError: something is wrong with these, or the parameters.
+        SettingsError: an argument or a parameter is invalid.
     """
     check_said(tokens, data, optimizer)
     settings = settings_of(
@@ -458,7 +459,7 @@ def join(
 
 
 def join_virtual(params: Any, *, surround: Callable[[], Surroundings], **more: Any) -> JoinedRun:
-    """Return a run to be entered in other surroundings than live ones; all else is as for :func:`join`."""
+    """Return a run in virtual surroundings; everything else is as in :func:`join`."""
     joined = join("nats://virtual", params=params, **more)
     joined.surround = surround
     return joined

@@ -137,8 +137,8 @@ def _mesh(event: tape.Mesh | None) -> Mesh | None:
     count = event.devices
     if count > jax.device_count():
         raise RunError(
-            f"it was trained on a mesh of {count} devices, and there are {jax.device_count()}: replay it where there are "
-            f"more, on a CPU with JAX_NUM_CPU_DEVICES={count} in the environment"
+            f"it was trained on a mesh of {count} devices, but there are {jax.device_count()} here: replay it where there are "
+            f"enough, on a CPU with JAX_NUM_CPU_DEVICES={count} in the environment"
         )
     return make_mesh(MeshSettings(data=event.data, fsdp=event.fsdp, tensor=event.tensor), jax.devices()[:count])
 

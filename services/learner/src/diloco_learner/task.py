@@ -186,7 +186,7 @@ def checked(task: Any, settings: TaskSettings) -> Task:
 
 
 def check_members(task: Any, source: str) -> None:
-    """Find out that a task has its members, and that each is called as it can be.
+    """Check that a task has its members, and that each accepts the arguments that it gets.
 
     Raises:
         SettingsError: one is missing, or needs an argument that is not given to it; ``source`` begins the sentence.
@@ -202,7 +202,7 @@ def check_members(task: Any, source: str) -> None:
 
 
 def named(task: object, member: str) -> frozenset[str]:
-    """Return the keywords that a task's member names, of those that it is given."""
+    """Return those of the given keywords that a task's member names."""
     arguments, known = CALLED[member]
     return members.keywords(task, member, arguments, known)
 
@@ -231,7 +231,7 @@ def _is_of_jax(dtype: Any) -> bool:
 
 
 def check_alike(task: Task, first: Any, later: Any) -> None:
-    """Find out that one of a task's batches has the same arrays as the first.
+    """Check that one of a task's batches has the same arrays as the first.
 
     Raises:
         SettingsError: it has not, or something else than numbers.

@@ -1,4 +1,4 @@
-"""The part of the task API that knows no framework. ``docs/task-api.md`` has all that a task may be."""
+"""The part of the task API that is independent of the framework. ``docs/task-api.md`` is the reference."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Units:
 
 @dataclass(frozen=True)
 class Aux:
-    """A loss's company, which nothing is differentiated through."""
+    """Values that a loss returns besides itself. They are not differentiated."""
 
     metrics: Mapping[str, Any] = field(default_factory=dict)  # scalars by name, means as the loss is one
     state: Any = None  # after the step, of the same structure as before; None: the task has none
@@ -41,7 +41,7 @@ class Aux:
 
 
 def check_metric_names(metrics: Mapping[str, Any], where: str) -> None:
-    """Find out that a loss's metrics are not too many, and well named; ``where`` the loss is written ends the sentence.
+    """Check that a loss's metrics are not too many, and well named; ``where`` the loss is written ends the sentence.
 
     Raises:
         SettingsError: they are not.
@@ -86,7 +86,7 @@ def checked_tokens(counted: float, most: int, at: tuple[int, int], where: str) -
 
 
 class Batches(Protocol):
-    """Something that has the data of shares."""
+    """An object with the batches of shares."""
 
     @property
     def batches(self) -> Callable[..., Iterator[Any]]:
@@ -100,7 +100,7 @@ def evaluate_every_s(task: object) -> float:
 
 
 def units_of(task: object) -> dict[str, str | None]:
-    """Return the units of a task's numbers, by ``item`` and ``loss``; None where it does not say."""
+    """Return the units of a task's numbers, as ``item`` and ``loss``; None if it has none."""
     units = getattr(task, "units", None)
     return {name: None if (said := getattr(units, name, None)) is None else str(said) for name in ("item", "loss")}
 
@@ -171,7 +171,7 @@ def made(settings: TaskSettings, data: str | None) -> Any:
 
 
 def check_called(task: Any, required: Collection[str], called: Mapping[str, tuple[int, tuple[str, ...]]], source: str) -> None:
-    """Find out that a task has its members, and that each is called as it can be.
+    """Check that a task has its members, and that each is called as it can be.
 
     ``called``: by member, how many arguments it is given by place, and the keywords that it may name.
 
@@ -219,7 +219,7 @@ def said_of_files(task: object, member: str) -> dict[str, Any] | None:
 
 
 def is_merged(task: object, path: str, dtype: str, place: str) -> bool:
-    """Return whether an array of a task's state is averaged between learners; else each has its own.
+    """Return whether an array of a task's state is averaged between learners. Otherwise each learner has its own.
 
     ``dtype`` is its type's name, ``place`` where it is made. By default floats are averaged.
 

@@ -1,4 +1,4 @@
-"""Tensors as a task describes them: how each is merged, optimized, split over a mesh, or that it stays as it is.
+"""A task's declarations about its tensors: how each is merged, optimized and split over a mesh, or that it is frozen.
 
 A task of an earlier version says so by ``is_embedding``, ``matrices`` and ``partition``; :func:`tensor_of` alone reads these.
 """
@@ -34,7 +34,7 @@ class Tensor:
     output_axis: int | tuple[int, ...] = 0  # the axis of output units, or several; -1 for kernels of shape (in, out)
     parts: tuple[int, ...] = ()  # sizes along the last output axis of matrices fused into one; (): one matrix
     partition: PartitionSpec | None = None  # over the axes "data", "fsdp", "tensor"; None: the mesh's default
-    stacked: bool = False  # the first axis is one of layers, as jax.lax.scan takes them
+    stacked: bool = False  # the first axis is an axis of layers, as in jax.lax.scan
 
     def spec(self, path: str, shape: Shape) -> TensorSpec:
         """Return the tensor as the log has it, of this path and shape in the model."""
@@ -63,7 +63,7 @@ class Tensor:
 
 
 def tensor_of(task: object, path: str, shape: Shape) -> Tensor:
-    """Return what a task says of a tensor; the same each time.
+    """Return a task's declaration of a tensor; the same each time.
 
     Raises:
         SettingsError: it says what cannot be.
@@ -87,7 +87,7 @@ def tensor_of(task: object, path: str, shape: Shape) -> Tensor:
 
 
 def trained(said: object, path: str, shape: Shape, instead: str) -> Tensor:
-    """Return what a task, or a loop of one's own, says of a tensor that is trained.
+    """Return what a task, or a user's own loop, says of a tensor that is trained.
 
     Raises:
         SettingsError: it says what cannot be, or that the tensor is frozen, which it says by ``instead``.
@@ -99,7 +99,7 @@ def trained(said: object, path: str, shape: Shape, instead: str) -> Tensor:
 
 
 def check_members(task: object) -> None:
-    """Find out that a task says of its tensors in one way alone.
+    """Check that a task declares its tensors in one way only.
 
     Raises:
         SettingsError: it says so in two.

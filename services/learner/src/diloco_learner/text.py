@@ -1,4 +1,4 @@
-"""Text as bytes: which files, which of them are held out, whose share is what, and windows in a reproducible order.
+"""Text as bytes: files, held-out parts, shares, and windows in a reproducible order.
 
 A folder's files are sorted by path and every 20th is held out; a single file, or a folder of fewer, holds out its last 5 %.
 Passages of the held-out text that the training text has too are left out of it (``repeats.py``).
@@ -146,7 +146,7 @@ def text_files(root: Path | None) -> list[tuple[Path, int]]:
 
 
 class Windows:
-    """Batches of windows of ``context + 1`` bytes of a text, each epoch in an order of its own.
+    """Batches of windows of ``context + 1`` bytes of a text. Each epoch has its own order.
 
     Window starts are ``context`` apart, so that every byte is predicted once an epoch; an epoch's first start is drawn too,
     so that windows are cut differently each time.

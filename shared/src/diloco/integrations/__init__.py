@@ -1,1 +1,1 @@
-"""Trainers that people have already, as learners of a run. Each module imports its trainer, and nothing here imports them."""
+"""Existing trainers as learners of a run. Each module imports its trainer's library; no other module imports these."""

@@ -1,4 +1,4 @@
-"""A trainer's training as a learner of a run, from its beginning to its end, whatever trainer it is."""
+"""The part of a learner that all trainers share: it joins a run when training begins, and leaves it at the end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from diloco.errors import RunError, SettingsError
 
 
 def inner_optimizer(optimizer: Any) -> Any:
-    """Return the optimizer of PyTorch within those that trainers wrap around it: its own hooks hear of each step taken.
+    """Return the PyTorch optimizer inside the wrappers of trainers. Its own hooks are called for each step that is taken.
 
     Raises:
         SettingsError: there is none.
@@ -26,9 +26,9 @@ def inner_optimizer(optimizer: Any) -> Any:
 
 
 class JoinedTrainer:
-    """Joins when training begins, and leaves when it ends; ``url`` and ``join`` are arguments of ``diloco.join``.
+    """A trainer that is in a run while it trains. ``url`` and ``join`` are arguments of ``diloco.join``.
 
-    ``keeps_state``: the trainer's checkpoints have the learner's state (``run.state_dict()``), and it goes on from it.
+    ``keeps_state``: whether the trainer's checkpoints contain the learner's state (``run.state_dict()``), to continue from it.
     """
 
     def __init__(self, url: str, *, keeps_state: bool = True, **join: Any) -> None:
@@ -40,13 +40,13 @@ class JoinedTrainer:
 
         Args:
             params: a module, or its tensors by name.
-            optimizer: of the trainer.
-            state: of the learner, to go on from.
-            schedules: of the trainer: one that asks :meth:`learning_rate_factor` did so before the run was joined, and gives
-                the first step the run's rate from here on.
+            optimizer: the trainer's optimizer.
+            state: the learner's state to continue from.
+            schedules: the trainer's schedules. Those that called :meth:`learning_rate_factor` before the run was joined are
+                updated, so that the first step has the run's rate.
 
         Raises:
-            SettingsError: the state is that of another run, learner or model.
+            SettingsError: the state is of another run, learner or model.
         """
         if self.run is not None:  # some trainers say nothing when an exception ends their training
             self.end(RunError("the training before has ended by an exception"))
@@ -66,7 +66,7 @@ class JoinedTrainer:
             ) from error
 
     def end(self, error: BaseException | None = None) -> None:
-        """Leave the run, after an error at once."""
+        """Leave the run; after an error, at once."""
         run, self.run = self.run, None
         if run is not None:
             run.__exit__(None if error is None else type(error), error, None if error is None else error.__traceback__)
@@ -79,7 +79,7 @@ class JoinedTrainer:
     def learning_rate_factor(self, step: int = 0) -> float:
         """Return the factor of the learning rate by the run's schedule; ``step`` is ignored.
 
-        ``LambdaLR(optimizer, callback.learning_rate_factor)`` is the schedule of a trainer. Before the run is joined the factor
+        A trainer applies it with ``LambdaLR(optimizer, callback.learning_rate_factor)``. Before the run is joined the factor
         is 0. The rate of the first step is set when the run is joined.
         """
         return 0.0 if self.run is None else float(self.run.learning_rate_factor)

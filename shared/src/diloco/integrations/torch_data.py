@@ -1,7 +1,7 @@
 """Datasets of ``torch.utils.data`` whose samples the run deals to its learners.
 
-:func:`batches_of` makes of a dataset what ``run.batches`` asks for: batches of any share, from any place on. The place is the
-run's: learners hold shares and say how far they have come, so nothing of a loader has to be saved.
+:func:`batches_of` turns a dataset into the ``make`` of ``run.batches``: batches of any share, from any position. The run keeps
+the positions, because learners report how far they are in their shares. No state of a loader has to be saved.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ Make = Callable[[int, int, int, int], Iterator[Any]]  # share, shares, seed, sta
 
 
 class ShareSampler(Sampler[list[int]]):
-    """The samples of one share as batches of indices, without end: epoch after epoch, each in an order of its own.
+    """The samples of one share as batches of indices, without end. Each epoch has its own order.
 
-    Share ``s`` of ``n`` has the samples ``s``, ``s + n``, ``s + 2 n`` and so on. The k-th batch depends on share, seed and k
-    alone; the first one is the ``start``-th.
+    Share ``s`` of ``n`` has the samples ``s``, ``s + n``, ``s + 2 n`` and so on. The k-th batch depends only on share, seed and
+    k. Iteration begins with the ``start``-th batch.
 
     Raises:
         DataError: the share has no sample.
@@ -50,15 +50,15 @@ class ShareSampler(Sampler[list[int]]):
 
 
 def batches_of(dataset: Dataset[Any], batch_size: int, **loader: Any) -> Make:
-    """Return what ``run.batches`` asks for: batches of a dataset's samples.
+    """Return the ``make`` of ``run.batches``: batches of a dataset's samples.
 
     Args:
-        dataset: with a length, whose samples are asked for by index; the same in all learners.
-        batch_size: samples of a batch.
+        dataset: a dataset with a length and samples by index; the same in all learners.
+        batch_size: number of samples in a batch.
         loader: further arguments of ``DataLoader``, such as ``num_workers`` and ``collate_fn``.
 
     Raises:
-        SettingsError: the dataset has no length, or the arguments order its samples.
+        SettingsError: the dataset has no length, or an argument sets the order of samples.
     """
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise SettingsError(
@@ -79,13 +79,13 @@ def batches_of(dataset: Dataset[Any], batch_size: int, **loader: Any) -> Make:
 
 
 class RunDataset(IterableDataset[Any]):
-    """The batches of ``run.batches`` as a dataset, for what needs a ``DataLoader``: ``DataLoader(dataset, batch_size=None)``.
+    """The batches of ``run.batches`` as a dataset, for code that needs a loader: ``DataLoader(dataset, batch_size=None)``.
 
-    The loader may fetch one batch ahead of the steps. It has no workers: shares come and go in this process. Workers of
-    :func:`batches_of` load the samples.
+    The loader may fetch one batch ahead of the steps. It must not have workers, because shares change in this process. Workers
+    of :func:`batches_of` load the samples.
 
     Args:
-        run: of a loop of one process. It is entered before the dataset is iterated.
+        run: the run of a loop of one process. Iterate the dataset inside its ``with`` statement.
         make: as for ``run.batches``.
     """
 
@@ -96,7 +96,7 @@ class RunDataset(IterableDataset[Any]):
         """Yield batches until the run is over.
 
         Raises:
-            SettingsError: it is iterated by a worker.
+            SettingsError: a worker iterates it.
         """
         if get_worker_info() is not None:
             raise SettingsError("RunDataset: the loader has workers: give it num_workers=0, and batches_of(num_workers=...)")

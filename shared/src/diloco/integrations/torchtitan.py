@@ -1,4 +1,4 @@
-"""``torchtitan``'s trainer as a learner of a run, whose ranks are one learner together."""
+"""``torchtitan``'s trainer as a learner of a run. All its ranks together are one learner."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 @contextmanager
 def join(trainer: Trainer, url: str, **join_arguments: Any) -> Iterator[JoinedTrainer]:
-    """Have ``trainer.train()`` within the ``with`` statement be a learner of a run.
+    """Make ``trainer.train()`` inside the ``with`` statement a learner of a run.
 
-    It joins once the trainer has read its checkpoint, before the first step. Each step that the container of optimizers takes
-    is booked once, however many optimizers it has.
+    The learner joins after the trainer has read its checkpoint, before the first step. Each step of the container of
+    optimizers is booked once, however many optimizers it has.
 
     Args:
-        trainer: that is built, and not yet trained.
-        url: of the run's NATS server.
-        join_arguments: further arguments of ``diloco.join``: ``run``, and ``tokens`` of an optimizer's step of all ranks.
+        trainer: a built trainer that has not trained yet.
+        url: URL of the run's NATS server.
+        join_arguments: further arguments of ``diloco.join``: ``run``, and ``tokens``, those of a step over all ranks.
 
     Raises:
         SettingsError: a rank has several parts of the model.
@@ -41,7 +41,7 @@ def join(trainer: Trainer, url: str, **join_arguments: Any) -> Iterator[JoinedTr
             joined.begin(trainer.model_parts[0], trainer.optimizers, schedules=schedules)
         return bool(goes_on()) and not joined.over
 
-    trainer.should_continue_training = begin_or_go_on  # which it asks before each step, and after it has read its checkpoint
+    trainer.should_continue_training = begin_or_go_on  # the trainer calls it before each step, after it has read its checkpoint
     try:
         yield joined
     except BaseException as error:

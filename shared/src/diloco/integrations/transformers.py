@@ -1,4 +1,4 @@
-"""``transformers.Trainer`` and trainers that are made of it, as learners of a run."""
+"""``transformers.Trainer`` and its subclasses, as learners of a run."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from diloco.errors import SettingsError
 from diloco.integrations.joined_trainer import JoinedTrainer
 
-PART = "diloco-rank-"  # begins the names of files that a checkpoint has of this learner, one of each rank
+PART = "diloco-rank-"  # prefix of the files with this learner's state in a checkpoint, one for each rank
 
 
 def save_part(folder: Path, rank: int, ranks: int, part: dict[str, Any]) -> None:
-    """Save a rank's part of a learner's state in a trainer's checkpoint; a process that is killed meanwhile leaves none."""
+    """Save a rank's part of a learner's state in a trainer's checkpoint, atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     draft = folder / f"{PART}{rank}.draft"
     torch.save(part, draft)
@@ -28,7 +28,7 @@ def save_part(folder: Path, rank: int, ranks: int, part: dict[str, Any]) -> None
 
 
 def load_parts(folder: Path, rank: int, ranks: int) -> dict[str, Any] | None:
-    """Return what a rank needs of the parts in a checkpoint: its own, or of another number of ranks all; None: it has none."""
+    """Return a rank's own part in a checkpoint, or all parts if the number of ranks has changed; None: there are none."""
     files = _parts(folder)
     wanted = [files[rank]] if sorted(files) == list(range(ranks)) else list(files.values())
     state: dict[str, Any] = {}
@@ -38,7 +38,7 @@ def load_parts(folder: Path, rank: int, ranks: int) -> dict[str, Any] | None:
 
 
 def _parts(folder: Path) -> dict[int, Path]:
-    """Return the files of a checkpoint that have parts of a learner's state, by rank."""
+    """Return the files with parts of a learner's state in a checkpoint, by rank."""
     found = {file.stem.removeprefix(PART): file for file in folder.glob(f"{PART}*.pt")}
     return {int(rank): found[rank] for rank in sorted(found) if rank.isdecimal()}
 
@@ -47,24 +47,23 @@ class DilocoCallback(JoinedTrainer, TrainerCallback):
     """A callback: ``Trainer(..., callbacks=[DilocoCallback(url, run="mine", tokens=4096)])``.
 
     Args:
-        url: of the run's NATS server.
-        keeps_state: the trainer's checkpoints have this learner's state, and it goes on from it.
-        join: further arguments of ``diloco.join``: ``run``, and ``tokens`` of an optimizer's step of all ranks.
+        url: URL of the run's NATS server.
+        keeps_state: whether the trainer's checkpoints contain this learner's state, from which it continues.
+        join: further arguments of ``diloco.join``: ``run``, and ``tokens``, those of an optimizer's step over all ranks.
     """
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **more: Any
     ) -> None:
-        """Join the run, as the learner of the checkpoint that the trainer has read, if it has read one with its state.
+        """Join the run. If the trainer has read a checkpoint with a learner's state, continue as that learner.
 
         Raises:
-            SettingsError: the trainer would put other weights in the model's place before it ends, or the checkpoint's state is
-                that of another run, learner or model.
+            SettingsError: ``load_best_model_at_end`` is set, or the checkpoint's state is of another run, learner or model.
         """
         if args.load_best_model_at_end:
             raise SettingsError(
-                "diloco: load_best_model_at_end would put weights of this learner's checkpoint in the place of the run's: "
-                "leave it out, and take the run's weights by diloco export"
+                "diloco: load_best_model_at_end would replace the run's weights by those of this learner's checkpoint: "
+                "leave it out, and get the run's weights with diloco export"
             )
         reads = self.keeps_state and state.global_step > 0
         saved = load_parts(_checkpoint(args, state), args.process_index, args.world_size) if reads else None
@@ -76,13 +75,13 @@ class DilocoCallback(JoinedTrainer, TrainerCallback):
             save_part(_checkpoint(args, state), args.process_index, args.world_size, self.run.state_dict())
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
-        """Have the trainer stop once the run is over."""
+        """Stop the trainer once the run is over."""
         control.should_training_stop |= self.over
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **more: Any
     ) -> None:
-        """Show the run the loss that the trainer logs."""
+        """Report the loss that the trainer logs to the run."""
         if self.run is not None and logs and "loss" in logs:
             self.run.note_loss(float(logs["loss"]))
 
@@ -92,5 +91,5 @@ class DilocoCallback(JoinedTrainer, TrainerCallback):
 
 
 def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
-    """Return the folder of the checkpoint of the present step."""
+    """Return the folder of the current step's checkpoint."""
     return Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"

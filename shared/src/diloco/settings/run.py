@@ -191,7 +191,7 @@ class LogSettings(_Section):
     keep_bytes: Count = Field(
         1 << 30, ge=0, le=2**60, description="size of the log, approximately, up to which more keyframes are kept"
     )
-    archive: bool = Field(False, description="every merged offer is kept too, so that merges can be done again")
+    archive: bool = Field(False, description="also keep every merged offer, so that merges can be repeated")
     archive_bytes: Count = Field(1 << 34, ge=1 << 20, le=2**60, description="greatest size of the archive")
     replicas: Literal[1, 3, 5] = Field(1, description="servers of a NATS cluster that hold each message")
 
@@ -200,9 +200,9 @@ class LivenessSettings(_Section):
     """Heartbeats, and the silence after which a member counts as dead."""
 
     heartbeat_s: float = Field(0.5, gt=0, le=60, description="a learner sends a heartbeat at least this often")
-    dead_s: float = Field(5.0, gt=0, le=3600, description="a learner not heard for so long is not waited for")
-    lease_s: float = Field(30.0, gt=0, le=3600, description="a learner not heard for so long loses its data shares to others")
-    takeover_s: float = Field(1.5, gt=0, le=3600, description="a syncer not heard for so long loses its fragments to others")
+    dead_s: float = Field(5.0, gt=0, le=3600, description="rounds do not wait for a learner silent for longer")
+    lease_s: float = Field(30.0, gt=0, le=3600, description="a learner silent for longer loses its data shares to others")
+    takeover_s: float = Field(1.5, gt=0, le=3600, description="a syncer silent for longer loses its fragments to others")
 
 
 RegionName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_]{0,15}$", description="lower-case letters, digits and _")]
@@ -216,7 +216,7 @@ class RegionSettings(_Section):
         6.0,
         gt=0,
         le=3600,
-        description="a region loses its fragments after so long without a heartbeat of its syncers, or without a syncer "
+        description="a region loses its fragments after this time without a heartbeat of its syncers, or without a syncer "
         "that can commit",
     )
     control_replicas: Literal[1, 3, 5] = Field(1, description="servers that hold the control store, which spans the regions")
@@ -250,7 +250,7 @@ class QuarantineSettings(_Section):
         5.0,
         ge=0,
         le=1e9,
-        description="an offer is an outlier, and left out of the merge or cut, if its norm is above so many times the median "
+        description="an offer is an outlier, and left out of the merge or cut, if its norm is above this many times the median "
         "norm of the other learners' recent offers; 0: never",
     )
     offers: int = Field(
@@ -264,7 +264,7 @@ class QuarantineSettings(_Section):
         100.0,
         ge=0,
         le=1e9,
-        description="a merge that would move a fragment by more than so many times the usual is made without its largest "
+        description="a merge that would move a fragment by more than this many times the usual is made without its largest "
         "offers; 0: no limit",
     )
 
@@ -368,10 +368,10 @@ class RunSettings(_Section):
     preset: str = "decoupled"
     seed: int = Field(0, ge=0, lt=2**32)
     tokens: Count = Field(
-        7_500_000, ge=1, le=10**18, description="token budget: the run ends when so many tokens have been merged"
+        7_500_000, ge=1, le=10**18, description="token budget: the run ends when learners have processed this many"
     )
-    learners: int = Field(4, ge=1, le=4096, description="M: number of learners that the data is divided between")
-    shards: int = Field(2, ge=1, le=1024, description="most syncers that share the fragments; further syncers stand by")
+    learners: int = Field(4, ge=1, le=4096, description="M: number of learners among which the data is divided")
+    shards: int = Field(2, ge=1, le=1024, description="most syncers that share the fragments at a time; others stand by")
     fragments: FragmentSettings = FragmentSettings()
     round: RoundSettings = RoundSettings()
     merge: MergeSettings = MergeSettings()

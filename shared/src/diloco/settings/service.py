@@ -94,7 +94,7 @@ class ServiceSettings(BaseSettings):
         description="identity file of this process, made by `diloco keys`; {name} in it stands for the process's name; "
         "none: no TLS, no credentials",
     )
-    state_dir: Path = Field(Path("."), description="where this process may keep files of its own")
+    state_dir: Path = Field(Path("."), description="folder for the files of this process")
     alive_file: Path | None = Field(None, description="file touched whenever a heartbeat is sent, for health checks")
     clock_file: Path | None = Field(
         None, description="file with the seconds by which this process's wall clock is set wrong, for chaos tests"
@@ -104,7 +104,7 @@ class ServiceSettings(BaseSettings):
     log_to: Literal["file", "stderr"] = Field(
         "file", description="where JSON goes: state_dir/logs/NAME.jsonl, or standard error (for containers and journald)"
     )
-    metrics_address: str = Field("", description="HOST:PORT that /metrics, /healthz and /readyz are served at; empty: nowhere")
+    metrics_address: str = Field("", description="HOST:PORT of /metrics, /healthz and /readyz; empty: not served")
     telemetry: TelemetrySettings = Field(TelemetrySettings(), description="traces of versions and offers (watching.md)")
 
     @field_validator("metrics_address")
@@ -171,7 +171,7 @@ class ProcessesSettings(BaseModel):
         "an indexed Job",
     )
     start_s: float = Field(60.0, gt=0, le=3600, description="time within which all processes have to meet")
-    silent_s: float = Field(10.0, ge=1, le=600, description="a process not heard for so long is gone, and all others end")
+    silent_s: float = Field(10.0, ge=1, le=600, description="a process that is silent for longer is gone, and all others end")
     least: int | None = Field(
         None,
         ge=1,
@@ -181,7 +181,7 @@ class ProcessesSettings(BaseModel):
     regroup_s: float = Field(
         10.0,
         ge=0,
-        description="with `least`: processes start without the missing ones after so long without a new one; survivors "
+        description="with `least`: processes start without the missing ones after this time without a new one; survivors "
         "of a loss wait less",
     )
 
@@ -246,7 +246,7 @@ class LearnerSettings(ServiceSettings):
     """A learner's own settings."""
 
     role: Literal["learner", "evaluator"] = "learner"
-    share: int | None = Field(None, ge=0, description="which of the run's data shares this learner takes if it is free")
+    share: int | None = Field(None, ge=0, description="the data share that this learner takes if it is free")
     data: str | None = Field(
         None, description="file or folder of text, or a mix.toml; default: Python's standard library sources"
     )
@@ -306,7 +306,7 @@ class CoordinatorSettings(ServiceSettings):
     report_follows: bool = Field(
         False, description="the page at the run's end is marked preliminary, because diloco up replaces it by the final report"
     )
-    page_address: str = Field("", description="HOST:PORT that the run's page is served at; empty: nowhere (watching.md)")
+    page_address: str = Field("", description="HOST:PORT of the run's page; empty: not served (watching.md)")
     page_token_file: Path | None = Field(
         None,
         description="file of the token that the page asks for, made if it is missing; this or page_tls is required if "

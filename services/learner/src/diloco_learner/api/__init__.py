@@ -1,1 +1,1 @@
-"""A task as a learner sees it, whatever framework it is of: its members, options and model."""
+"""A task as a learner sees it, independent of its framework: its members, options and model."""

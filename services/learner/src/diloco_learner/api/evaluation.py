@@ -1,4 +1,4 @@
-"""How good a model is, by its task: the losses of its validation sets, their metrics, and values of the task's own."""
+"""The evaluation of a model by its task: losses and metrics of validation sets, and the task's own values."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class BatchEvaluation(NamedTuple):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How good a model is.
+    """The results of an evaluation.
 
-    Within a set a batch counts as much as its tokens, where the task counts them. ``loss`` is the mean of the validation sets'
-    losses; None where the task has no set. ``values`` are by name: ``val_loss/SET`` of named sets, ``val/METRIC`` or
-    ``val/SET/METRIC`` of the loss's metrics, and those of ``evaluate``. Where that raised the ``failure``, its values are
-    missing.
+    A batch counts as much as its tokens within a set, if the task counts them. ``loss`` is the mean of the validation sets'
+    losses, or None if the task has no set. ``values`` are named ``val_loss/SET``
+    for named sets, ``val/METRIC`` or ``val/SET/METRIC`` for the loss's metrics, and as ``evaluate`` names its own. If
+    ``evaluate`` raised the ``failure``, its values are missing.
     """
 
     loss: float | None
@@ -51,7 +51,7 @@ class Evaluation:
 
 
 def validation_sets(task: object, settings: TaskSettings) -> dict[str, Sequence[Any]]:
-    """Return the batches that the global model is evaluated on, by the name of their set; nothing if the task has none.
+    """Return the validation batches by the name of their set; empty if the task has none.
 
     Raises:
         SettingsError: a set is empty or has no fit name, or there are none though the task says it has.
@@ -115,7 +115,7 @@ def evaluated(
 
 
 def own_values(task: object, given: Mapping[str, Any], params: Any) -> dict[str, float]:
-    """Return the values of a task's ``evaluate``, to which the keywords ``given`` are.
+    """Return the values of a task's ``evaluate``, called with the keywords ``given``.
 
     Raises:
         SettingsError: it returned something else.

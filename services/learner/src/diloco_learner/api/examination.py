@@ -1,4 +1,4 @@
-"""All that ``diloco check`` says of a task before it is trained, and the part of finding it out that knows no framework."""
+"""The findings of ``diloco check`` on a task, and the checks that are independent of the framework."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class StrategyFacts:
 
 @dataclass(frozen=True)
 class ProcessFacts:
-    """The first process of a learner of several: none has more of the model. Sizes in bytes."""
+    """The first of a learner's processes, which has at least as much of the model as the others. Sizes in bytes."""
 
     count: int
     mesh: dict[str, int]  # sizes of its axes
@@ -75,7 +75,7 @@ class ProcessFacts:
 
 @dataclass(frozen=True)
 class TaskExamination:
-    """All that is known of a task before it is trained; sizes in bytes."""
+    """The findings on a task before it is trained. Sizes in bytes."""
 
     task: str
     parameters: int
@@ -102,7 +102,7 @@ def share_of(task: Batches, settings: RunSettings, share: int, start: int = 0) -
 def unsteady_data(
     task: Batches, settings: RunSettings, first: Sequence[Any], as_bytes: Callable[[Any], bytes]
 ) -> Iterator[str]:
-    """Yield what is unusual in a task's batches: a batch is to depend on seed, share and number alone.
+    """Yield warnings about a task's batches: a batch should depend only on seed, share and number.
 
     ``first`` are the first two of the first share, as they were made before.
 
@@ -130,12 +130,12 @@ def unsteady_data(
 
 
 def without_gradient(path: str, where: str) -> str:
-    """Return the warning of a tensor that nothing trains; ``where`` the loss is written ends the sentence."""
+    """Return the warning about a tensor without gradient. ``where``: the loss's place, as the end of the sentence."""
     return f"tensor {path!r} has no gradient: the loss of the first batch does not depend on it{where}"
 
 
 def fails_to_draw(task: object, settings: RunSettings, model: Evaluated) -> list[str]:
-    """Return a warning if the task draws text from its model, and cannot."""
+    """Return a warning if the task has a ``sample`` that fails."""
     draw = getattr(task, "sample", None)
     try:
         with members.users_errors(settings.task, draw):
@@ -154,7 +154,7 @@ def two_results(losses: tuple[float, float], differing: list[str]) -> list[str]:
 
 
 def fragment_facts(fragments: FragmentMap, settings: RunSettings) -> list[dict[str, Any]]:
-    """Return of each fragment its index, parameters, and bytes of an offer."""
+    """Return for each fragment its index, parameters, and bytes of an offer."""
     bits = settings.codec.offer_bits
     return [
         {"index": one.index, "parameters": one.size, "offer_bytes": quantise.body_bytes(one.size, one.bits(bits))}
@@ -163,7 +163,7 @@ def fragment_facts(fragments: FragmentMap, settings: RunSettings) -> list[dict[s
 
 
 def strategy_facts(specs: Sequence[TensorSpec], settings: RunSettings) -> list[StrategyFacts]:
-    """Return what each strategy would make of the tensors of a model, that of the run among them."""
+    """Return the fragments that each strategy would make of a model's tensors."""
     cut, found = settings.fragments, list[StrategyFacts]()
     for strategy in get_args(Strategy):
         layers = cut.layers if strategy == cut.strategy else 1
@@ -200,7 +200,7 @@ def tensor_facts(
 
 
 def lies(fragments: FragmentMap) -> dict[str, list[int]]:
-    """Return by tensor the fragments that it lies in."""
+    """Return the fragments of each tensor."""
     found: dict[str, set[int]] = {}
     for fragment in fragments.fragments:
         for piece in fragment.pieces:

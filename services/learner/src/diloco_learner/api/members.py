@@ -1,4 +1,4 @@
-"""Calls of a task's members: each is given the keywords that its function names, and no others.
+"""Calls of a task's members. Each gets only the keywords that its function names.
 
 So a task is written without what it has no use for, and one of two arguments is called as ever.
 """
@@ -32,7 +32,7 @@ OTHERS = (
 
 
 def keywords(task: object, member: str, arguments: int, known: Collection[str]) -> frozenset[str]:
-    """Return which of the known keywords a member's function names beyond its first ``arguments``.
+    """Return the known keywords that a member's function names after its first ``arguments``.
 
     Raises:
         SettingsError: it needs one that is not known.
@@ -70,7 +70,7 @@ def factory(task: str) -> tuple[str, str]:
 
 
 def place(function: Callable[..., Any]) -> str:
-    """Return where a function or a class is written, as an error ends with it; empty where that is not known."""
+    """Return the file and line of a function or class, as the end of an error; empty if unknown."""
     if isinstance(function, type):
         return place_of_class(function)
     code = getattr(inspect.unwrap(function), "__code__", None)
@@ -78,7 +78,7 @@ def place(function: Callable[..., Any]) -> str:
 
 
 def place_of_class(cls: type[Any]) -> str:
-    """Return where a class is written, as an error ends with it; empty where that is not known."""
+    """Return the file and line of a class, as the end of an error; empty if unknown."""
     try:
         return f" ({inspect.getsourcefile(cls)}, line {inspect.getsourcelines(cls)[1]})"
     except (OSError, TypeError):
@@ -87,7 +87,7 @@ def place_of_class(cls: type[Any]) -> str:
 
 @contextmanager
 def users_errors(settings: TaskSettings, member: Callable[..., Any] | None = None) -> Iterator[None]:
-    """Have an error of a user's task say so, and where it was raised.
+    """Turn an error in a user's task into one that names the task and the line.
 
     ``member``: of the task, which is named where the error has passed through no line of the user's own code.
 

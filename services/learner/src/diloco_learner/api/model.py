@@ -1,4 +1,4 @@
-"""The model that a learner trains, as all parts see it that know no framework: its steps, its fragments, its state.
+"""The model that a learner trains, independent of the framework: its steps, its fragments, its state.
 
 :class:`diloco_learner.jax.island.Island` computes it with JAX, and :mod:`diloco_learner.pytorch` with PyTorch. The trainer's
 thread calls everything here, and nothing waits for the device but what says so.
@@ -34,7 +34,7 @@ COPY_BYTES = 1 << 28  # of a device whose memory is unknown: copied at once in a
 
 @dataclass(frozen=True)
 class Capture:
-    """A model's state as of a boundary. If it is ``held``, no step or write may begin before all its values are read."""
+    """A model's state as of a boundary. If ``held``, no step or write may begin before all values are read."""
 
     content: Content
     held: bool
@@ -91,7 +91,7 @@ def rehearsed_loss(output: Output) -> float:
 
 
 class FragmentCopy(Protocol):
-    """A fragment's values as of when it was read, on the device still or on the host."""
+    """A fragment's values at the time of the read, still on the device or on the host."""
 
     @property
     def is_on_host(self) -> bool:
@@ -102,7 +102,7 @@ class FragmentCopy(Protocol):
 
 
 class SharedParameters(Protocol):
-    """Parameters that versions are written into, and that offers are read from: a model's, or a loop's of one's own."""
+    """Parameters into which versions are written and from which offers are read: of a model, or of a user's loop."""
 
     def write(self, fragment: Fragment, theta: Vector, reference: Baseline | Vector | None = None, alpha: float = 0.0) -> None:
         """Queue ``alpha * value + (1 - alpha) * kept``, where ``kept`` is ``theta + (value - reference)``, else ``theta``.
@@ -116,14 +116,14 @@ class SharedParameters(Protocol):
 
 
 class LoopRanks(Protocol):
-    """The processes of a loop, which are one learner together: ranks of its framework, by number."""
+    """The processes of a loop that form one learner: ranks of its framework, by number."""
 
     rank: int
     count: int
 
     @property
     def software(self) -> dict[str, str]:
-        """The versions that all ranks have to have alike."""
+        """The versions that must be equal on all ranks."""
 
     def address(self) -> str:
         """Return HOST:PORT at which this rank, the first one, is reached by the others.
@@ -133,17 +133,17 @@ class LoopRanks(Protocol):
         """
 
     def exchange(self, stage: str, said: bytes, within_s: float) -> list[bytes]:
-        """Say something to all other ranks, and return by rank what each has said.
+        """Send a message to all other ranks, and return the messages by rank.
 
         Raises:
             IslandError: some have said nothing in time.
         """
 
     def tell(self, stage: str, said: bytes) -> None:
-        """Say something to all other ranks, as the first one."""
+        """Send a message from the first rank to all others."""
 
     def hear(self, stage: str, within_s: float) -> bytes:
-        """Return what the first rank has told.
+        """Return the message of the first rank.
 
         Raises:
             IslandError: it has told nothing in time.
@@ -158,14 +158,14 @@ class RankedParameters(SharedParameters, Protocol):
         """The ranks."""
 
     def boxes(self) -> dict[str, Box]:
-        """Return by path what this rank has of the tensors in the log."""
+        """Return this rank's part of each tensor, by path."""
 
     def deal(self, layouts: Sequence[RowLayout]) -> None:
-        """Hand over, from now on, only what the layouts, by fragment, deal to this rank."""
+        """Read, from now on, only the rows that the layouts, by fragment, deal to this rank."""
 
 
 class JoinedParameters(SharedParameters, Protocol):
-    """The parameters of a loop that is not a task: those that ``diloco.join`` is given."""
+    """The parameters of a user's loop: the ``params`` of ``diloco.join``."""
 
     @property
     def ranked(self) -> RankedParameters | None:
@@ -270,7 +270,7 @@ class SavedModel(Protocol):
 
 
 class SharedModel(Stepping, SavedModel, Protocol):
-    """A model whose values lie on the devices of several processes: what each of them asks of its own part."""
+    """One process's part of a model that is spread over several processes."""
 
     def read(self, fragment: Fragment) -> FragmentCopy:
         """Queue a copy of a fragment's values with this process's rows, as of the steps and writes so far."""
@@ -296,7 +296,7 @@ class Evaluated(SharedParameters, Protocol):
         """Return how good the model is, by all that the task has to say it."""
 
     def check_evaluation(self) -> None:
-        """Find out that validation sets and values of the task's own are what they can be.
+        """Check that validation sets and values of the task's own are what they can be.
 
         Raises:
             SettingsError: they are not.
@@ -307,7 +307,7 @@ class Evaluated(SharedParameters, Protocol):
 
 
 class Model(Stepping, SavedModel, Evaluated, Protocol):
-    """All of it: what a process needs that is a learner or an evaluator alone."""
+    """Everything that a learner or evaluator of one process needs."""
 
     def read(self, fragment: Fragment) -> FragmentCopy:
         """Queue a copy of a fragment's values, as of the steps and writes so far."""
@@ -319,7 +319,7 @@ class Model(Stepping, SavedModel, Evaluated, Protocol):
         """Return the fragments that the run cuts the model into."""
 
     def check(self, batch: Any) -> None:
-        """Find out that the task's loss of a batch is one number that can be differentiated.
+        """Check that the task's loss of a batch is one number that can be differentiated.
 
         Raises:
             SettingsError: it is something else.

@@ -58,7 +58,7 @@ class _Claim:
 
 
 def check_apart(spans: Mapping[str, MemorySpan], beside: Mapping[str, MemorySpan] = MappingProxyType({})) -> None:
-    """Find out that no two values of tensors, by path, lie in one place; those ``beside`` may share memory with each other.
+    """Check that no two values of tensors, by path, lie in one place; those ``beside`` may share memory with each other.
 
     Raises:
         SettingsError: some do; the tensors are named.
@@ -67,8 +67,8 @@ def check_apart(spans: Mapping[str, MemorySpan], beside: Mapping[str, MemorySpan
     for path, span in filled.items():
         if span.folds and path in spans:
             raise SettingsError(
-                f"parameter {path!r} has several values in one place of its memory, as expand() makes them: hand over a "
-                "copy that has a place for each (clone)"
+                f"parameter {path!r} has several elements in one place of memory, as after expand(): pass a copy with "
+                "a place for each (clone)"
             )
     behind: list[tuple[str, MemorySpan]] = []  # those that reach beyond the beginning of the next one
     for path, span in sorted(filled.items(), key=lambda item: (item[1].device, item[1].reach)):

@@ -1,4 +1,4 @@
-"""The parameters of a loop of one's own as a pytree of arrays, JAX's or NumPy's."""
+"""The parameters of a user's own loop as a pytree of arrays, JAX's or NumPy's."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Tree:
         if str(structure) != str(self._structure):
             came = {path_of(path) for path, _ in keyed}
             differ = sorted(came ^ set(self._paths)) or ["another kind of container"]
-            raise SettingsError(f"step: params are not those that joined: {', '.join(differ[:3])}: hand over the same pytree")
+            raise SettingsError(f"step: params differ from those at join: {', '.join(differ[:3])}: pass the same pytree")
         leaves = []
         for at, (_, leaf) in enumerate(keyed):
             checked = _checked(self._paths[at], leaf)
@@ -122,7 +122,7 @@ class Tree:
         return {}
 
     def put_rests(self, rests: Mapping[str, Any]) -> None:
-        """Find out that there is nothing to take over.
+        """Check that there is nothing to take over.
 
         Raises:
             SettingsError: there is.
@@ -162,7 +162,7 @@ class Tree:
                 leaf[...] = kept.restored(written)
 
     def _check_apart(self, leaves: Sequence[Leaf], buffers: Sequence[int]) -> None:
-        """Find out that no two arrays share memory: one would be donated twice, or written into by the other's versions.
+        """Check that no two arrays share memory: one would be donated twice, or written into by the other's versions.
 
         Arrays of which ``buffers`` has the same number are one.
 
@@ -174,8 +174,7 @@ class Tree:
             first = places.setdefault(buffer, path)
             if first != path:
                 raise SettingsError(
-                    f"parameters {first!r} and {path!r} are one array, which is given away at each step: hand it over "
-                    "once, or a copy of it"
+                    f"parameters {first!r} and {path!r} are one array, which run.step takes over: pass it once, or pass a copy"
                 )
         of_host = zip(self._paths, leaves, strict=True)
         check_apart({path: _span(leaf) for path, leaf in of_host if isinstance(leaf, np.ndarray)})

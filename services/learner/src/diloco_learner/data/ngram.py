@@ -1,4 +1,4 @@
-"""Byte n-gram models: what a run's validation loss is held against.
+"""Byte n-gram models, with which a run's validation loss is compared.
 
 Interpolated by Witten and Bell's method C ("The zero-frequency problem", IEEE Trans. Inf. Theory 37(4), 1991): a context h
 that was followed ``N(h)`` times by ``T(h)`` different bytes gives

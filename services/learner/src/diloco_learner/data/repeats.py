@@ -1,4 +1,4 @@
-"""Passages of the held-out text that the training text has too. They are left out: a model may know them by heart.
+"""Passages of the held-out text that also occur in the training text. They are left out: a model may have memorised them.
 
 A byte is *repeated* if it lies in 64 bytes in a row that the training text has somewhere, byte for byte. The held-out text is
 cut into chunks of 1 KiB, and a chunk is left out if more than half of its bytes are repeated.

@@ -84,7 +84,7 @@ def rows_to_make(task: Task, settings: RunSettings, first: Any, own: range) -> r
     if batch_digest(made) != batch_digest(rows_alone(first, own, rows_of(task, first))):
         raise SettingsError(
             f"task.name = {settings.task.name!r}: batches(..., rows={own}) gives other rows than the whole batch has: row "
-            "i is the same whichever rows are asked for, and arrays without rows are whole"
+            "i must not depend on the requested rows, and arrays without rows must be whole"
         )
     return own
 
@@ -95,7 +95,7 @@ def program_facts(step: Sequence[jax.stages.Lowered]) -> dict[str, Any]:
 
 
 def check_meshes(settings: LearnerSettings, task: Task, run: RunSettings, first: Any) -> None:
-    """Find out that the tensors and the batches of a task fit the meshes of all generations that the learner may have.
+    """Check that the tensors and the batches of a task fit the meshes of all generations that the learner may have.
 
     Raises:
         SettingsError: they do not fit one.

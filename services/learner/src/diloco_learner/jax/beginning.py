@@ -1,4 +1,4 @@
-"""The beginning of a process that computes with JAX, however many processes the learner is: its task and its programs."""
+"""The start of a process that computes with JAX, of a learner with any number of processes: its task and its programs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Turn = Callable[[str], AbstractContextManager[None]]  # waits until this process
 
 
 def connect_jax(address: str, processes: int, place: int, within_s: float) -> None:
-    """Have JAX connect this process with others: it has all their devices then. The one at place 0 listens at ``address``.
+    """Make JAX connect this process with the others, whose devices it then has too. Place 0 listens at ``address``.
 
     Raises:
         RuntimeError: it cannot, or not within this time; or JAX has begun before.
@@ -43,7 +43,7 @@ def connect_jax(address: str, processes: int, place: int, within_s: float) -> No
 
 @contextmanager
 def room_for_steps(present: int, count: int) -> Iterator[None]:
-    """Have an error say so where devices have no room for a step, of ``present`` of the ``count`` processes of a learner.
+    """Turn an out-of-memory error of a step into one that says so; ``present`` of the learner's ``count`` processes are there.
 
     Raises:
         SettingsError: they have none.

@@ -30,7 +30,7 @@ class Evaluating:
         return evaluated(found, lambda: self._own_values(params, company), self._settings)
 
     def check(self, trace: Callable[[Any], object], params: Any, company: Mapping[str, Any]) -> None:
-        """Find out that validation sets and values of the task's own are what they can be; no loss is computed.
+        """Check that validation sets and values of the task's own are what they can be; no loss is computed.
 
         Raises:
             SettingsError: they are not.

@@ -1,4 +1,4 @@
-"""Arrays that a step is given besides parameters and batch, and never compiled into it: frozen tensors and constants.
+"""Frozen tensors and constants: arguments of a step besides parameters and batch, which are not compiled into it.
 
 Frozen tensors and constants are in no message. Each learner has its own, and their hashes are in the fragment map, tensor by
 tensor, so that a learner that has others is not admitted.
@@ -45,7 +45,7 @@ class Fixed:
 
 
 def check_finite(make: Any, arrays: Any) -> None:
-    """Find out that the arrays that a task's member makes hold numbers.
+    """Check that the arrays that a task's member makes hold numbers.
 
     Raises:
         SettingsError: one holds NaN or infinity.

@@ -177,7 +177,7 @@ class Island(OnDevices):
         return [each.path for each in self._model.trained if each.dtype == jnp.bfloat16]
 
     def check(self, batch: Any) -> None:
-        """Find out that the task's loss of a batch is one number that can be differentiated, and that the mesh fits a batch.
+        """Check that the task's loss of a batch is one number that can be differentiated, and that the mesh fits a batch.
 
         Raises:
             SettingsError: it is something else, or does not.
@@ -243,7 +243,7 @@ class Island(OnDevices):
         return bool(self._held)
 
     def hold(self) -> None:
-        """Have steps wait for captures whatever room there is here: another process of the learner has none."""
+        """Make steps wait for captures even if there is room here, because another process of the learner has none."""
         self._held = True
 
     def step(self, batch: Any, learning_rate: float, at: tuple[int, int] = (0, 0)) -> StepOutput:
@@ -328,7 +328,7 @@ class Island(OnDevices):
         return self._evaluating.evaluation(self._batch_evaluation, self.params(), self.company())
 
     def check_evaluation(self) -> None:
-        """Find out that validation sets and values of the task's own are what they can be; no loss is computed.
+        """Check that validation sets and values of the task's own are what they can be; no loss is computed.
 
         Raises:
             SettingsError: they are not.

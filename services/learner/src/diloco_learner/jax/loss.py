@@ -1,4 +1,4 @@
-"""A task's loss as steps and evaluation call it: with the keywords that it names, and with its metrics apart.
+"""A task's loss as steps and evaluation call it: with the keywords that it names, and with separate metrics.
 
 Arrays that it is given besides parameters and batch are arguments of the compiled programs (:meth:`Loss.given`). A task that
 names none has none, and its programs are those of a loss of two arguments.

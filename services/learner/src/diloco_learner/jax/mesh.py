@@ -52,7 +52,7 @@ def make_mesh(settings: MeshSettings, devices: Sequence[jax.Device] | None = Non
 
 
 def axis_sizes(settings: MeshSettings, devices: int, platform: str) -> dict[str, int]:
-    """Return the devices of each axis, of a mesh of so many devices of a platform.
+    """Return the size of each axis of a mesh of this many devices of a platform.
 
     Raises:
         SettingsError: the axes do not fit their number.
@@ -143,7 +143,7 @@ def partitions(task: object, tree: ModelTree, sizes: Mapping[str, int]) -> list[
 
 
 def check_rows(rows: int, sizes: Mapping[str, int]) -> None:
-    """Find out that the devices of a mesh divide the rows of a batch.
+    """Check that the devices of a mesh divide the rows of a batch.
 
     Raises:
         SettingsError: they do not.
@@ -349,7 +349,7 @@ class Placement:
         return rows_on(self.mesh, rows_of(self.task, self._batch_shapes), self.mesh.local_devices)
 
     def check_batch(self, batch: Any) -> None:
-        """Find out that the devices divide the rows of a whole batch; all others have its shapes.
+        """Check that the devices divide the rows of a whole batch; all others have its shapes.
 
         Raises:
             SettingsError: they do not.
@@ -359,7 +359,7 @@ class Placement:
         self._batch_shapes = jax.eval_shape(lambda whole: whole, batch)
 
     def check_alike(self, batch: Any) -> None:
-        """Find out that a batch has the arrays of the one that was checked: a step is compiled for these.
+        """Check that a batch has the arrays of the one that was checked: a step is compiled for these.
 
         A learner of several processes may have some rows of each, of which :meth:`batch` finds that out.
 

@@ -1,4 +1,4 @@
-"""An optimizer of the task's own: any optax transformation, which sees the task's tree of parameters.
+"""The task's own optimizer: any optax transformation, which sees the task's tree of parameters.
 
 The task gets the run's learning rate as a schedule. A step's rate is an argument of its compiled program, and the schedule
 gives it whatever count it is called with: the transformation is made once, and the rate is handed to it while it is traced.

@@ -1,4 +1,4 @@
-"""Programs that the learners of one machine share by JAX's cache: one process compiles, the others load what it compiled.
+"""Programs that the learners of one machine share in JAX's cache: one process compiles them, and the others load them.
 
 A process that compiled leaves a mark beside the cache's files. Where it is, none waits: loading takes little, and processes
 that took turns at it would begin one after another. The mark is a hint. Where the cache lacks the program, as one that JAX
@@ -26,7 +26,7 @@ PATIENCE_S = 300.0  # a process that compiles may be frozen; the others then com
 
 
 def keep(cache_dir: Path) -> None:
-    """Have JAX keep compiled programs in a folder, for all processes that compile the same.
+    """Make JAX store compiled programs in a folder, for all processes that compile the same ones.
 
     Raises:
         SettingsError: it cannot be written.
@@ -38,7 +38,7 @@ def keep(cache_dir: Path) -> None:
 
 
 def keep_if_possible(cache_dir: Path) -> None:
-    """Have JAX keep compiled programs as :func:`keep` does, in a command that does as well without: where it can be written."""
+    """Make JAX store compiled programs like :func:`keep`, if the folder is writable: a command works without it too."""
     with contextlib.suppress(SettingsError):
         keep(cache_dir)
 

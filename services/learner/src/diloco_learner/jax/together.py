@@ -29,7 +29,7 @@ LOST = ("UNAVAILABLE:", "DEADLINE_EXCEEDED:", "ABORTED:", "CANCELLED:", "UNKNOWN
 
 
 def begin_jax(group: Group) -> None:
-    """Have JAX connect this process with the others, if there are any: from here on it has all their devices.
+    """Make JAX connect this process with the others, if there are any. From then on it has all their devices.
 
     Raises:
         IslandError: it cannot.
@@ -88,7 +88,7 @@ def work(process: LearnerProcess) -> None:
 
 @contextmanager
 def lost_processes() -> Iterator[None]:
-    """Have an error of JAX say that a process may be gone, where it tells of that.
+    """Turn an error of JAX into one that says that a process may be gone, if it indicates that.
 
     Raises:
         IslandError: a collective failed.

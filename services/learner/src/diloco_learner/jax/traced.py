@@ -1,4 +1,4 @@
-"""A task's training loss by itself, as JAX traces it: what a step does not say of it is found out with it."""
+"""A task's training loss as JAX traces it, for facts that a step does not reveal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``python -m diloco_learner.mix.describe``: make a mix of data ready, and say what it holds.
+"""``python -m diloco_learner.mix.describe``: prepare a mix of data, and describe it.
 
 Reads ``{"settings": ..., "data": ...}`` from stdin: a run's settings and the path of a ``mix.toml``. The last line on stdout is
 a JSON object.

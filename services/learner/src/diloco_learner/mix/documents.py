@@ -1,4 +1,4 @@
-"""The texts of a source, document by document, and what content they have.
+"""The documents of a source, and the digest of their content.
 
 A document is a file of text, or a row of a Parquet file or of a Hugging Face dataset.
 """

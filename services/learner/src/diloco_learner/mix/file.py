@@ -1,4 +1,4 @@
-"""The file ``mix.toml``: which sources a run's data has, with which weights, and with which tokenizer."""
+"""The file ``mix.toml``: the sources of a run's data, their weights, and the tokenizer."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class MixFile(_Table):
 
 
 def read(path: Path) -> MixFile:
-    """Return what a ``mix.toml`` says.
+    """Return the content of a ``mix.toml``.
 
     Raises:
         SettingsError: it is no TOML, or something in it is unknown or out of range; the nearest name is given.

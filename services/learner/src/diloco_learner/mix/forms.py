@@ -1,4 +1,4 @@
-"""Whether a file of tokens has the form that its table states: by what the file says of itself, else by its values.
+"""Check that a file of tokens has the form that its table states: by its header, or else by its values.
 
 A file of another form often fits: every pair of bytes is a ``uint16``. What is looked at is a sample of ``SAMPLED`` tokens
 from the beginning, the middle and the end.

@@ -128,7 +128,7 @@ class Mix:
         return {name: self._held_out(source, most) for name, source in self.sources.items()}
 
     def check_epochs(self, settings: RunSettings) -> None:
-        """Find out that a run goes over no source more often than the file allows.
+        """Check that a run goes over no source more often than the file allows.
 
         Raises:
             DataError: it does; the source is named.
@@ -171,7 +171,7 @@ def _mixed(source: MixSource) -> MixedSource:
 
 
 def _check_installed(said: MixFile) -> None:
-    """Find out that the libraries are there that a mix needs.
+    """Check that the libraries are there that a mix needs.
 
     Raises:
         DilocoError: some are not; they are named.

@@ -1,4 +1,4 @@
-"""Batches of sources, by Grain: random access, so that the k-th batch of a share follows from seed, share and k alone.
+"""Batches of sources, by Grain: random access, so that the k-th batch of a share depends only on seed, share and k.
 
 A source's tokens are cut into windows of ``context + 1``, ``context`` apart, so that each token is predicted once an epoch.
 Share i of M has the windows i, i + M, ... of each source, in an order of its own in each epoch, and sources take turns by their

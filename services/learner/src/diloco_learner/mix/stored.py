@@ -1,4 +1,4 @@
-"""A source's tokens in files, memory-mapped: made once from its texts, or a ``.bin`` that is there already.
+"""A source's tokens in files, memory-mapped: made once from its texts, or an existing ``.bin``.
 
 The tokens of training and of the held-out part lie apart. Every 20th document is held out, or the last 5 % of the tokens where
 there are fewer than 20 documents, as of a ``.bin``, which has no documents.

@@ -60,7 +60,7 @@ class ByteTokenizer:
 
 
 class NoTokenizer:
-    """The tokenizer of sources that have tokens already: it knows no text."""
+    """The tokenizer of sources that consist of tokens. It refuses text."""
 
     end, digest, file = 0, "none", None
 

@@ -1,4 +1,4 @@
-"""A learner over a ``torch.nn.Module``. It imports no JAX: a process of it has one framework (``diloco-learner[torch]``)."""
+"""A learner that trains a ``torch.nn.Module`` and imports no JAX (``diloco-learner[torch]``)."""
 
 from importlib.util import find_spec
 

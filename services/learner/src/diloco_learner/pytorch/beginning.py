@@ -1,4 +1,4 @@
-"""The beginning of a process that computes with PyTorch, however many processes the learner is: its task and its model."""
+"""The start of a process that computes with PyTorch, of a learner with any number of processes: its task and its model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A device's queue of work: steps, reads and writes of a model run in it one after another, in a thread of its own.
+"""A device's queue of work: steps, reads and writes of a model run in order, in a separate thread.
 
 PyTorch computes on a CPU within the call. So that a trainer can queue a boundary behind the step in flight and the next step
 behind it, as devices with a queue of their own allow, calls are made by this thread. The trainer's waits for none of them.

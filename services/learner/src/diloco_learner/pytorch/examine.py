@@ -1,4 +1,4 @@
-"""All that ``diloco check`` says of a task of PyTorch: :mod:`diloco_learner.examine`, but for what a compiled program has."""
+"""The findings of ``diloco check`` on a PyTorch task: those of :mod:`diloco_learner.examine`, without compiled programs."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from diloco_learner.task_api import STATE
 def examine(
     settings: RunSettings, task: TorchTask, checked: TorchIsland, batches: Sequence[Any], units: str | None
 ) -> TaskExamination:
-    """Take the first step of a task that is known to be fit twice; ``batches`` are the first two of its first share.
+    """Take the first step of a checked task twice. ``batches``: the first two batches of its first share.
 
-    ``checked`` is the model by which that is known; it gets other values.
+    ``checked``: the checked model, whose values change.
 
     Raises:
         SettingsError: batches of another share end.

@@ -146,7 +146,7 @@ class TorchIsland:
         return fixed_specs(self._frozen)
 
     def check(self, batch: Any) -> None:
-        """Find out that the task's loss of a batch is one number that can be differentiated, and that all keeps its shape.
+        """Check that the task's loss of a batch is one number that can be differentiated, and that all keeps its shape.
 
         It takes a step, whose optimizer state stays: the step that is rehearsed behind it shows whether shapes do.
 
@@ -409,7 +409,7 @@ class TorchIsland:
         return self._asked(self._evaluating.evaluation)
 
     def check_evaluation(self) -> None:
-        """Find out that validation sets and values of the task's own are what they can be.
+        """Check that validation sets and values of the task's own are what they can be.
 
         Raises:
             SettingsError: they are not.

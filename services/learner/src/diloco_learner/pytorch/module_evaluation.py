@@ -1,4 +1,4 @@
-"""How good a torch task's module is, by all that the task has to say it: validation losses, values of its own, samples."""
+"""The evaluation of a torch task's module: validation losses, the task's own values, samples."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class TorchEvaluating:
             return [batches[0] for batches in validation_sets(self._task, self._run.task).values()]
 
     def try_out(self, module: nn.Module, batches: Sequence[Any]) -> None:
-        """Find out that batches have losses.
+        """Check that batches have losses.
 
         Raises:
             SettingsError: one has none.

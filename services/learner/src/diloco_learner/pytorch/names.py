@@ -70,7 +70,7 @@ class ModuleTensor(NamedTuple):
 
 
 def refuse_sharding_wrappers(module: torch.nn.Module) -> None:
-    """Find out that a module's parameters are what they seem, and no flat or empty stand-ins of a wrapper.
+    """Check that a module's parameters are what they seem, and no flat or empty stand-ins of a wrapper.
 
     Raises:
         SettingsError: they are those of FSDP1 or of DeepSpeed.
@@ -83,7 +83,7 @@ def refuse_sharding_wrappers(module: torch.nn.Module) -> None:
         if found is not None:
             raise SettingsError(
                 f"module {prefix.rstrip('.') or type(owner).__name__!r} is sharded by {found}, whose parameters cannot be read "
-                "where they lie: shard it by FSDP2 (torch.distributed.fsdp.fully_shard), or use DistributedDataParallel"
+                "in place: shard it by FSDP2 (torch.distributed.fsdp.fully_shard), or use DistributedDataParallel"
             )
 
 

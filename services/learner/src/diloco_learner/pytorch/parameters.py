@@ -229,7 +229,7 @@ class TorchParameters:
         if differ:
             first = ", ".join(sorted(differ)[:3])
             later = " (register a buffer that comes later with persistent=False)" if differ & found.state.keys() else ""
-            raise SettingsError(f"step: params are not those that joined: {first}: hand over the same tensors{later}")
+            raise SettingsError(f"step: params differ from those at join: {first}: pass the same tensors{later}")
         joined_tensors, views = joined.trained | joined.state, self._rows.views | self._state.views
         for path, tensor in (found.trained | (found.state if joined.whole else {})).items():
             expected = joined_tensors[path].shape

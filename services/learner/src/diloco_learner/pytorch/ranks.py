@@ -1,4 +1,4 @@
-"""The ranks of a loop of PyTorch, which are one learner together, and how they tell each other what they have.
+"""The ranks of a PyTorch loop, which together are one learner, and their exchange of facts.
 
 Ranks meet through the store of their process group: unlike a collective it needs no device, and a rank that is missing is
 named within the time that the loop waits.

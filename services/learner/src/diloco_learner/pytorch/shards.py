@@ -1,4 +1,4 @@
-"""Tensors that PyTorch spreads over the ranks of a loop or the processes of a learner: what is here of each.
+"""Local parts of tensors that PyTorch spreads over the ranks of a loop or the processes of a learner.
 
 An operation on a DTensor may be a collective, and a collective that a single rank calls never ends. So a rank reads and writes
 its local tensor. The placements say where in the whole tensor it lies.
@@ -65,7 +65,7 @@ def _shard(path: str, tensor: Any) -> LocalShard:
     shape = tuple(tensor.shape)
     if any(placement.is_partial() for placement in tensor.placements):
         raise SettingsError(
-            f"parameter {path!r} is a DTensor with the placements {tensor.placements}, of which each rank has a summand: "
+            f"parameter {path!r} is a DTensor with the placements {tensor.placements}, which are partial sums: "
             "redistribute it to Shard or Replicate"
         )
     found = tensor.__create_chunk_list__()  # as torch.distributed.checkpoint asks for it

@@ -1,4 +1,4 @@
-"""Values that come into a loop's tensors from elsewhere: averaged weights for an evaluation, rests from a checkpoint."""
+"""Values written into a loop's tensors from outside: averaged weights for an evaluation, rounding errors of a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Views = dict[str, torch.Tensor]
 
 @contextmanager
 def swapped(views: Views, values: Any) -> Iterator[None]:
-    """Have ``views`` by path hold ``values`` within: those of a module with the same parameters, or of tensors by name.
+    """Put ``values`` into ``views``, by path, inside the ``with`` statement: of a module with the same parameters, or by name.
 
     They are written in place, so that whatever keeps a tensor's memory has them too. Copies of the views are kept meanwhile.
 
@@ -41,7 +41,7 @@ def swapped(views: Views, values: Any) -> Iterator[None]:
 
 
 def check_rests(own: Mapping[str, torch.Tensor], rests: Mapping[str, Any]) -> None:
-    """Find out that ``rests``, of rounding to bfloat16, are of the tensors that have ``own`` ones here, and spread as they are.
+    """Check that ``rests``, of rounding to bfloat16, are of the tensors that have ``own`` ones here, and spread as they are.
 
     Raises:
         SettingsError: they are not.
@@ -50,14 +50,14 @@ def check_rests(own: Mapping[str, torch.Tensor], rests: Mapping[str, Any]) -> No
         if path not in own or path not in rests:
             now, then = ("bfloat16", "float32") if path in own else ("float32", "bfloat16")
             raise SettingsError(
-                f"load_state_dict: parameter {path!r} is {now}, but was {then} when the state was taken: join with the types "
-                "of then, or leave out load_state_dict"
+                f"load_state_dict: parameter {path!r} is {now}, but was {then} when the state was taken: join with the "
+                "earlier types, or leave out load_state_dict"
             )
         here, came = local_of(own[path]), rests[path]
         if not isinstance(came, torch.Tensor) or local_of(came).shape != here.shape or came.shape != own[path].shape:
             raise SettingsError(
-                f"load_state_dict: what rounding left over of parameter {path!r} is not of this rank's shape "
-                f"{tuple(here.shape)}: load it by torch.distributed.checkpoint, which spreads it over other ranks"
+                f"load_state_dict: the rounding error of parameter {path!r} does not have this rank's shape "
+                f"{tuple(here.shape)}: load it with torch.distributed.checkpoint, which reshards it"
             )
 
 

@@ -1,4 +1,4 @@
-"""Checks of the tensors that a loop hands over: each has its values here, and a trained one has a type that the run knows."""
+"""Checks of the tensors that a loop passes: each has its values here, and trained ones have a supported type."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from diloco_learner.pytorch.tensors import FLOATS, shown
 
 
 def check_present(what: str, tensor: Any) -> None:
-    """Find out that a tensor has values that can be read and written, and all of them here; ``what`` it is begins the sentence.
+    """Check that a tensor has values that can be read and written, and all of them here; ``what`` it is begins the sentence.
 
     Raises:
         SettingsError: it has not.
@@ -26,18 +26,18 @@ def check_present(what: str, tensor: Any) -> None:
     if tensor.is_meta:
         raise SettingsError(
             f"{what} is on the meta device, so it has no memory: call module.to_empty(device=...), then load or initialise "
-            "what is frozen, and, where this loop founds the run, all the rest"
+            "the frozen parameters, and all others too if this loop founds the run"
         )
     check_dense(what, tensor)
     if tensor.is_inference():
         raise SettingsError(
-            f"{what} was made under torch.inference_mode(), so it can be neither trained nor written: make it without, or "
-            "hand over a copy that is made outside (copy.deepcopy)"
+            f"{what} was made under torch.inference_mode(), so it can be neither trained nor written: make it outside, or "
+            "pass a copy that is made outside (copy.deepcopy)"
         )
 
 
 def check_type(path: str, tensor: torch.Tensor) -> None:
-    """Find out that a trained tensor is float32 or bfloat16, in memory of its own.
+    """Check that a trained tensor is float32 or bfloat16, in memory of its own.
 
     Raises:
         SettingsError: it is not.
@@ -66,7 +66,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def check_dense(what: str, tensor: torch.Tensor) -> None:
-    """Find out that a tensor has a place in memory for each value; ``what`` it is begins the sentence.
+    """Check that a tensor has a place in memory for each value; ``what`` it is begins the sentence.
 
     Raises:
         SettingsError: it is sparse, nested or quantized, or of another layout with a form of its own.
@@ -78,7 +78,7 @@ def check_dense(what: str, tensor: torch.Tensor) -> None:
     else:
         return
     raise SettingsError(
-        f"{what} is a {type(tensor).__name__} {kind}, expected a plain dense tensor: hand over a dense one (to_dense(), "
-        "dequantize(), or a tensor for each part), or make it a plain attribute of the module, and it is no part of the "
+        f"{what} is a {type(tensor).__name__} {kind}, expected a plain dense tensor: pass a dense one (to_dense(), "
+        "dequantize(), or a tensor for each part), or make it a plain attribute of the module, which is not part of the "
         "run"
     )

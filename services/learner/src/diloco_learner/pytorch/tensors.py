@@ -65,7 +65,7 @@ def merged_buffers(task: object, buffers: Views, named: Mapping[str, Any], sourc
 
 
 def check_module(module: Any, source: str, place: str) -> None:
-    """Find out that a task's ``module`` is one, that it has trained parameters, and that each is float32 or bfloat16.
+    """Check that a task's ``module`` is one, that it has trained parameters, and that each is float32 or bfloat16.
 
     ``source`` begins the sentence, and the ``place`` where the module is made ends it.
 

@@ -1,1 +1,1 @@
-"""A learner's process in a run, whatever framework computes: training, evaluating, checkpoints, metrics."""
+"""A learner's process in a run, independent of the framework: training, evaluation, checkpoints, metrics."""

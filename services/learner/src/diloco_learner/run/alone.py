@@ -1,4 +1,4 @@
-"""A learner or an evaluator of one process: what it does once it has a model, whatever framework computes it."""
+"""A learner or an evaluator of one process, from the moment at which it has a model, independent of the framework."""
 
 from __future__ import annotations
 

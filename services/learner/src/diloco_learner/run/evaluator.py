@@ -1,4 +1,4 @@
-"""The evaluator: follows the log like a learner, contributes nothing, and says how good the global model is."""
+"""The evaluator: follows the log like a learner, contributes nothing, and evaluates the global model."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Evaluator:
         An error of the task's own code ends nothing: it is logged and told, and the next evaluation begins again.
 
         Raises:
-            SettingsError: the last evaluation of a run that is over failed so; all that was found is saved.
+            SettingsError: the last evaluation of a finished run failed so; all that was found is saved.
         """
         self._tell_of_text()
         self._evaluate()  # before a version of the log is written into it: learners may be far ahead of this process

@@ -1,4 +1,4 @@
-"""The arguments of a loop that joins a run, at its beginning and at each step, as they are checked."""
+"""Checks of the arguments of a loop that joins a run, at join and at each step."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Data: TypeAlias = Literal["dealt", "own"]
 
 
 def check_said(tokens: int, data: str, optimizer: object) -> None:
-    """Find out that a loop says of its steps and data what can be.
+    """Check the arguments about a loop's steps and data.
 
     Raises:
-        SettingsError: it does not.
+        SettingsError: one is invalid.
     """
     if tokens < 1:
         raise SettingsError(f"join: tokens = {tokens}: expected the number of tokens of each step, at least 1")
@@ -33,7 +33,7 @@ def check_said(tokens: int, data: str, optimizer: object) -> None:
 
 
 def settings_of(*, name: str, run: str, **given: Any) -> LearnerSettings:
-    """Return the settings of a learner that are ``given``, those that are None apart.
+    """Return a learner's settings from the ``given`` values that are not None.
 
     Raises:
         SettingsError: one is wrong.
@@ -49,7 +49,7 @@ def settings_of(*, name: str, run: str, **given: Any) -> LearnerSettings:
 
 
 def default_name(host: str, process: int) -> str:
-    """Return a learner's name of a host's and a process's; a hash of the host's is in it where that does not fit as it is."""
+    """Return a learner's name made from host and process, with a hash of the host's name if that does not fit."""
     plain = f"loop-{host}-{process}".lower()
     if re.fullmatch(NAME_PATTERN, plain):
         return plain
@@ -58,7 +58,7 @@ def default_name(host: str, process: int) -> str:
 
 
 def check_loss(loss: Any, what: str = "step: loss") -> None:
-    """Find out that a loss is one number, on a device or not, without waiting for it; ``what`` it is begins the sentence.
+    """Check that a loss is one number, on a device or not, without waiting for it; ``what`` it is begins the sentence.
 
     Raises:
         SettingsError: it is something else.

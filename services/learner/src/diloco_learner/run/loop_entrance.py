@@ -1,4 +1,4 @@
-"""How a loop of one's own comes into its run: it finds the run and the other ranks, and gets its side of the protocol."""
+"""The entrance of a user's own loop into a run: finding the run and the other ranks, and making its side of the protocol."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class LoopEntrance:
         return {RESTS: rests} if rests else {}
 
     def load(self, state: Any) -> None:
-        """Have the loop go on from what :meth:`packed` gave.
+        """Continue from the result of :meth:`packed`.
 
         Raises:
             SettingsError: it is something else, or of another run, learner or model.
@@ -189,7 +189,7 @@ class LoopEntrance:
                 run = await skeleton.find_run(transport, self.settings, self.log)
         except TimeoutError:
             raise RunError(
-                f"run {self.settings.run!r}: {self.settings.nats_url} has had no such run for {self.within_s:g} s: check "
+                f"run {self.settings.run!r}: not found at {self.settings.nats_url} within {self.within_s:g} s: check "
                 "the name, and start the run's coordinator (diloco up, or diloco-coordinator)"
             ) from None
         if run.created.offers_gradients:

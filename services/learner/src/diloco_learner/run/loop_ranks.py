@@ -1,4 +1,4 @@
-"""The ranks of a loop become one learner: they tell each other what they have, meet, and deal the fragments to each other."""
+"""How the ranks of a loop become one learner: they exchange facts, meet, and divide the fragments among themselves."""
 
 from __future__ import annotations
 

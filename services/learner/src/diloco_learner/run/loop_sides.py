@@ -1,4 +1,4 @@
-"""The protocol's side of a loop that joins a run: of a loop of one process, and of one rank of a loop of several.
+"""The protocol side of a loop in a run: for a loop of one process, and for one rank of several.
 
 All ranks of a loop are one learner. The first one leads: to the run it is the learner. The others carry out what it decides.
 """
@@ -206,7 +206,7 @@ class FollowingLoopSide(RankLoopSide):
                 raise RunError(_unfit(error)) from None
 
         if await agree_on_state(part, None, named=named) is None:
-            raise SettingsError("load_state_dict: not all ranks can go on from this state; rank 0 says why")
+            raise SettingsError("load_state_dict: not all ranks can continue from this state; rank 0 reports the reason")
 
     def boundary(self, done: StepDone | None) -> Boundary:
         return self.follower.boundary(done)

@@ -58,14 +58,14 @@ class LoopState:
         return sorted({_fragment_of(name) for name in self.arrays})
 
     def check_values(self, rank: int, ranks: int, fingerprint: str) -> None:
-        """Find out that the parameters are those that a rank had; of another number of ranks that is not known.
+        """Check that the parameters are those that a rank had; of another number of ranks that is not known.
 
         Raises:
             SettingsError: they are not.
         """
         if ranks == self.ranks and self.fingerprints.get(rank, fingerprint) != fingerprint:
             raise SettingsError(
-                f"load_state_dict: the parameters are not those of the time when this state was taken ({self.moment}): load "
+                f"load_state_dict: the parameters are not those of the moment of this state ({self.moment}): load "
                 "the model from the same checkpoint before the run is entered, or leave out load_state_dict to join without "
                 "the work that was not merged"
             )

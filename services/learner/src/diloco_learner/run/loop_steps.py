@@ -1,4 +1,4 @@
-"""The steps of a loop of one's own as they are booked: the batch that each was on, the time that it took, and its loss."""
+"""The steps of a user's own loop as they are booked: the batch that each was on, the time that it took, and its loss."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Side(Protocol):
         """The call that the trainer makes in the middle of each step; None: it makes none."""
 
     def check_batch(self, tokens: int) -> None:
-        """Find out that the run takes batches of so many tokens.
+        """Check that the run takes batches of so many tokens.
 
         Raises:
             AdmissionError: it does not.
@@ -65,7 +65,7 @@ class Side(Protocol):
         """Record how the learner has ended, on its tape."""
 
     def check_refused(self) -> None:
-        """Find out that the learner's work was not all refused.
+        """Check that the learner's work was not all refused.
 
         Raises:
             RefusedError: it was.
@@ -80,7 +80,7 @@ class LeadingSide:
         self.look_ahead: LookAhead | None = leader.look_ahead
 
     def check_batch(self, tokens: int) -> None:
-        """Find out that the run takes batches of so many tokens."""
+        """Check that the run takes batches of so many tokens."""
         self.member.admission.check_batch(tokens)
 
     def join(self, about: Sequence[events.TapeEvent]) -> None:
@@ -121,7 +121,7 @@ class LeadingSide:
             self.process.log.warning("end_not_recorded", reason=str(error))
 
     def check_refused(self) -> None:
-        """Find out that the learner's work was not all refused."""
+        """Check that the learner's work was not all refused."""
         self.process.wait(self.member.refusals.check())
 
 

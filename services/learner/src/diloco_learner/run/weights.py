@@ -117,7 +117,7 @@ def _check(path: Path, files: Files, named: Naming, setting: str) -> None:
 
 
 def _check_tied(path: Path, files: Files, named: Naming, setting: str) -> None:
-    """Find out that a folder's head is the one that Hugging Face's libraries would take, or say that it may be another.
+    """Check that a folder's head is the one that Hugging Face's libraries would take, or say that it may be another.
 
     Without a configuration it is that one.
 
@@ -170,7 +170,7 @@ def _values(path: Path, files: Files, fragment: Fragment, named: Naming, setting
             values = np.asarray(rows, np.float32).reshape(-1)
         if not np.isfinite(values).all():
             raise SettingsError(
-                f"{setting}{path}: tensor {place.name!r} holds NaN or infinity, or more than float32 can be"
+                f"{setting}{path}: tensor {place.name!r} holds NaN, infinity, or a value beyond the range of float32"
                 + named.origin(place.name)
             )
         vector[part.values] = values

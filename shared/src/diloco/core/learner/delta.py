@@ -262,11 +262,13 @@ class DeltaState:
         """Take over the version that ``record`` makes."""
         mine = next((member for member in record.members if member.learner == self.learner), None)
         unoffered = self.steps == 1 and all(offer.dropped for offer in self.pending)
-        keeps = unoffered and self.overlap and self.keeps_single_step
+        overlaps = self.overlap and not record.closing  # no version follows a closing one, which could merge what is kept
+        keeps = unoffered and overlaps and self.keeps_single_step
         if record.rolled_back is not None:
             carried = replace(self._begin_again(), reset=True)
         elif mine is not None:
-            carried = self._merged(record.version, (mine.incarnation, mine.number), keeps_dropped=keeps)
+            identity = mine.incarnation, mine.number
+            carried = self._merged(record.version, identity, overlaps=overlaps, keeps_dropped=keeps)
         else:
             carried = self._keep() if keeps else self._missed()
         self.base_version, self.base_hash = record.version, record.state_hash
@@ -280,8 +282,8 @@ class DeltaState:
         """
         merged = chain.cursor(self.learner)
         if merged != self.after:
-            carried = self._merged(chain.version, merged)
-        elif chain.version == self.base_version:
+            carried = self._merged(chain.version, merged, overlaps=self.overlap and not chain.closed)
+        elif chain.version == self.base_version and not chain.closed:
             carried = self._keep()
         else:
             carried = self._missed()
@@ -295,7 +297,7 @@ class DeltaState:
             offer.dropped = True
         return self._drop()
 
-    def _merged(self, version: int, identity: tuple[int, int], *, keeps_dropped: bool = False) -> ApplyOutcome:
+    def _merged(self, version: int, identity: tuple[int, int], *, overlaps: bool, keeps_dropped: bool = False) -> ApplyOutcome:
         offer = next((o for o in self.pending if o.identity == identity), None)
         self.after = identity
         self.pending.clear()  # newer offers state an older `after`: they will never be merged
@@ -307,7 +309,7 @@ class DeltaState:
             return self._keep(offer) if keeps_dropped else self._drop(merged=offer)
         self.steps, self.tokens = self.steps - stated.steps, self.tokens - stated.tokens
         self.data = ranges.subtract(self.data, stated.data)
-        return self._keep(offer) if self.overlap and stated.round == version else self._drop(merged=offer)
+        return self._keep(offer) if overlaps and stated.round == version else self._drop(merged=offer)
 
     def _begin_again(self) -> ApplyOutcome:
         """Keep nothing: neither the displacement nor what was left over of merged offers, and wait for no offer's fate."""

@@ -1,4 +1,4 @@
-"""A torch task looked at as on several processes, in one: the others exchange nothing with it (torch's backend ``fake``)."""
+"""Examine a torch task as the first of several processes, without the others (torch's backend ``fake``)."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def _check_same(before: dict[str, str], after: dict[str, str], source: str, wher
 def _check_spread(
     module: nn.Module, held: Collection[ModuleTensor], row_ranks: Collection[int], source: str, where: str
 ) -> None:
-    """Find out that gradients can be averaged: where processes of other rows share a tensor, FSDP2 does so."""
+    """Check that gradients can be averaged: where processes of other rows share a tensor, FSDP2 does so."""
     shards_of({each.name: each.tensor for each in held})
     managed = set(_managed_by_fsdp(module))
     for each in held:
