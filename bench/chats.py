@@ -82,7 +82,7 @@ def trained() -> float:
 
 def measure(*, count: int = 8000, context: int = 1024, batch: int = 8) -> Result:
     """Make and read conversations with both kinds of templates."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     with folder() as root:
         tiny.write_tokenizer(root / "tokenizer")
         data, template = root / "chats.jsonl", root / "found.jinja"

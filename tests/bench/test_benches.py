@@ -239,3 +239,14 @@ def test_a_joined_loop_beside_a_bare_one() -> None:
         assert turn["blocked"] == pytest.approx(turn["call_mean_s"] / turn["step_s"])
         assert 0 < turn["call_median_s"] <= turn["call_p99_s"] < turn["step_s"] * turn["steps"]
     assert result["pace"]["low"] <= result["pace"]["ratio"] <= result["pace"]["high"]
+
+
+def test_conversations_as_json() -> None:
+    pytest.importorskip("grain", reason="the extra `data` is not installed: make extras")
+    pytest.importorskip("transformers", reason="PyTorch and transformers are not installed: make torch")
+    result = measured("chats", "--count", "200", "--context", "512")
+    assert [row["name"] for row in result["rows"]] == ["marked", "found"]
+    marked, found = result["rows"]
+    assert marked["tokens"] == found["tokens"] > 20_000
+    assert all(row["read"] > row["made"] > 0 for row in result["rows"])
+    assert result["passed"] == (result["ratio"] >= 2)

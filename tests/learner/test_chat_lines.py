@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ def read(path: Path) -> list[lines.Line]:
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz", "a.jsonl.zst", "a.json.gz"])
 def test_lines_have_their_numbers_in_every_form(tmp_path: Path, name: str) -> None:
     data = b'\xef\xbb\xbf{"a": 1}\n\n  \r\n{"b": 2}\r\n{"c": 3}'
-    packed = {".gz": gzip.compress, ".zst": zstandard.compress}.get(Path(name).suffix, bytes)(data)
+    packers: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.compress, ".zst": zstandard.compress}
+    packed = packers.get(Path(name).suffix, bytes)(data)
     (tmp_path / name).write_bytes(packed)
     found = [(f"{name}, line 1", b'{"a": 1}'), (f"{name}, line 4", b'{"b": 2}\r'), (f"{name}, line 5", b'{"c": 3}')]
     assert read(tmp_path / name) == found

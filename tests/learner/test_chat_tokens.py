@@ -217,6 +217,11 @@ def test_tokenizers_that_cannot_be_used_are_named(bytes_folder: Path, tmp_path: 
     with pytest.raises(DataError, match=r"tokenizer: .*nowhere: there is no such folder"):
         ChatTokenizer(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
+    with pytest.raises(
+        DataError, match=r"tokenizer: .*empty: has no tokenizer\.json, as transformers' save_pretrained writes it"
+    ):
+        ChatTokenizer(tmp_path / "empty")
+    (tmp_path / "empty" / "tokenizer.json").write_text("{")
     with pytest.raises(DataError, match=r"tokenizer: .*empty: not a tokenizer that transformers reads: ") as caught:
         ChatTokenizer(tmp_path / "empty")
     assert "\n" not in str(caught.value)

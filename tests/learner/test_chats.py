@@ -47,7 +47,7 @@ def make(tmp_path: Path, tokenizer: Path) -> MakeChats:
         elif not data.exists():
             tiny.write_chats(data, 60)
         task = TASK.model_copy(update={"mix": mix})
-        given = {"tokenizer": tokenizer, "context": 64, "batch": 2, "cache_dir": tmp_path / "cache"} | options
+        given: dict[str, Any] = {"tokenizer": tokenizer, "context": 64, "batch": 2, "cache_dir": tmp_path / "cache"} | options
         return Chats(task, str(data), **given)
 
     return made

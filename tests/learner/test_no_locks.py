@@ -15,7 +15,7 @@ import pytest
 from diloco.errors import DilocoError
 from diloco.service import rundir, volume
 from diloco_learner.jax import programs
-from diloco_learner.mix import mix
+from diloco_learner.mix import drafts
 
 
 @contextmanager
@@ -27,7 +27,7 @@ def _claimed(path: Path) -> Iterator[None]:
 LOCKED: dict[str, tuple[Callable[[Path], AbstractContextManager[Any]], str]] = {
     "run": (rundir.locked, "--run-dir"),
     "service": (_claimed, "DILOCO_STATE_DIR"),
-    "mix": (mix._locked, "DILOCO_CACHE_DIR"),
+    "mix": (drafts.locked, "DILOCO_CACHE_DIR"),
     "programs": (lambda path: programs.compiled_once(path, "step", lambda: False), "DILOCO_CACHE_DIR"),
 }
 

@@ -235,6 +235,7 @@ def test_a_killed_learner_goes_on_in_conversations_and_its_training_is_replayed(
         *(f"--set={key}={value}" for key, value in settings.items()),
     ]
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.syspath_prepend(str(tmp_path))  # the command repeats the training in this process
     monkeypatch.setenv("DILOCO_CHECKPOINT_S", "0.5")
     with ended_process([DILOCO, "up", *arguments], dict(os.environ)) as up:
         waits_until(up, lambda: any((directory / "checkpoints").glob("learner-1*.safetensors")))

@@ -203,7 +203,13 @@ def _main() -> None:
     found = check(plan) if made is None else made.found
     mix = None if found.mix is None else found.mix.model_dump()
     packed = None if made is None else made.model.fragments().pack().hex()
-    facts = {"step_tokens": found.step_tokens, "units": found.units, "framework": found.framework, "mix": mix, "map": packed}
+    facts: dict[str, Any] = {
+        "step_tokens": found.step_tokens,
+        "units": found.units,
+        "framework": found.framework,
+        "mix": mix,
+        "map": packed,
+    }
     facts["notes"] = found.notes
     print(json.dumps(facts))
 

@@ -230,9 +230,8 @@ class Reader:
             try:
                 keyframe, inline = decode_keyframe(stored, self.stream.run)
                 if keyframe.entry_hash != NO_ENTRY:
-                    yield await self._load(
-                        keyframe, Chain.from_keyframe(keyframe, self.stream.epoch_step), inline, stored.sequence
-                    )
+                    chain = Chain.from_keyframe(keyframe, self.stream.epoch_step)
+                    yield await self._load(keyframe, chain, inline, stored.sequence)
             except MessageError as error:
                 if await self.stream.get(stored.sequence) is not None:  # else the log was shortened while it was read
                     refuse(RefusedEntry("log", stored.subject, stored.sequence, error))

@@ -28,9 +28,10 @@ from diloco_learner.chats.conversations import ASSISTANT, BadLineError, Conversa
 from diloco_learner.chats.turns import PrefixError, Span, find_turns
 from diloco_learner.text import unreadable
 
+VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
 FILES = (  # of a tokenizer, in the folder of a model; those that exist
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt"),
-    *("merges.txt", "tokenizer.model", "spiece.model", "chat_template.jinja"),
+    *VOCABULARIES,
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt", "chat_template.jinja"),
 )
 TODAY = date(2024, 7, 26)  # in every rendering: the day that templates of Llama have where there is no clock
 # around a special token in a message: characters for private use, which transformers has here too
@@ -65,9 +66,9 @@ class ChatTokenizer:
         self.folder = Path(folder)
         self._made = _load(self.folder)
         self._given = None if template is None else _read_template(Path(template))
-        self.vocabulary = 1 + max(self._made.get_vocab().values())
+        self.vocabulary: int = 1 + max(self._made.get_vocab().values())
         self.end: int | None = self._made.eos_token_id
-        self.padding = next((each for each in (self._made.pad_token_id, self.end) if each is not None), 0)
+        self.padding: int = next((each for each in (self._made.pad_token_id, self.end) if each is not None), 0)
         special = [token.content for token in self._made.added_tokens_decoder.values() if token.special]
         self._special = sorted(special, key=lambda token: (-len(token), token))
         self._written = re.compile("|".join(map(re.escape, self._special)) or "(?!)")  # (?!) never matches
@@ -338,6 +339,8 @@ def _load(folder: Path) -> Any:
 
     if not folder.is_dir():
         raise DataError(f"tokenizer: {folder}: there is no such folder; expected the folder of a model or of its tokenizer")
+    if not any((folder / name).is_file() for name in VOCABULARIES):
+        raise DataError(f"tokenizer: {folder}: has no tokenizer.json, as transformers' save_pretrained writes it")
     try:
         made = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the library raises nothing narrower

@@ -186,7 +186,7 @@ class Chats:
         return {name: self._held_out(source.held_out, most) for name, source in self.sources.items()}
 
     def check_epochs(self, settings: RunSettings) -> None:
-        """Find out that a run goes over no source more often than the ``mix.toml`` allows.
+        """Check that a run goes over no source more often than the ``mix.toml`` allows.
 
         Raises:
             DataError: it does; the source is named.

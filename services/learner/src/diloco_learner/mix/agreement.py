@@ -19,7 +19,7 @@ def digest_of(text: str) -> str:
 
 
 def check_epochs(settings: RunSettings, mix: MixSettings, most: Mapping[str, float | None]) -> None:
-    """Find out that a run goes over no source more often than its table allows (``most``; None: no limit).
+    """Check that a run goes over no source more often than its table allows (``most``; None: no limit).
 
     Raises:
         DataError: it does; the source is named.
@@ -34,7 +34,7 @@ def check_epochs(settings: RunSettings, mix: MixSettings, most: Mapping[str, flo
 
 
 def check_same(ours: MixSettings, runs: MixSettings, path: Path, content: str = COPY) -> None:
-    """Find out that data are the run's; ``content`` is what to do if a source has other content.
+    """Check that data are the run's; ``content`` is what to do if a source has other content.
 
     Raises:
         AdmissionError: they are not; the first thing that differs is named.
