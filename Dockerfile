@@ -110,6 +110,8 @@ FROM server AS nats
 # as diloco_ops.broker.server.GO_ENVIRONMENT
 ENV GOGC=25
 RUN mkdir /data && chown 10001:10001 /data
+COPY --chmod=755 deploy/images/serve /opt/serve
+ENTRYPOINT ["/opt/serve"]
 USER 10001:10001
 ARG VERSION=0.2.0
 ARG REVISION=unknown

@@ -190,3 +190,22 @@ def test_a_member_that_only_an_earlier_coordinator_heard_counts_for_an_hour() ->
     second.resume(json.loads(json.dumps(story().series(33.0))))
     assert second.status(3633.0)["regions"]["eu"]["members"] == 2
     assert second.status(3634.0)["regions"]["eu"]["members"] == 0
+
+
+def test_tokens_and_steps_are_those_that_learners_counted() -> None:
+    """Ann restores a checkpoint of 500 tokens, and counts 3 to 10 tokens in batches of at most 10; bob's have all 10."""
+    made = monitor("us", "eu")
+    ann = {"region": "us", "batch_tokens": 10}
+    made.hear(learner_heartbeat("ann", 0, state="starting", tokens=300, trained=[], **ann), 1.0)
+    made.hear(learner_heartbeat("ann", 60, tokens=500, trained=[], **ann), 2.0)
+    for number, tokens in enumerate((503, 513, 517), 1):
+        made.hear(learner_heartbeat("ann", 60 + number, tokens=tokens, trained=[(0, 0, number)], **ann), 2.0 + number)
+    made.hear(learner_heartbeat("bob", 0, region="eu", batch_tokens=10, tokens=0), 2.0)
+    made.hear(learner_heartbeat("bob", 4, region="eu", batch_tokens=10, tokens=40, trained=[(1, 0, 4)]), 3.0)
+    assert (made.ledger.processed("ann"), made.ledger.processed("bob")) == (17, 40)
+    learners = made.status(9.0)["learners"]
+    assert [(learners[name]["steps"], learners[name]["tokens"]) for name in ("ann", "bob")] == [(63, 517), (4, 40)]
+    again = monitor("us", "eu")
+    again.resume(json.loads(json.dumps(made.series(10.0))))
+    again.hear(learner_heartbeat("ann", 64, tokens=518, trained=[(0, 0, 4)], **ann), 11.0)
+    assert again.ledger.processed("ann") == 18

@@ -28,6 +28,7 @@ VARZ: dict[str, Any] = {
     "mem": 15884288,
     "connections": 7,
     "max_connections": 4096,
+    "max_subscriptions": 1024,
     "slow_consumers": 2,
     "in_bytes": 1000,
     "out_bytes": 4000,
@@ -68,6 +69,18 @@ def test_named_figures_are_passed_on_alone() -> None:
     assert figures(encoded(VARZ), encoded(JSZ)) == SEEN
     plain = {name: value for name, value in VARZ.items() if name != "tls_cert_not_after"}
     assert figures(encoded(plain), encoded(JSZ)).certificate_ends_s is None
+
+
+@pytest.mark.parametrize(
+    ("varz", "missing"),
+    [
+        ({"max_connections": 65536}, ("max_connections",)),
+        ({"max_connections": 65536, "max_subscriptions": 0}, ("max_connections", "max_subscriptions")),
+        ({"max_subscriptions": None}, ("max_subscriptions",)),
+    ],
+)
+def test_limits_that_a_server_s_configuration_lacks_are_named(varz: dict[str, Any], missing: tuple[str, ...]) -> None:
+    assert figures(encoded(VARZ | varz), encoded(JSZ)).missing_limits == missing
 
 
 @pytest.mark.parametrize(

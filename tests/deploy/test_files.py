@@ -48,6 +48,7 @@ SETTINGS: dict[str, type[ServiceSettings]] = {
 ROLES = SETTINGS.keys() - {"server-watch"}
 SERVERS = {"nats", "control", "control-of-three"}
 WATCHES = {"server-watch": "nats", "server-watch-control": "control", "server-watch-control-of-three": "control-of-three"}
+SERVER_LOG = "/data/server.log"  # as deploy/images/serve names it
 SECRETS = re.compile(r"BEGIN|password|\bSU[A-Z0-9]{56}")
 
 
@@ -88,7 +89,12 @@ def test_each_server_is_watched_in_its_own_network_by_a_process_that_cannot_chan
         assert watch["network_mode"] == f"service:{server}"
         assert "ports" not in watch
         data = next(volume.partition(":")[0] for volume in watched["volumes"] if str(volume).endswith(":/data"))
-        assert watch["volumes"] == [f"{data}:/data:ro"]
+        [keys] = [volume["source"] for volume in watched["volumes"] if isinstance(volume, dict) and volume["target"] == "/keys"]
+        store, lists = watch["volumes"]
+        assert store == f"{data}:/data:ro"
+        assert (lists["source"], lists["target"], lists["read_only"]) == (f"{keys}/auth.conf", "/auth.conf", True)
+        assert watch["environment"]["DILOCO_LISTS_FILE"] == lists["target"]
+        assert watch["environment"]["DILOCO_LOG_FILE"] == SERVER_LOG
         assert (watch["read_only"], watch["cap_drop"]) == (True, ["ALL"])
         assert watch["environment"].keys() <= variables("server-watch")
         pid_file = watched["command"][watched["command"].index("-P") + 1]
@@ -295,6 +301,14 @@ def test_pods_are_as_closed_as_they_can_be_and_told_what_they_know(overlay: str)
             told = {variable["name"] for variable in watch["env"]} | maps["datacenter"].keys()
             assert told <= variables("server-watch")
             assert {"name": "data", "mountPath": "/data", "readOnly": True} in watch["volumeMounts"]
+            variables_set = {variable["name"]: variable.get("value") for variable in watch["env"]}
+            assert variables_set["DILOCO_LOG_FILE"] == SERVER_LOG
+            # of the server's files it sees the list alone, which is replaced when the secret is
+            folder, _, file = variables_set["DILOCO_LISTS_FILE"].rpartition("/")
+            assert {"name": "lists", "mountPath": folder, "readOnly": True} in watch["volumeMounts"]
+            [lists] = [volume["secret"] for volume in pod["volumes"] if volume["name"] == "lists"]
+            assert lists["items"] == [{"key": "auth.conf", "path": file}]
+            assert {mount["name"] for mount in watch["volumeMounts"]} == {"data", "lists", "tmp"}
             assert "readinessProbe" not in watch  # the server serves without it
             continue
         assert not beside
@@ -348,6 +362,7 @@ def test_the_servers_configuration_is_the_same_everywhere() -> None:
     assert (DEPLOY / "kubernetes" / "base" / "nats.conf").read_text() == configuration
     for text in (configuration, (DEPLOY.parent / "compose" / "nats.conf").read_text()):
         assert f"sync_interval: always, request_queue_limit: {REQUEST_QUEUE_LIMIT} }}" in text
+        assert re.search(r"^logfile_size_limit: 10MB .*\nlogfile_max_num: 5$", text, re.MULTILINE)
     assert (DEPLOY / "kubernetes" / "coordinator" / "run.toml").read_text() == (DATACENTER / "run.example.toml").read_text()
 
 
@@ -362,7 +377,6 @@ HARDENED = {
     "RestrictNamespaces": "yes",
     "RestrictSUIDSGID": "yes",
     "SystemCallFilter": "@system-service",
-    "UMask": "0077",
 }
 
 
@@ -377,7 +391,9 @@ def test_a_unit_is_hardened_and_told_what_its_service_knows(unit: Path) -> None:
     values = dict(said)
     assert HARDENED.items() <= values.items()
     assert values["User"].startswith("diloco")
+    assert values["UMask"] == ("0027" if "nats" in unit.name else "0077")
     if "nats" in unit.name:
+        assert values["StateDirectoryMode"] == "0700"  # the group, which reads the log, sees no streams
         told = dict(item.split("=", 1) for item in values["Environment"].split())
         assert told == {"NATS_CONFIG": "nats.conf"} | GO_ENVIRONMENT
         return
@@ -385,8 +401,14 @@ def test_a_unit_is_hardened_and_told_what_its_service_knows(unit: Path) -> None:
         return
     if "server-watch" in unit.name:
         assert values["ExecStart"] == "/opt/diloco/bin/diloco-server-watch"
-        told = dict(item.split("=", 1) for item in values["Environment"].split())
+        told = dict(item.split("=", 1) for key, value in said if key == "Environment" for item in value.split())
         example = (DEPLOY / "systemd" / "watch.env.example").read_text()
+        server = dict(lines(DEPLOY / "systemd" / "diloco-nats@.service"))
+        assert f" -l {told['DILOCO_LOG_FILE']} " in server["ExecStart"]
+        assert told["DILOCO_LOG_FILE"].startswith(f"/var/log/{server['LogsDirectory']}/")
+        assert (values["SupplementaryGroups"], server["LogsDirectoryMode"]) == (server["Group"], "0750")
+        assert told["DILOCO_LISTS_FILE"] == "/run/credentials/%n/auth.conf"  # systemd 247 has no %d
+        assert values["LoadCredential"] == f"auth.conf:{server['WorkingDirectory']}/keys/auth.conf"
         assert told.keys() | set(re.findall(r"^#?(DILOCO_\w+)=", example, re.MULTILINE)) <= variables("server-watch")
         assert values["TemporaryFileSystem"] == "/etc/diloco/keys:ro"
         return

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 import tomllib
-from collections.abc import AsyncIterator, Iterator
+import urllib.request
+from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import nats
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from tests.pace import DEADLINE_S
 from tests.services.secured import HOST, make_keys, put
 
@@ -33,15 +37,19 @@ from diloco_ops.up.supervise import OrphanGuard
 
 pytestmark = pytest.mark.services
 
-CONFIGURATIONS = Path(__file__).parents[2] / "deploy" / "datacenter"
+DEPLOY = Path(__file__).parents[2] / "deploy"
+CONFIGURATIONS = DEPLOY / "datacenter"
 REGIONS = ("us", "eu", "ap")
 
 
 class Started:
     """A server in a folder of its own, which has its configuration and its keys."""
 
-    def __init__(self, folder: Path, config: str, keys: Path, port: int, *arguments: str, route_port: int = 6222) -> None:
-        health_port = free_ports(1)[0]
+    def __init__(
+        self, folder: Path, config: str, keys: Path, port: int, *arguments: str, route_port: int = 6222, in_image: bool = False
+    ) -> None:
+        """``in_image``: by the script with which its container begins, which logs to a file."""
+        self.health_port = health_port = free_ports(1)[0]
         folder.mkdir()
         shutil.copytree(keys, folder / "keys")
         for name in ("nats.conf", "control.conf"):
@@ -51,7 +59,12 @@ class Started:
         self._log = (folder / "log").open("wb")
         # paths in the configuration are relative to where it is started
         command = [str(find_binary()), "-c", config, "-sd", "data", "-a", HOST, "-p", str(port), *arguments]
-        self.process = subprocess.Popen(command, cwd=folder, stdout=self._log, stderr=self._log)
+        if in_image:
+            script = (DEPLOY / "images" / "serve").read_text().replace("/data/", f"{folder}/data/")
+            (folder / "data").mkdir()
+            command = ["sh", "-c", script.replace("exec nats-server", f"exec {command[0]}"), "serve", *command[1:]]
+        # a group of its own, in which the script's `tail` ends, too
+        self.process = subprocess.Popen(command, cwd=folder, stdout=self._log, stderr=self._log, process_group=0)
         self.guard = OrphanGuard()
         self.guard.watch([self.process.pid])
 
@@ -65,7 +78,8 @@ class Started:
             time.sleep(0.02)
 
     def end(self) -> None:
-        self.process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self.guard.release()
         self._log.close()
@@ -104,6 +118,67 @@ async def test_a_region_s_server_lets_in_who_was_added_since_it_started(tmp_path
         assert await found.get("run") == (b"{}", 1)
     with pytest.raises(BrokerError):
         await NatsTransport.open(server.url, server.url, "plain", get_logger(), 3)
+
+
+async def test_what_a_server_denies_is_counted_by_the_name_of_the_identity(tmp_path: Path, started: list[Started]) -> None:
+    """A server as its container starts it, whose log is rotated every few lines, and ``diloco-server-watch`` beside it."""
+    keys = make_keys(tmp_path / "operator", "demo", [Who("learner-0", "learner")], servers={"nats": []})
+    port, metrics_port = free_ports(2)
+    arguments = ("--log_size_limit", "4000")
+    server = Started(tmp_path / "nats", "nats.conf", keys.server_folder("nats"), port, *arguments, in_image=True)
+    started.append(server)
+    with watching(server, metrics_port) as told:
+        async with connected(server.url, keys.identity_file("learner-0")) as link:
+            async with asyncio.timeout(DEADLINE_S):
+                while not await asyncio.to_thread(told):  # it counts what is denied from then on
+                    await asyncio.sleep(0.1)
+                for number in range(40):
+                    await link.publish(Subjects("demo").shard("syncer-0"), str(number).encode())
+                wanted = {("learner-0", "publish", Subjects("demo").shard("syncer-0")): 40.0}
+                while violations(found := await asyncio.to_thread(told)) != wanted:
+                    assert not violations(found).keys() - wanted.keys()
+                    await asyncio.sleep(0.1)
+    assert len(list((server.folder / "data").glob("server.log.*"))) > 1
+    assert (server.folder / "log").read_text().count("Publish Violation") > 20  # `tail` may miss what is rotated away at once
+
+
+def violations(metrics: str) -> dict[tuple[str, str, str], float]:
+    samples = [sample for family in text_string_to_metric_families(metrics) for sample in family.samples]
+    return {
+        (sample.labels["identity"], sample.labels["action"], sample.labels["subject"]): sample.value
+        for sample in samples
+        if sample.name == "diloco_server_violations_total"
+    }
+
+
+@contextlib.contextmanager
+def watching(server: Started, metrics_port: int) -> Iterator[Callable[[], str]]:
+    """``diloco-server-watch`` beside a server; what is returned gets its metrics, or nothing while it does not answer yet."""
+    values = {
+        "NAME": "nats-us",
+        "RUN": "demo",
+        "LOG_TO": "stderr",
+        "METRICS_ADDRESS": f"{HOST}:{metrics_port}",
+        "MONITOR_ADDRESS": f"127.0.0.1:{server.health_port}",
+        "STORE_DIR": str(server.folder / "data"),
+        "LOG_FILE": str(server.folder / "data" / "server.log"),
+        "LISTS_FILE": str(server.folder / "keys" / "auth.conf"),
+    }
+    environment = os.environ | {f"DILOCO_{name}": value for name, value in values.items()}
+    watch = subprocess.Popen([Path(sys.executable).parent / "diloco-server-watch"], env=environment)
+
+    def told() -> str:
+        try:
+            with urllib.request.urlopen(f"http://{HOST}:{metrics_port}/metrics", timeout=DEADLINE_S) as answer:
+                return str(answer.read().decode())
+        except OSError:
+            return ""
+
+    try:
+        yield told
+    finally:
+        watch.terminate()
+        assert watch.wait(DEADLINE_S) == 0
 
 
 async def pass_signals(urls: list[str], keys: Folder) -> None:

@@ -16,7 +16,7 @@ from diloco.settings.run import RunSettings
 from diloco.settings.service import LearnerSettings, MeshSettings, ProcessesSettings
 from diloco.wire import framing
 from diloco_ops.broker.server import free_port
-from diloco_ops.doctor import access, machine, needs, verdicts
+from diloco_ops.doctor import access, machine, needs, region_verdicts, verdicts
 from diloco_ops.doctor import mesh_check as island
 from diloco_ops.doctor.check import Check, Role
 from diloco_ops.doctor.mesh_check import IslandFit
@@ -246,6 +246,8 @@ def test_permissions() -> None:
 
 def test_limits_of_streams() -> None:
     assert verdicts.limits("us", {}).verdict == "skipped"
+    unlimited = verdicts.limits("us", {"A": []}, lists_have_none=True)
+    assert (unlimited.verdict, unlimited.found) == ("warning", "the server's auth.conf has no max_payload for this identity")
     assert verdicts.limits("us", {"A": [], "B": []}).found == "limits of A, B as the run sets them"
     assert verdicts.limits("us", {"A": [], "B": ["max_msg_size = no limit"]}).found == "B: max_msg_size = no limit"
 
@@ -262,6 +264,19 @@ def test_what_is_tried_is_the_service_s_own() -> None:
     )
     assert learner.excess == ("diloco.demo.answer.a.doctor", created, "$JS.API.DIRECT.GET.DILOCO_demo_LOG")
     assert access.at_bulk("syncer", "demo", "b", "b-KEY").sends == access.other_region("demo", "b-KEY").sends
+
+
+def test_the_servers_of_other_regions() -> None:
+    regions = ["us", "eu", "ap"]
+
+    def judged(role: Role, *urls: str) -> tuple[str, str]:
+        check = region_verdicts.other_regions(role, "us", regions, urls)
+        return check.verdict, check.found
+
+    assert judged("syncer", "eu", "ap") == judged("coordinator", "eu", "ap") == ("ok", "the servers of eu, ap are set")
+    assert judged("syncer", "ap") == ("failed", "missing: eu")
+    assert judged("coordinator", "ap") == ("warning", "missing: eu; while this coordinator leads, their logs only grow")
+    assert judged("coordinator", "ap", "eu", "mars") == ("failed", "the run has no region mars")
 
 
 # ---- this machine

@@ -12,13 +12,18 @@ from tests.services.secured import make_keys
 
 from diloco.control import history
 from diloco.nats.append import HEADER_BYTES
-from diloco.nats.identity import ROLES
+from diloco.nats.identity import ROLES, load
 from diloco.wire import framing
+from diloco.wire.body import PART_BYTES
+from diloco.wire.control import Gauges, MarkerAnswer, StateLoan, StatePart
+from diloco.wire.frame_sizes import largest_bytes
+from diloco.wire.offers import Offer
 from diloco_coordinator.overview import MOST_STATUS_BYTES
 from diloco_ops.keys.permissions import (
     CONTROL,
     CONTROL_PAYLOAD_BYTES,
     COORDINATOR_PAYLOAD_BYTES,
+    LEARNER_PAYLOAD_BYTES,
     READER_PAYLOAD_BYTES,
     Who,
     most_payload_bytes,
@@ -82,6 +87,9 @@ def test_a_role_s_largest_message_fits_its_limit() -> None:
     counts = {"versions": large, "steps": large, "fragment_tokens": large, "lost_tokens": large}
     learners = replace(beginning, role="learner", trained=trained, **counts)
     assert len(framing.pack(learners, run)) < CONTROL_PAYLOAD_BYTES - HEADER_BYTES
+    for kind in (Offer, StatePart):
+        assert largest_bytes(kind) + PART_BYTES < LEARNER_PAYLOAD_BYTES - HEADER_BYTES
+    assert max(map(largest_bytes, (StateLoan, MarkerAnswer, Gauges))) < CONTROL_PAYLOAD_BYTES - HEADER_BYTES
     assert max(history.MAX_BYTES, MOST_STATUS_BYTES) < COORDINATOR_PAYLOAD_BYTES - HEADER_BYTES
 
 
@@ -92,15 +100,25 @@ def test_who_never_sends_large_messages_may_not() -> None:
         (Who("a", "evaluator", "us"), CONTROL): READER_PAYLOAD_BYTES,
         (Who("a", "coordinator", "us", True), CONTROL): COORDINATOR_PAYLOAD_BYTES,
         (Who("a", "learner", "us"), CONTROL): CONTROL_PAYLOAD_BYTES,
-        (Who("a", "learner", "us"), "us"): None,
+        (Who("a", "learner", "us"), "us"): LEARNER_PAYLOAD_BYTES,
         (Who("a", "learner", "us", True), CONTROL): None,  # the fragment map may be as large as a value
         (Who("a", "syncer", "us"), CONTROL): None,
         (Who("a", "operator"), CONTROL): None,
     }
     for (who, place), most in limits.items():
         assert most_payload_bytes(who, apart, [place]) == most, (who, place)
-    assert most_payload_bytes(Who("a", "learner", "us"), apart, together) is None
-    assert most_payload_bytes(Who("a", "learner"), (), ()) is None
+    assert most_payload_bytes(Who("a", "learner", "us"), apart, together) == LEARNER_PAYLOAD_BYTES
+    assert most_payload_bytes(Who("a", "learner"), (), ()) == LEARNER_PAYLOAD_BYTES
+    assert most_payload_bytes(Who("a", "learner", None, True), (), ()) is None
+
+
+def test_an_identity_knows_whether_servers_limit_its_messages(tmp_path: Path) -> None:
+    founders = [Who("a-founder", "learner", None, founder=True), Who("a-creator", "coordinator", None, founder=True)]
+    everybody = [*(Who(f"a-{role}", role) for role in ROLES), *founders]
+    folder = make_keys(tmp_path, RUN, everybody)
+    for who in everybody:
+        limited = most_payload_bytes(who, (), ()) is not None
+        assert load(folder.identity_file(who.name)).sends_little == limited, who
 
 
 @pytest.mark.parametrize("column", COLUMNS)

@@ -21,7 +21,7 @@ import pytest
 from tests.made.fixtures import MakeServer
 from tests.made.heartbeats import learner_heartbeat, shard_heartbeat
 from tests.pace import DEADLINE_S
-from tests.services.secured import make_keys, put
+from tests.services.secured import make_keys, put, serving
 
 from diloco.control import creation
 from diloco.control.changes import append_changes
@@ -44,7 +44,7 @@ from diloco_ops.doctor.check import Check, Role
 from diloco_ops.doctor.doctor_command import doctor
 from diloco_ops.doctor.examination import DoctorSettings, ServiceExamination
 from diloco_ops.keys.folder import Folder
-from diloco_ops.keys.permissions import Who
+from diloco_ops.keys.permissions import CONTROL, Who
 from diloco_ops.wan.config import checked
 from diloco_ops.wan.relay import Relay
 
@@ -459,6 +459,48 @@ async def test_a_server_with_the_lists_of_an_older_version(tmp_path: Path) -> No
             assert "diloco keys refresh" in check.remedy
     finally:
         server.kill()
+
+
+async def test_a_coordinator_and_the_servers_of_all_regions(tmp_path: Path) -> None:
+    """It shortens the logs of all regions. The server of ap has a list of before coordinators might, and that of eu is away."""
+    regions = ("us", "eu", "ap")
+    names = {"control": [CONTROL]} | {f"nats-{region}": [region] for region in regions}
+    members = [Who("coordinator", "coordinator", "us", True), Who("a", "learner", "us", founder=True)]
+    keys = make_keys(tmp_path / "keys", "demo", members, regions=regions, servers=names)
+    older = keys.server_folder("nats-ap") / "auth.conf"
+    older.write_text(older.read_text().replace("STREAM.PURGE.DILOCO_demo_LOG", "STREAM.NAMES"))
+    settings, log = run_settings(overrides=QUICK | {"regions.names": list(regions)}), Subjects("demo").log_stream
+    with contextlib.ExitStack() as stack:
+        urls = {name: stack.enter_context(serving(keys, tmp_path / name, name)).url for name in names if name != "nats-eu"}
+        urls["nats-eu"] = f"tls://127.0.0.1:{free_port()}"
+        link, founder = [
+            await NatsTransport.open(
+                urls["control"], urls["nats-us"], name, get_logger(), DEADLINE_S, load(keys.identity_file(name))
+            )
+            for name in ("coordinator", "a")
+        ]
+        await creation.create(link, "demo", settings)
+        await founder.bulk.jetstream().publish(Subjects("demo").genesis, b"kept")
+        guarded = Guarded(urls["control"], keys)
+        others = {region: urls[f"nats-{region}"] for region in ("eu", "ap")}
+        values: dict[str, Any] = {"settings": settings, "region": "us", "nats_bulk_url": urls["nats-us"]}
+        asked = guarded.settings("coordinator", "coordinator", tmp_path, region_urls=others, **values)
+        before = await link.bulk.jetstream().stream_info(log)
+        found = await examined(asked)
+        assert named(found, "failed") == ["eu reach"], found
+        assert found["us shortening"].verdict == found["region_urls"].verdict == "ok"
+        assert found["ap shortening"].verdict == "warning"
+        assert "may not drop old entries" in found["ap shortening"].found
+        of_ap = [name for name in found if name.startswith("ap ")]
+        assert of_ap == [f"ap {what}" for what in ("reach", "server", "tls", "login", "list", "permissions", "shortening")]
+        assert before.state.messages == 1
+        assert (await link.bulk.jetstream().stream_info(log)).state == before.state
+
+        # without one of them, and with one that the run does not have
+        without = asked.model_copy(update={"region_urls": {"ap": urls["nats-ap"]}})
+        assert (await examined(without))["region_urls"].verdict == "warning"
+        await link.close()
+        await founder.close()
 
 
 async def test_a_learner_that_was_ejected(guarded: Guarded, tmp_path: Path) -> None:

@@ -36,11 +36,13 @@ from diloco.transport import Heard, Stored
 from diloco.wire import subjects
 from diloco.wire.body import Body
 from diloco.wire.offers import Answer, Offer, RegionalOffer
+from diloco.wire.refusals import refusals_key
 from diloco.wire.subjects import Subjects
+from diloco_coordinator.server_watch.violations import ViolationLog
 from diloco_ops.broker import raw_messages
 from diloco_ops.broker.server import Server
 from diloco_ops.keys.folder import Folder
-from diloco_ops.keys.permissions import READER_PAYLOAD_BYTES, Who
+from diloco_ops.keys.permissions import COORDINATOR_PAYLOAD_BYTES, LEARNER_PAYLOAD_BYTES, READER_PAYLOAD_BYTES, Who
 from diloco_ops.reading import runs
 
 RUN = "limited"
@@ -372,25 +374,32 @@ async def last_sequence(syncer: Guest) -> int:
 
 
 async def test_a_key_that_readers_would_refuse_is_refused_by_the_server(syncer: Guest, server: Server, keys: Folder) -> None:
-    key = f"$KV.{NAMES.bucket}.share.{LIAR}"
-    async with guest(server, keys, LIAR) as liar:
-        for size, fits in ((MAX_VALUE_BYTES + 1, False), (liar.link.control.max_payload, False), (MAX_VALUE_BYTES, True)):
-            told = json.loads((await liar.link.control.request(key, bytes(size), timeout=DEADLINE_S)).data)
-            assert ("error" not in told) == fits, told
-        registry = await liar.link.bucket(NAMES.bucket, create=False)
-        found = await registry.get(f"share.{LIAR}")
-        assert found is not None
-        assert len(found[0]) == MAX_VALUE_BYTES
+    key = refusals_key("nobody")  # a syncer's: a learner's messages are smaller than the largest value
+    for size, fits in ((MAX_VALUE_BYTES + 1, False), (syncer.link.control.max_payload, False), (MAX_VALUE_BYTES, True)):
+        answered = await syncer.link.control.request(f"$KV.{NAMES.bucket}.{key}", bytes(size), timeout=DEADLINE_S)
+        told = json.loads(answered.data)
+        assert ("error" not in told) == fits, told
+    registry = await syncer.link.bucket(NAMES.bucket, create=False)
+    found = await registry.get(key)
+    assert found is not None
+    assert len(found[0]) == MAX_VALUE_BYTES
 
 
 @pytest.mark.parametrize(
-    ("name", "most_bytes"), [("judge", READER_PAYLOAD_BYTES), ("test", READER_PAYLOAD_BYTES), ("coordinator", 1 << 19)]
+    ("name", "most_bytes"),
+    [
+        ("judge", READER_PAYLOAD_BYTES),
+        ("test", READER_PAYLOAD_BYTES),
+        ("coordinator", COORDINATOR_PAYLOAD_BYTES),
+        (LIAR, LEARNER_PAYLOAD_BYTES),
+    ],
 )
 async def test_who_never_sends_large_messages_is_cut_off_when_it_does(
     syncer: Guest, server: Server, keys: Folder, name: str, most_bytes: int
 ) -> None:
     """15 heartbeats of 1 MiB a second, by an evaluator, left a run a quarter of its versions."""
-    own = {"judge": NAMES.heartbeat("judge"), "test": NAMES.status, "coordinator": NAMES.changed}[name]
+    own = NAMES.heartbeat(name) if name in ("judge", LIAR) else {"test": NAMES.status, "coordinator": NAMES.changed}[name]
+    violations = ViolationLog(server.log_file, keys.server_folder("nats") / "auth.conf")
     heard: list[int] = []
     told = asyncio.Event()
 
@@ -398,7 +407,7 @@ async def test_who_never_sends_large_messages_is_cut_off_when_it_does(
         heard.append(len(message.data))
         told.set()
 
-    hearer = {"judge": LIAR, "test": "coordinator", "coordinator": LIAR}[name]
+    hearer = {"judge": LIAR, "test": "coordinator", "coordinator": LIAR, LIAR: VICTIM}[name]
     async with guest(server, keys, hearer) as listening, guest(server, keys, name) as visitor:
         await listening.link.control.subscribe(own, cb=hear)
         await listening.flush()
@@ -421,6 +430,8 @@ async def test_who_never_sends_large_messages_is_cut_off_when_it_does(
                 await asyncio.sleep(0.05)
         await listening.flush()
     assert heard == [most_bytes]
+    violations.read()
+    assert violations.counts() == {(name, "payload", ""): 1.0}
 
 
 async def left(operator: Guest, name: str) -> int:

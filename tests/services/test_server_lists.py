@@ -50,6 +50,26 @@ def of_before(folder: Folder, name: str) -> None:
     path.write_text(re.sub(r'\n      "_INBOX_.*', "", path.read_text()))
 
 
+async def test_a_server_whose_list_has_no_limits_is_named_by_those_whose_messages_it_should_limit(tmp_path: Path) -> None:
+    limited = [Who(f"a-{role}", role) for role in ROLES]
+    folder = make_keys(tmp_path / "keys", RUN, [*limited, Who("a-founder", "learner", None, founder=True)])
+    names = {who.name for who in limited} | {"a-founder"}
+
+    async def told() -> set[str]:
+        found = set()
+        for name in names:
+            async with guest(server, folder, name) as visitor:
+                found |= {name} if visitor.count("server_without_limits") else set()
+        return found
+
+    with serving(folder, tmp_path / "nats") as server:
+        assert await told() == set()
+        path = folder.server_folder("nats") / "auth.conf"
+        path.write_text(re.sub(r", max_payload: \d+", "", path.read_text()))
+        server.reload()
+        assert await told() == {"a-learner", "a-evaluator", "a-coordinator", "a-observer"}
+
+
 async def test_a_server_says_its_lists_number_to_every_identity_and_a_reload_changes_it_at_once(tmp_path: Path) -> None:
     folder = make_keys(tmp_path / "keys", RUN, [Who(f"a-{role}", role) for role in ROLES])
     with serving(folder, tmp_path / "nats") as server:

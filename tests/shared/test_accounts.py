@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from diloco.core.learner.accounts import Accounts, StepDone
+from diloco.core.log.chain import Chain
+from diloco.wire.entries import Cursor
 
 
 def test_a_step_takes_all_the_time_until_the_next_one_whatever_it_waits_for() -> None:
@@ -40,3 +42,15 @@ def test_a_learner_without_losses_is_stuck_once_its_values_have_not_been_finite_
         accounts.book(StepDone(7, 0, 0, None, 1.0, 0.0, steps=steps, finite=finite))
         stuck.append(accounts.is_stuck)
     assert stuck == [False, False, False, False, True, False]
+
+
+def test_a_learner_that_begins_again_counts_steps_by_the_mean_tokens_of_its_merged_ones() -> None:
+    heads = [
+        Chain(0, 1, 0, bytes(32), 1, bytes(32), cursors={"ann": Cursor("ann", 1, 3, 2, 60, 20, 12)}),  # 5 tokens a step
+        Chain(1, 1, 0, bytes(32), 1, bytes(32), cursors={"bob": Cursor("bob", 1, 3, 2, 900, 0, 1)}),
+    ]
+    accounts = Accounts(tokens=80)  # merged and lost
+    accounts.count_steps("ann", heads)
+    assert accounts.step == 16
+    accounts.count_steps("cat", heads)
+    assert accounts.step == 0

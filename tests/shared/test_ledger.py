@@ -93,35 +93,37 @@ def test_work_merged_and_never_trained_is_an_error_by_name() -> None:
 
 def test_tokens_that_vary_are_the_growth_of_what_a_learner_says() -> None:
     ledger = Ledger(1)
-    ledger.train(ANN, [], 100)
-    ledger.note_tokens(ANN, 500)  # of a process before
-    ledger.train(ANN, [(0, 0, 10)], 100)
-    ledger.note_tokens(ANN, 500 + 123)
-    assert (ledger.processed("ann"), ledger.varies("ann"), ledger.batches("ann")) == (123, True, 10)
-    ledger.train(ANN_AGAIN, [(0, 10, 2)], 100)  # heard for the first time after 2 batches, and then after 4 more, of 30 each
-    ledger.note_tokens(ANN_AGAIN, 700)
-    ledger.train(ANN_AGAIN, [(0, 10, 6)], 100)
-    ledger.note_tokens(ANN_AGAIN, 700 + 120)
+    ledger.train(ANN, [], 100, 500)  # of a process before
+    ledger.train(ANN, [(0, 0, 10)], 100, 500 + 123)
+    assert (ledger.processed("ann"), ledger.batches("ann"), ledger.steps("ann", 623, 9)) == (123, 10, 10)
+    ledger.train(ANN_AGAIN, [(0, 10, 2)], 100, 700)  # heard for the first time after 2 batches, then after 4 more of 30 each
+    ledger.train(ANN_AGAIN, [(0, 10, 6)], 100, 700 + 120)
+    ledger.train(ANN_AGAIN, [(0, 10, 5)], 100, 700 + 90)  # a heartbeat that another one has overtaken
     assert ledger.processed("ann") == 123 + 6 * 30
-    ledger.train(BOB, [(1, 0, 8)], 100)
-    ledger.note_tokens(BOB, 800)
-    ledger.train(BOB, [(1, 0, 9)], 100)
-    ledger.note_tokens(BOB, 900)
-    assert (ledger.processed("bob"), ledger.varies("bob")) == (900, False)
+    ledger.train(BOB, [(1, 0, 8)], 100, 800)
+    ledger.train(BOB, [(1, 0, 9)], 100, 900)
+    assert (ledger.processed("bob"), ledger.steps("bob", 900, 5)) == (900, 9)
     again = Ledger.load(1, json.loads(json.dumps(ledger.dump())))
     assert again == ledger
-    again.train(ANN_AGAIN, [(0, 10, 7)], 100)
-    again.note_tokens(ANN_AGAIN, 700 + 121)
+    again.train(ANN_AGAIN, [(0, 10, 7)], 100, 700 + 121)
     assert again.processed("ann") == 123 + 121 + round(2 * 121 / 5)
+
+
+def test_learners_whose_batches_differ_have_each_its_own_tokens() -> None:
+    ledger = Ledger(1)
+    ledger.train(ANN, [(0, 0, 10)], 64, 640)
+    ledger.train(BOB, [(1, 0, 20)], 16, 320)
+    ledger.train(ANN_AGAIN, [(0, 10, 1)])  # by its tape alone
+    assert (ledger.processed("ann"), ledger.processed("bob"), ledger.batch_tokens, ledger.varies) == (11 * 64, 320, 64, True)
+    assert (ledger.steps("ann", 640, 3), ledger.steps("bob", 320, 3), ledger.steps("cat", 640, 3)) == (10, 20, 10)
+    assert Ledger.load(1, json.loads(json.dumps(ledger.dump()))) == ledger
 
 
 def test_tokens_of_an_earlier_processs_offer_make_no_constant_batches_vary() -> None:
     ledger = Ledger(1)
-    ledger.train(ANN, [], 100)
-    ledger.note_tokens(ANN, 0)
-    ledger.train(ANN, [(0, 0, 10)], 100)
-    ledger.note_tokens(ANN, 1000 + 300)  # an offer of 300, made before a restart, was merged after all
-    assert (ledger.processed("ann"), ledger.varies("ann")) == (1000, False)
+    ledger.train(ANN, [], 100, 0)
+    ledger.train(ANN, [(0, 0, 10)], 100, 1000 + 300)  # an offer of 300, made before a restart, was merged after all
+    assert (ledger.processed("ann"), ledger.counted) == (1000, {})
 
 
 def test_a_ledger_goes_on_from_what_it_was_saved_as() -> None:

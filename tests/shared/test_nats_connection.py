@@ -563,10 +563,11 @@ async def test_no_message_makes_a_listener_deaf(nats_server: Server, events: Eve
     [
         (9, "this machine's clock is behind, or that of the machine that made it was ahead: set the clock"),
         (10, "make it again with 'diloco keys renew' and the server's name, unless this machine's clock is ahead"),
+        (20, "it and this identity are not of the same authority: check which folder of 'diloco keys' made them"),
         (62, "make it with 'diloco keys add server'"),  # another host's
     ],
 )
-def test_a_certificate_that_is_not_accepted_names_the_clock_where_that_may_be_the_cause(code: int, said: str) -> None:
+def test_a_certificate_that_is_not_accepted_names_its_probable_cause(code: int, said: str) -> None:
     error = ssl.SSLCertVerificationError()
     error.verify_code, error.verify_message = code, "why"
     assert opening._said(error, cast(Identity, object())) == f"the server's certificate is not accepted: why; {said}"

@@ -285,6 +285,32 @@ def test_a_merge_without_some_learners_needs_a_quorum_of_the_others() -> None:
     assert names(round_.poll(0.3)) == [("ann", 1), ("cat", 1)]
 
 
+@pytest.mark.parametrize(("quorum", "waits"), [("all", False), (2, True)])
+def test_where_all_are_waited_for_a_region_waits_for_its_own_learners_alone(quorum: object, waits: bool) -> None:
+    """ap's syncer has left dan out, as an outlier: us, where the owner is, is not told."""
+    regions: dict[str, Any] = {"regions.names": ["us", "ap"], "regions.merge": True, "log.archive": False}
+    round_ = round_of("ann", "bob", "cat", "dan", **regions, **{"round.quorum": quorum, "learners": 4})
+    for learner, region in (("ann", "us"), ("bob", "us"), ("cat", "ap"), ("dan", "ap")):
+        round_.roster.hear(learner_heartbeat(learner, STEPS, region=region, busy_s=1e-3), 0.0)
+    open_at(round_, 0.0)
+    for learner in ("ann", "bob"):
+        hold(round_, offer(learner))
+    assert quorum != "all" or round_.poll(0.1) is None  # an offer of the own region says nothing of the other
+    hold_combined(round_, offer("cat"))
+    merge = round_.poll(0.2)
+    assert names(merge) == (None if waits else [("ann", 1), ("bob", 1), ("cat", 1)])
+    if merge is not None:
+        commit(round_, merge, 0.2)
+        for learner, region in (("ann", "us"), ("bob", "us"), ("cat", "ap"), ("dan", "ap")):
+            round_.roster.hear(learner_heartbeat(learner, 2 * STEPS, 1, region=region), 0.3)
+        round_.open(0.3)
+        for learner in ("ann", "bob"):
+            assert hold(round_, offer(learner, 2, 2, after=(1, 1))) is None
+        assert round_.poll(0.4) is None  # the next one waits for ap again
+        assert hold_combined(round_, offer("cat", 2, 2, after=(1, 1)), offer("dan", 2, 2)) is None
+        assert names(round_.poll(0.5)) == [("ann", 2), ("bob", 2), ("cat", 2), ("dan", 2)]
+
+
 def test_a_round_does_not_wait_for_a_learner_whose_answer_no_merge_can_have_until_it_answers_again() -> None:
     round_ = round_of("ann", "bob", **{"round.quorum": "all"})
     open_at(round_, 0.0)

@@ -176,14 +176,16 @@ def test_a_life_has_the_tokens_of_its_steps_where_they_are_fewer_than_the_most(t
         taped.step(StepDone(tokens, 0, number, None, 0.1, 0.0, most=64), 51.0)
     writer.close()
     events = list(files.load(writer.path, RUN).events())
-    assert [event for event in events if isinstance(event, tape.Counted)] == [
-        tape.Counted(10),
-        tape.Counted(1),
-        tape.Counted(64),
+    assert [event for event in events if isinstance(event, tape.TokensCounted)] == [
+        tape.TokensCounted(10),
+        tape.TokensCounted(1),
+        tape.TokensCounted(64),
     ]
     (life,) = read_lives([*events, Start(9, 200, (3, 4)), Data(0, 6), Step()])[:1]
     assert list(life.step_tokens(64)) == [64, 64, 10, 10, 1, 64]
-    assert b"".join(map(tape.encode, [tape.Counted(300), Step()])) == bytes.fromhex("19ac0206")  # by hand, from docs/tape.md
+    assert b"".join(map(tape.encode, [tape.TokensCounted(300), Step()])) == bytes.fromhex(
+        "19ac0206"
+    )  # by hand, from docs/tape.md
 
 
 def test_a_tape_of_steps_that_all_have_as_many_tokens_says_nothing_of_them(tmp_path: Path) -> None:

@@ -74,6 +74,11 @@ class Probe:
         """Whether the server has said that something on a subject is not allowed."""
         return self._refusals.name(subject)
 
+    @property
+    def lacks_limit(self) -> bool:
+        """Whether the server's list of identities has no limit of this identity's messages, and should have one."""
+        return bool(self._client.lacks_limit)
+
     def new_subject(self) -> str:
         """Return a subject that only this identity may listen to."""
         return str(self._client.new_inbox())

@@ -78,6 +78,11 @@ def other_region(run: str, reader: str) -> RequiredAccess:
     return RequiredAccess((), (subjects.record(0), subjects.keyframe(0))) + _log(subjects, reader)
 
 
+def shortened_region(run: str, reader: str) -> RequiredAccess:
+    """Return a coordinator's access to the server of a region whose log it shortens."""
+    return _log(Subjects(run), reader)
+
+
 def _log(subjects: Subjects, reader: str) -> RequiredAccess:
     """Return the access of a reader of the log: consumers under its own name, and none without a name."""
     create = f"$JS.API.CONSUMER.CREATE.{subjects.log_stream}"

@@ -9,7 +9,7 @@ import platform
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, cast, get_args
 
@@ -34,7 +34,7 @@ from diloco.wire import framing
 from diloco.wire.subjects import Subjects, reader
 from diloco_ops.broker.admin import SERVER_AWAY
 from diloco_ops.broker.probe import NotAllowedError, Probe
-from diloco_ops.doctor import access, machine, needs, reach, verdicts
+from diloco_ops.doctor import access, machine, needs, reach, region_verdicts, verdicts
 from diloco_ops.doctor import mesh_check as island
 from diloco_ops.doctor import server_check as server
 from diloco_ops.doctor.check import Check, Role, skipped
@@ -232,14 +232,18 @@ class ServiceExamination:
         """Try all that can be tried at a place that let us in."""
         place = opened.place
         if self._identity is not None:
-            yield await self._limited(f"{place.name} list", lambda: self._list(opened))
+            yield await self._limited(f"{place.name} list", lambda: _check_list(opened))
         yield await self._limited(f"{place.name} permissions", lambda: self._permissions(opened))
+        if place.shortened:
+            yield await self._limited(f"{place.name} shortening", lambda: _check_shortening(opened))
+        if not place.control and not place.bulk:
+            return
         if opened.jetstream:
             yield await self._limited(f"{place.name} storage", lambda: self._storage(opened))
             yield await self._limited(f"{place.name} limits", lambda: self._limits(opened))
             for check in await self._several(f"{place.name} room", lambda: self._scratch(opened)):
                 yield check
-            yield await self._limited(f"{place.name} clock", lambda: self._clock(opened))
+            yield await self._limited(f"{place.name} clock", lambda: _check_clock(opened, self.subjects))
         else:
             yield skipped(f"{place.name} storage", "not available without JetStream")
         for check in await self._several(f"{place.name} link", lambda: self._link(opened)):
@@ -266,9 +270,6 @@ class ServiceExamination:
         excess = await server.excessive(opened.probe, tried) if self._identity is not None else []
         return verdicts.allowed(opened.place.name, tried.needed, refused, excess)
 
-    async def _list(self, opened: _Open) -> Check:
-        return verdicts.listed(opened.place.name, await opened.probe.server_list())
-
     def _needed_storage(self, place: ServerPlace) -> dict[str, int] | None:
         """Return the bytes needed by stream; None: not known yet."""
         if self._run is None or self._map is None:
@@ -281,7 +282,8 @@ class ServiceExamination:
         return verdicts.storage(opened.place.name, found, self._needed_storage(opened.place))
 
     async def _limits(self, opened: _Open) -> Check:
-        return verdicts.limits(opened.place.name, await server.wider_limits(opened.probe, self.settings.run))
+        wider = await server.wider_limits(opened.probe, self.settings.run)
+        return verdicts.limits(opened.place.name, wider, lists_have_none=opened.probe.lacks_limit)
 
     async def _scratch(self, opened: _Open) -> list[Check]:
         """Make streams of our own for a moment, to see whether there is room and how long a sync takes."""
@@ -310,16 +312,6 @@ class ServiceExamination:
             verdicts.sync(place, memory_s, file_s),
         ]
 
-    async def _clock(self, opened: _Open) -> Check:
-        place = opened.place
-        stream = f"KV_{self.subjects.bucket}" if place.control else self.subjects.log_stream
-        found = await server.clock(opened.probe, stream)
-        if found is None:
-            return skipped(
-                f"{place.name} clock", "the server's time is read from the run's streams, and the run does not exist yet"
-            )
-        return verdicts.clock(place.name, found.ahead_s, found.uncertainty_s)
-
     async def _link(self, opened: _Open) -> list[Check]:
         place, settings = opened.place, self._run.in_force if self._run else None
         if not place.bulk:
@@ -342,6 +334,9 @@ class ServiceExamination:
         if self._run is None:
             yield skipped("name", "the run is not there yet")
             return
+        regions = self._run.created.regions.names
+        if regions and self.role in ("syncer", "coordinator"):
+            yield region_verdicts.other_regions(self.role, self.settings.region, regions, self.settings.region_urls)
         for check in await self._several("name", lambda: self._listen(control)):
             yield check
 
@@ -413,6 +408,25 @@ class ServiceExamination:
         return [skipped("name", "this identity may not listen to processes of its own role")]
 
 
+async def _check_shortening(opened: _Open) -> Check:
+    return region_verdicts.shortening(opened.place.name, await server.may_shorten(opened.probe, opened.place.shortened))
+
+
+async def _check_list(opened: _Open) -> Check:
+    return verdicts.listed(opened.place.name, await opened.probe.server_list())
+
+
+async def _check_clock(opened: _Open, subjects: Subjects) -> Check:
+    place = opened.place
+    stream = f"KV_{subjects.bucket}" if place.control else subjects.log_stream
+    found = await server.clock(opened.probe, stream)
+    if found is None:
+        return skipped(
+            f"{place.name} clock", "the server's time is read from the run's streams, and the run does not exist yet"
+        )
+    return verdicts.clock(place.name, found.ahead_s, found.uncertainty_s)
+
+
 def places(settings: DoctorSettings, role: Role, identity: Identity | None) -> Sequence[ServerPlace]:
     """Return the servers that a service uses."""
     run, name = settings.run, settings.name
@@ -426,8 +440,11 @@ def places(settings: DoctorSettings, role: Role, identity: Identity | None) -> S
             ServerPlace("control", (settings.nats_url,), control, control=True),
             ServerPlace(settings.region or "bulk", (settings.bulk_url,), bulk, bulk=True),
         ]
-    others = settings.region_urls if role == "syncer" else {}
-    return [
-        *found,
-        *(ServerPlace(region, (url,), access.other_region(run, own), bulk=True, far=True) for region, url in others.items()),
-    ]
+    if role == "syncer":
+        tried = access.other_region(run, own)
+        found += [ServerPlace(region, (url,), tried, bulk=True, far=True) for region, url in settings.region_urls.items()]
+    elif role == "coordinator":
+        log, tried = Subjects(run).log_stream, access.shortened_region(run, own)
+        found[-1] = replace(found[-1], shortened=log)
+        found += [ServerPlace(region, (url,), tried, far=True, shortened=log) for region, url in settings.region_urls.items()]
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import math
 import statistics
 import time
@@ -45,6 +46,7 @@ class ServerPlace:
     control: bool = False  # the bucket is here
     bulk: bool = False  # streams are here
     far: bool = False  # of another region
+    shortened: str = ""  # stream whose old entries the service drops here
 
 
 def number(values: Any, *names: str) -> int:
@@ -241,10 +243,23 @@ async def excessive(probe: Probe, access: RequiredAccess) -> list[str]:
     return [subject for subject in (*access.excess_stores, *access.excess) if not probe.forbids(subject)]
 
 
+async def may_shorten(probe: Probe, stream: str) -> bool:
+    """Whether the identity may drop entries of a stream: it asks to drop those of a subject that the stream does not have."""
+    subject = f"$JS.API.STREAM.PURGE.{stream}"
+    await probe.publish(subject, json.dumps({"filter": "diloco-doctor", "seq": 1}).encode())  # an empty request drops all
+    await _wait_for_refusals(probe)
+    return not probe.forbids(subject)
+
+
 async def _send(probe: Probe, subjects: Iterable[str]) -> None:
     """Send empty messages, and wait until the server has refused those that it does."""
     for subject in subjects:
         await probe.publish(subject, b"")
+    await _wait_for_refusals(probe)
+
+
+async def _wait_for_refusals(probe: Probe) -> None:
+    """Wait until the server has refused what it does of the messages sent."""
     for _ in range(2):  # nats-py writes a ping at once, ahead of what waits to be written
         await probe.round_trip_s()
 

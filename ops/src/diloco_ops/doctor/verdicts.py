@@ -348,9 +348,12 @@ def reserved(place: str, missing_bytes: int, refusal: str) -> Check:
     return Check(name, "ok", "the server has it", wanted)
 
 
-def limits(place: str, wider: Mapping[str, Sequence[str]]) -> Check:
-    """Judge the limits of a run's streams: those of each stream that are wider than the run sets them."""
+def limits(place: str, wider: Mapping[str, Sequence[str]], *, lists_have_none: bool = False) -> Check:
+    """Judge the limits of a run's streams, and whether the server's list lacks one of this identity's messages."""
     name = f"{place} limits"
+    if lists_have_none:
+        remedy = "write the server's newest auth.conf with 'diloco keys refresh', copy it to the server and reload the server"
+        return Check(name, "warning", "the server's auth.conf has no max_payload for this identity", "a limit", remedy)
     if not wider:
         return skipped(name, "the run has no streams yet, or this identity may not see them")
     found = [f"{stream}: {limit}" for stream, limits in wider.items() for limit in limits]

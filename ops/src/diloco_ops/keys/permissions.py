@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from diloco.control.whole import KEY
 from diloco.nats.identity import Role
+from diloco.wire.body import PART_BYTES
 from diloco.wire.quarantines import outliers_key
 from diloco.wire.refusals import refusals_key
 from diloco.wire.subjects import Subjects, consumers, reader
@@ -22,6 +23,8 @@ API = "$JS.API"
 READER_PAYLOAD_BYTES = 1 << 16  # of an observer's or evaluator's message: an evaluator's heartbeat of 4096 fragments
 # of a learner's at a server without its streams: its heartbeat of 4096 fragments, with large numbers
 CONTROL_PAYLOAD_BYTES = 3 << 16
+# of a learner's where its streams are: a part of an offer or a loan, or all of a small one, with its fields
+LEARNER_PAYLOAD_BYTES = PART_BYTES + (1 << 15)
 COORDINATOR_PAYLOAD_BYTES = 1 << 19  # of a coordinator's: its status; the history has half
 ANSWERS = "_R_.>"  # answers to others' requests are sent there; the server knows who asked
 
@@ -75,14 +78,15 @@ def is_known(who: Who, regions: Sequence[str], serves: Collection[str]) -> bool:
 def most_payload_bytes(who: Who, regions: Sequence[str], serves: Collection[str]) -> int | None:
     """Return the bytes that a message of an identity may have at a server, headers included; None: as many as the server takes.
 
-    Only offers, log entries, keyframes, states and a few keys of the bucket are large.
+    Only offers, log entries, keyframes, states and a few keys of the bucket are large. What is larger than a server lets an
+    identity send costs no listener anything: the server closes the connection, and logs the identity's key.
     """
     if who.role in ("observer", "evaluator"):
         return READER_PAYLOAD_BYTES
     if who.role == "coordinator":
         return COORDINATOR_PAYLOAD_BYTES
-    if who.role == "learner" and not who.founder and regions and who.region not in serves:
-        return CONTROL_PAYLOAD_BYTES
+    if who.role == "learner" and not who.founder:  # a founder writes the map and keyframes
+        return CONTROL_PAYLOAD_BYTES if regions and who.region not in serves else LEARNER_PAYLOAD_BYTES
     return None
 
 

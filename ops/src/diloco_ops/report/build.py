@@ -49,7 +49,7 @@ def _train(ledger: Ledger, process: Process, life: Life) -> None:
     own = life.ranges()
     ledger.train(process, own)
     if life.counted:
-        counted = sum(life.step_tokens(ledger.batch_tokens))
+        counted = sum(life.step_tokens(ledger.most_tokens(process)))
         is_whole = ranges.batches(ledger.trained[process]) == ranges.batches(own)
         ledger.count(process, counted if is_whole else max(counted, ledger.counted.get(process, 0)))
 
@@ -219,7 +219,7 @@ def _data(ledger: Ledger, sizes: Sequence[int], epochs: Mapping[str, float]) -> 
     return {
         "epochs": {name: round(value, 4) for name, value in epochs.items()},
         "batch_tokens": ledger.batch_tokens,
-        "tokens_vary": bool(ledger.counted),
+        "tokens_vary": ledger.varies,
         "shares": [
             {
                 "share": share.share,
@@ -262,7 +262,7 @@ def _learner(name: str, found: Findings, processed: int) -> dict[str, Any]:
     return {
         "region": heard["region"],
         # of the same moment as the tokens: the step of a learner that lost its checkpoint is that of its new one
-        "steps": _steps(name, found.ledger, processed, heard["step"]),
+        "steps": found.ledger.steps(name, processed, heard["step"]),
         "tokens_processed": processed,
         "tokens_merged": tokens_merged,
         "tokens_lost": processed - tokens_merged,
@@ -276,13 +276,6 @@ def _learner(name: str, found: Findings, processed: int) -> dict[str, Any]:
         "host": heard.get("host"),
         "step_s": heard["step_s"] if heard.get("mean_step_s") is None else heard["mean_step_s"],
     }
-
-
-def _steps(name: str, ledger: Ledger, processed: int, heard: int) -> int:
-    """Return the steps of a learner that has ``processed`` so many tokens, and that says it took as many as were ``heard``."""
-    if ledger.varies(name):
-        return max(heard, ledger.batches(name))
-    return processed // ledger.batch_tokens if ledger.batch_tokens else heard
 
 
 def mean(values: Sequence[int], sizes: Sequence[int]) -> int:

@@ -188,9 +188,8 @@ class Monitor:
         process, ranges_of = (heartbeat.learner, heartbeat.incarnation), self._ranges
         if ranges_of[heartbeat.learner] < MAX_TRAINED:
             before = len(self.ledger.trained.get(process, ()))
-            self.ledger.train(process, heartbeat.trained, heartbeat.batch_tokens)
-            if heartbeat.state != "starting":  # its checkpoint, if it has one, counts from here on
-                self.ledger.note_tokens(process, heartbeat.tokens)
+            tokens = None if heartbeat.state == "starting" else heartbeat.tokens  # its checkpoint is not restored yet
+            self.ledger.train(process, heartbeat.trained, heartbeat.batch_tokens, tokens)
             ranges_of[heartbeat.learner] += max(1, len(self.ledger.trained[process]) - before)
 
     def entry(self, record: Record, now_s: float) -> None:
@@ -381,11 +380,10 @@ class Monitor:
         by_kind = (("ejected", self.now.ejected), ("quarantined", self.now.excluded))
         excluded = next((kind for kind, learners in by_kind if heartbeat.learner in learners), None)
         state, sent = excluded or said["state"], self.traffic.of(heartbeat.learner)
-        counts = self.ledger.varies(heartbeat.learner)
         return said | {
             **{key: sent[key] for key in ("bytes_up", "bytes_down")},
             "state": state,
-            "steps": heartbeat.step if counts or not heartbeat.batch_tokens else heartbeat.tokens // heartbeat.batch_tokens,
+            "steps": self.ledger.steps(heartbeat.learner, heartbeat.tokens, heartbeat.step),
             "tokens_merged": _mean(self.map, {index: tokens for index, (_, tokens) in merged.items()}),
             "lost_tokens": _mean(self.map, dict(enumerate(heartbeat.lost_tokens))),
             "tokens_per_s": None if state in IDLE else learner.rate.get(),

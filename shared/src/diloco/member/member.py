@@ -314,8 +314,7 @@ class Member:
     def count_steps(self) -> None:
         """Begin with as many steps as the tokens of this learner that the log holds were, by the mean of its merged steps."""
         with self.shared.lock:
-            states, name = self.learner.fragments, self.learner.name
-            self.learner.accounts.count_steps(state.newest.chain.cursors.get(name) for state in states)
+            self.learner.accounts.count_steps(self.learner.name, [state.newest.chain for state in self.learner.fragments])
 
     def versions(self) -> list[int]:
         """Return by fragment the version applied at the last boundary."""

@@ -41,7 +41,7 @@ class LearnerTape:
         if done.share is not None and (done.share, done.batch) != self._next:
             self.tape.record(events.Data(done.share, done.batch))
         if done.tokens != (done.most_tokens if self._tokens is None else self._tokens):
-            self.tape.record(events.Counted(done.tokens))
+            self.tape.record(events.TokensCounted(done.tokens))
             self._tokens = done.tokens
         self.tape.record(events.Step())
         self._next = (done.share, done.batch + 1)

@@ -135,6 +135,11 @@ class Client(library.Client):  # type: ignore[misc]  # nats-py is not typed
         return subject is not None
 
     @property
+    def lacks_limit(self) -> bool:
+        """Whether the server takes as large messages of this identity as of any, and should not."""
+        return self._identity is not None and self._identity.sends_little and self.max_payload >= self.largest_bytes
+
+    @property
     def incoming(self) -> Moved:
         """Bytes that came in in the middle of messages, and the time that they took."""
         return self._ps.incoming

@@ -54,6 +54,11 @@ class Identity:
     ca: str = field(repr=False)
 
     @property
+    def sends_little(self) -> bool:
+        """Whether a server's list has a limit of its messages: only syncers, operators and founders send the largest ones."""
+        return self.role in ("evaluator", "observer", "coordinator") or (self.role == "learner" and not self.founder)
+
+    @property
     def inbox(self) -> str:
         """The prefix of inboxes that only this identity may listen to."""
         return f"_INBOX_{self.name}"

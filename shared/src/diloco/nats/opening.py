@@ -24,12 +24,17 @@ CONNECT_TIMEOUT_S = 2.0  # a few round trips over the longest link; TCP would tr
 FLUSH_TIMEOUT_S = 5  # longer than PING_S notices a dead server, so that this never ends first
 RETRY_S = 0.5  # between two attempts to connect: a server that starts is used soon, and is not flooded
 PING_S = 2.0  # a frozen server is noticed at the third ping
-NOT_YET_VALID, HAS_EXPIRED = 9, 10  # of a certificate, as OpenSSL numbers them
+# of a certificate, as OpenSSL numbers them
+NOT_YET_VALID, HAS_EXPIRED, SELF_SIGNED_IN_CHAIN, UNKNOWN_ISSUER = 9, 10, 19, 20
 COMPLAIN_EVERY_S = 10.0  # of the same trouble: often enough to see it go on, seldom enough to read the rest
 COMPLAIN_SELDOM_S = 320.0  # the pause between two complaints doubles until it is this long
 ASK_AGAIN_S = 3.0  # between two attempts at a server that refuses the identity, and logs each of them
 REFUSALS = 2  # of an identity, to be believed: a server that reads its users again refuses a client just connecting, too
 TURNED_AWAY_S = 10.0  # an identity that a server does not know for so long will not be known again
+_NO_LIMIT = (
+    "its auth.conf has no max_payload for this identity, as an earlier version wrote it; when all members are of this version, "
+    "write it again with 'diloco keys refresh', and restart the server"
+)
 WAITS = "waiting for it: give that server its new auth.conf, and reload it"
 
 
@@ -108,6 +113,8 @@ class Opening:
             await asyncio.sleep(ASK_AGAIN_S if self._refused.is_set() and self._refusals >= REFUSALS else RETRY_S)
             self.client = Client(self.identity)
             self._refused.clear()
+        if self.client.lacks_limit:
+            self.log.warning("server_without_limits", connection=self.name, reason=_NO_LIMIT)
         return self.client
 
     async def _try(self, timeout_s: float | None) -> bool:
@@ -289,6 +296,8 @@ def _said(error: Exception, identity: Identity | None) -> str:
             hint = "this machine's clock is behind, or that of the machine that made it was ahead: set the clock"
         elif error.verify_code == HAS_EXPIRED and identity is not None:
             hint = "make it again with 'diloco keys renew' and the server's name, unless this machine's clock is ahead"
+        elif error.verify_code in (SELF_SIGNED_IN_CHAIN, UNKNOWN_ISSUER) and identity is not None:
+            hint = "it and this identity are not of the same authority: check which folder of 'diloco keys' made them"
         return f"the server's certificate is not accepted: {error.verify_message.rstrip('.')}; {hint}"
     if isinstance(error, ssl.SSLError):
         whose = "its certificate" if identity is None else f"the certificate of {identity.path}"

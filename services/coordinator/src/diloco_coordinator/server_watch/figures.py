@@ -17,6 +17,7 @@ from diloco.wire.plain import json_object
 
 MAX_ANSWER_BYTES = 1 << 18  # a hundred times what a server answers
 MAX_NUMBER = 1 << 63
+UNLIMITED_CONNECTIONS = 1 << 16  # the server's default: more than it bears
 VERSION = re.compile(r"[0-9]{1,4}(\.[0-9]{1,4}){2}([-+][0-9A-Za-z.+-]{1,24})?")
 
 
@@ -38,6 +39,7 @@ class ServerFigures:
     max_stored_bytes: int  # that JetStream may store
     api_errors: int
     certificate_ends_s: float | None  # Unix time; None: the server has no TLS
+    missing_limits: tuple[str, ...] = ()  # settings of `deploy/` that bound what one client takes, and that it does not have
 
 
 def read_answer(answer: bytes) -> tuple[int, bytes]:
@@ -84,7 +86,17 @@ def figures(varz: bytes, jsz: bytes) -> ServerFigures:
         max_stored_bytes=_number(streams, "config", "max_storage"),
         api_errors=_number(streams, "api", "errors"),
         certificate_ends_s=None if ends is None else _time_s(about, "tls_cert_not_after"),
+        missing_limits=_missing_limits(about),
     )
+
+
+def _missing_limits(about: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the limits that a server's configuration does not set, as far as the server tells them."""
+    missing = {
+        "max_connections": _number(about, "max_connections") >= UNLIMITED_CONNECTIONS,
+        "max_subscriptions": not about.get("max_subscriptions"),  # it tells none that is not set
+    }
+    return tuple(name for name, is_missing in missing.items() if is_missing)
 
 
 def _object(data: bytes, path: str) -> dict[str, Any]:

@@ -45,7 +45,8 @@ def _certificate_s(figures: ServerFigures) -> float | None:
 VIOLATIONS = Metric[ServerLook](
     "diloco_server_violations_total",
     "counter",
-    "Messages and subscriptions that the server denied to an identity, by its log; at most 1024 identities and subjects",
+    "Messages and subscriptions that the server denied to an identity, by its log; action payload: a message that was "
+    "too large. At most 1024 identities and subjects",
     lambda look: look.violations,
     ("identity", "action", "subject"),
 )

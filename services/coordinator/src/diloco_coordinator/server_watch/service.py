@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,6 +45,7 @@ class ServerWatch:
         self.newest = ServerLook(None, False, None, settings.memory_bytes or _machine_bytes())
         self._violations = None if settings.log_file is None else ViolationLog(settings.log_file, settings.lists_file)
         self._answers: bool | None = None  # as last logged
+        self._missing_limits: Sequence[str] = ()  # likewise
         self._began_s = _process_began_s()
         self._looked_s: float | None = None
 
@@ -71,6 +72,7 @@ class ServerWatch:
                 found = figures(await self._ask("/varz"), await self._ask("/jsz"))
                 healthy = await self._is_healthy()
             self._note(None)
+            self._note_limits(found.missing_limits)
         except TimeoutError:
             self._note(f"no answer within {ANSWER_S:g} s")
         except OSError as error:
@@ -134,6 +136,16 @@ class ServerWatch:
                 self.log.info("server_answers", address=self.settings.monitor_address)
             else:
                 self.log.warning("server_silent", address=self.settings.monitor_address, reason=trouble)
+
+    def _note_limits(self, missing: Sequence[str]) -> None:
+        """Log which limits a server's configuration lacks: at the first look, and when they are others."""
+        if missing != self._missing_limits:
+            self._missing_limits = missing
+            if missing:
+                self.log.warning(
+                    "server_without_limits",
+                    reason=f"its configuration sets no {', '.join(missing)}; see deploy/datacenter/nats.conf",
+                )
 
     def _disk(self) -> StreamDisk | None:
         try:

@@ -35,10 +35,10 @@ class BatchEvaluation(NamedTuple):
 class Evaluation:
     """The results of an evaluation.
 
-    A batch counts as much as its tokens within a set, if the task counts them. ``loss`` is the mean of the validation sets'
-    losses, or None if the task has no set. ``values`` are named ``val_loss/SET``
-    for named sets, ``val/METRIC`` or ``val/SET/METRIC`` for the loss's metrics, and as ``evaluate`` names its own. If
-    ``evaluate`` raised the ``failure``, its values are missing.
+    ``loss`` is the mean of the validation sets' losses, or None if the task has no set. Within a set, batches are weighted by
+    their tokens if the task counts them. ``values`` are named ``val_loss/SET`` for named sets, ``val/METRIC`` or
+    ``val/SET/METRIC`` for the loss's metrics, and as ``evaluate`` names its own. If ``evaluate`` raised the ``failure``, its
+    values are missing.
     """
 
     loss: float | None
@@ -85,7 +85,7 @@ def validation_sets(task: object, settings: TaskSettings) -> dict[str, Sequence[
 def evaluated(
     sets: Mapping[str, Sequence[BatchEvaluation]], own: Callable[[], Mapping[str, float]], settings: TaskSettings
 ) -> Evaluation:
-    """Return the evaluation of a model whose batches are evaluated so; ``own`` gives the values of ``evaluate``.
+    """Return the evaluation with these results of batches. ``own`` returns the values of ``evaluate``.
 
     Raises:
         SettingsError: the loss counts no token in a whole set.

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from diloco_learner.jax.inner import BuiltIn
-from diloco_learner.jax.loss import Given, Loss, Measured
+from diloco_learner.jax.loss import Given, Loss, MeasuredLoss
 from diloco_learner.jax.mesh import Leaves, Placement
 from diloco_learner.jax.own_optimizer import OwnOptimizer
 
@@ -69,7 +69,7 @@ class Arithmetic:
         """
         return self._train_loss(self.rounded(leaves), state, batch, given).tokens
 
-    def _train_loss(self, leaves: Leaves, state: Any, batch: Any, given: Given) -> Measured:
+    def _train_loss(self, leaves: Leaves, state: Any, batch: Any, given: Given) -> MeasuredLoss:
         return self.loss.of(self._placement.loss, self.tree(leaves, given), batch, given, state, train=True)
 
     def move(

@@ -268,7 +268,7 @@ class Island(OnDevices):
         else:
             *values, output = self._step(*self._values(), placed, given, rate)
             self._leaves, self._gradients, self._optimizer_state, self.task_state.values = values
-        return StepOutput(*output[:-1], counted=self._count.waiting(ahead, output[-1], at))
+        return StepOutput(*output[:-1], **self._count.waiting(ahead, output[-1], at))
 
     def finish_step(self) -> None:
         """Dispatch the second program of the step that was begun, if there is one."""

@@ -24,8 +24,8 @@ Given: TypeAlias = dict[str, Any]  # arrays by name
 Call: TypeAlias = Callable[..., Any]  # (params, batch, arrays by keyword, other keywords) -> what the task's loss returns
 
 
-class Measured(NamedTuple):
-    """What a task's loss returned, traced; all of it scalars but the state."""
+class MeasuredLoss(NamedTuple):
+    """All that a task's loss returned, traced: scalars, and the state."""
 
     loss: jax.Array
     metrics: dict[str, jax.Array]  # float32
@@ -44,7 +44,7 @@ class Loss:
         """Return the arrays of a training step on the batch ``at`` a share and an index in it."""
         return {"at": np.array(at, np.uint32)} if "key" in self._named else {}
 
-    def of(self, call: Call, params: Any, batch: Any, given: Given, state: Any, *, train: bool) -> Measured:
+    def of(self, call: Call, params: Any, batch: Any, given: Given, state: Any, *, train: bool) -> MeasuredLoss:
         """Return all that the task's loss returns, traced. ``call`` calls it where the arrays lie.
 
         A step's key is ``fold_in(fold_in(key(seed), share), index)``: the same in every process, and when the step is done
@@ -66,7 +66,7 @@ class Loss:
         loss, aux = self._parts(call(params, batch, arrays, others))
         moves = "state" in self._named and train
         after = self._moved(state, aux.state) if moves else state
-        return Measured(loss, self._metrics(aux.metrics), self._tokens(aux.tokens), after)
+        return MeasuredLoss(loss, self._metrics(aux.metrics), self._tokens(aux.tokens), after)
 
     def counted(self, tokens: jax.Array, at: tuple[int, int]) -> int:
         """Wait for the tokens that were counted in the batch ``at`` a share and an index in it, and return them.
@@ -156,13 +156,13 @@ class TokenCount:
         """Dispatch the program ahead of a step; None: it is not known that the task counts."""
         return self._program(*arguments) if self._counts else None
 
-    def waiting(self, ahead: jax.Array | None, own: jax.Array | None, at: tuple[int, int]) -> Callable[[], int] | None:
-        """Return a function that waits for a step's tokens: what was begun ``ahead`` of it, or its ``own`` output.
+    def waiting(self, ahead: jax.Array | None, own: jax.Array | None, at: tuple[int, int]) -> dict[str, Any]:
+        """Return as ``counted`` what waits for a step's tokens: those begun ``ahead`` of it, or its ``own`` output.
 
-        None: the task does not count them. ``at``: share and index of its batch.
+        Nothing, if the task does not count them. ``at``: share and index of its batch.
         """
         self._counts = own is not None
-        return None if own is None else partial(self._loss.counted, own if ahead is None else ahead, at)
+        return {} if own is None else {"counted": partial(self._loss.counted, own if ahead is None else ahead, at)}
 
 
 def _is_real(value: Any) -> bool:

@@ -81,7 +81,7 @@ def checked(task: Any, settings: TaskSettings) -> TorchTask:
 
 
 class TorchMeasured(NamedTuple):
-    """What a torch task's loss returned."""
+    """All that a torch task's loss returned."""
 
     loss: torch.Tensor  # []
     metrics: dict[str, float]

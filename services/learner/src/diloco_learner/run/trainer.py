@@ -201,7 +201,17 @@ class Trainer:
             self._boundary.add(time.perf_counter() - opened_s)
             asks = called_s - self._shown_s >= SHOW_EVERY_S
             self._shown_s = called_s if asks else self._shown_s
-            landing, flight = flight, _Flight(batch, made, called_s, rate, output, watcher.submit(self._watch, output, asks))
+            landing, flight = (
+                flight,
+                _Flight(
+                    batch=batch,
+                    made=made,
+                    called_s=called_s,
+                    rate=rate,
+                    output=output,
+                    end=watcher.submit(self._watch, output, asks),
+                ),
+            )
             batch, made = self._make_batch()  # while the step runs
             if landing is not None:
                 self._land(landing)

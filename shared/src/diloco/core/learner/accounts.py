@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from diloco.core.learner.schedule import Moment
+from diloco.core.log.chain import Chain
 from diloco.core.run.pace import MovingAverage
 from diloco.wire.entries import Cursor
 
@@ -111,9 +112,10 @@ class Accounts:
         if done.busy_s:
             self.step_average.add((done.busy_s + done.blocked_s + done.data_s) / done.steps)
 
-    def count_steps(self, cursors: Iterable[Cursor | None]) -> None:
-        """Begin with the steps that the tokens were, by the mean of the merged steps, which ``cursors`` have by fragment."""
-        steps, tokens = max(((cursor.steps, cursor.tokens) for cursor in cursors if cursor), default=(0, 0))
+    def count_steps(self, name: str, chains: Iterable[Chain]) -> None:
+        """Begin with the steps that the tokens were, by the mean of the merged steps of the learner of this name."""
+        cursors = [chain.cursors[name] for chain in chains if name in chain.cursors]
+        steps, tokens = max(((cursor.steps, cursor.tokens) for cursor in cursors), default=(0, 0))
         self.step = self.tokens * steps // max(1, tokens)
 
     def after(self, steps: StepDone) -> Accounts:

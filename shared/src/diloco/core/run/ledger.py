@@ -68,7 +68,8 @@ class Ledger:
     merged: list[dict[Process, list[Range]]] = field(default_factory=list)  # by fragment
     versions: list[int] = field(default_factory=list)  # by fragment: the newest one entered
     own: list[dict[str, int]] = field(default_factory=list)  # by fragment and learner: tokens merged of data of its own
-    batch_tokens: int = 0  # of one batch, at most; 0: not known yet
+    batch_tokens: int = 0  # of one batch of any learner, at most; 0: not known yet
+    most: dict[Process, int] = field(default_factory=dict)  # the same of a process, where it is known
     counted: dict[Process, int] = field(default_factory=dict)  # tokens of processes of whose batches some had fewer than that
     heard: dict[Process, tuple[int, int]] = field(default_factory=dict)  # first: the learner's tokens, the process's batches
     newest: dict[Process, int] = field(default_factory=dict)  # the learner's tokens as heard last
@@ -79,22 +80,30 @@ class Ledger:
         self.own = self.own or [{} for _ in range(self.fragments)]
         self.versions = self.versions or [0] * self.fragments
 
-    def train(self, process: Process, trained: Sequence[Range], batch_tokens: int = 0) -> None:
-        """Enter the batches that a process has trained, and the most tokens of a batch (0: not known)."""
-        self.trained[process] = ranges.normal([*self.trained.get(process, ()), *trained])
-        self.batch_tokens = batch_tokens or self.batch_tokens
+    def train(
+        self, process: Process, trained: Sequence[Range], batch_tokens: int = 0, learner_tokens: int | None = None
+    ) -> None:
+        """Enter the batches that a process has trained, and the most tokens of a batch (0: not known).
 
-    def note_tokens(self, process: Process, tokens: int) -> None:
-        """Note that a learner says it has processed so many tokens, when its process had trained the batches entered so far.
-
-        If those of a process are fewer than its batches could have, its first batches, of which nothing was heard, are taken to
-        have as many as the others on average.
+        ``learner_tokens``: that the learner has processed by then, in all its processes, as it says; None: it does not.
         """
-        batches = ranges.batches(self.trained.get(process, ()))
+        self.trained[process] = ranges.normal([*self.trained.get(process, ()), *trained])
+        if batch_tokens:
+            self.most[process] = max(batch_tokens, self.most.get(process, 0))
+            self.batch_tokens = max(self.batch_tokens, batch_tokens)
+        if learner_tokens is not None:
+            self._note_tokens(process, learner_tokens)
+
+    def _note_tokens(self, process: Process, tokens: int) -> None:
+        """Count a process's tokens, if they have grown by less than its batches have at most.
+
+        Its first batches, of which nothing was heard, are taken to have as many as the others on average.
+        """
+        batches = ranges.batches(self.trained[process])
         first_tokens, first_batches = self.heard.setdefault(process, (tokens, batches))
         newest = self.newest[process] = max(tokens, self.newest.get(process, 0))  # heartbeats may overtake one another
         grown, more = newest - first_tokens, batches - first_batches
-        if 0 <= grown < self.batch_tokens * more:
+        if 0 <= grown < self.most_tokens(process) * more:
             self.count(process, grown + round(first_batches * grown / more))
 
     def count(self, process: Process, tokens: int) -> None:
@@ -105,14 +114,29 @@ class Ledger:
         """Return how many batches a learner has trained in all its processes, repetitions included."""
         return sum(ranges.batches(trained) for (name, _), trained in self.trained.items() if name == learner)
 
-    def varies(self, learner: str) -> bool:
-        """Return whether some of a learner's batches had fewer tokens than others."""
-        return any(name == learner for name, _ in self.counted)
+    def steps(self, learner: str, processed: int, heard: int) -> int:
+        """Return the steps in which a learner has ``processed`` tokens; so many it was ``heard`` to say it took."""
+        if any(name == learner for name, _ in self.counted):
+            return max(heard, self.batches(learner))
+        most = self.most_tokens((learner, 0))
+        return processed // most if most else heard
+
+    @property
+    def varies(self) -> bool:
+        """Whether some batches had fewer tokens than others."""
+        return bool(self.counted) or len(set(self.most.values())) > 1
+
+    def most_tokens(self, process: Process) -> int:
+        """Return the most tokens of a process's batches; where nothing was heard of it, those of its learner, or of all."""
+        known = self.most.get(process)
+        return known or max((most for (name, _), most in self.most.items() if name == process[0]), default=self.batch_tokens)
 
     def processed(self, learner: str | None = None) -> int:
         """Return the tokens that a learner (None: all of them) has trained in all its processes, repetitions included."""
         own = [process for process in self.trained if learner in (None, process[0])]
-        return sum(self.counted.get(process, self.batch_tokens * ranges.batches(self.trained[process])) for process in own)
+        return sum(
+            self.counted.get(process, self.most_tokens(process) * ranges.batches(self.trained[process])) for process in own
+        )
 
     def merge(self, record: Record) -> None:
         """Enter a version. Versions of a fragment come in order; one that was entered before is ignored."""
@@ -204,6 +228,7 @@ class Ledger:
         """Return the ledger as plain values."""
         return {
             "batch_tokens": self.batch_tokens,
+            "most": [[*process, tokens] for process, tokens in sorted(self.most.items())],
             "counted": [[*process, tokens] for process, tokens in sorted(self.counted.items())],
             "heard": [[*process, *first, self.newest[process]] for process, first in sorted(self.heard.items())],
             "trained": [[*process, own] for process, own in sorted(self.trained.items())],
@@ -224,7 +249,9 @@ class Ledger:
         ledger.batch_tokens = int(values["batch_tokens"])
         for learner, incarnation, own in values["trained"]:
             ledger.train((str(learner), int(incarnation)), _plain(own))
-        # an older version writes neither of these two, nor ``own``
+        # an older version writes none of these three, nor ``own``
+        for learner, incarnation, tokens in values.get("most", ()):
+            ledger.most[str(learner), int(incarnation)] = int(tokens)
         for learner, incarnation, tokens in values.get("counted", ()):
             ledger.counted[str(learner), int(incarnation)] = int(tokens)
         for learner, incarnation, tokens, batches, newest in values.get("heard", ()):

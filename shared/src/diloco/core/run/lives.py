@@ -13,7 +13,6 @@ from diloco.core.run.tape import (
     Borrowed,
     Checkpoint,
     Copied,
-    Counted,
     Data,
     Elapsed,
     End,
@@ -32,6 +31,7 @@ from diloco.core.run.tape import (
     Step,
     TapeEvent,
     TapeOffer,
+    TokensCounted,
 )
 from diloco.errors import FormatError
 
@@ -117,7 +117,7 @@ class Life:
                 self.error_bits = bits
             case SingleStepKept():
                 self.keeps_single_step = True
-            case Counted(tokens):
+            case TokensCounted(tokens):
                 self.counted[self.steps] = tokens
             case Bare(fragment):
                 self.bare.add(fragment)

@@ -22,16 +22,14 @@ from typing import Any, get_type_hints
 
 from blake3 import blake3
 
+from diloco.core.run.tape_values import MAX_TEXT_BYTES, pack_text, pack_varint, read_text, read_varint, read_varints
 from diloco.errors import FormatError
 
 MAGIC, VERSION, SUFFIX = b"DLCtape\n", 1, ".tape"
 DIGEST_BYTES, RUN_BYTES, CHECK_BYTES = 8, 8, 4
 MAX_BLOCK_BYTES = (1 << 14) - 1  # the largest length of two bytes
-MAX_TEXT_BYTES = 1024
 XLA_FLAGS, THREADS, CPU_DEVICES = "XLA_FLAGS", "PJRT_NPROC", "--xla_force_host_platform_device_count"
 TORCH = "torch"  # how the machine of a learner begins that computes with PyTorch
-MAX_ITEMS = 4096
-_MAX_INT_BYTES = 9  # 63 bits
 
 
 class TapeEvent:
@@ -142,7 +140,7 @@ class Data(TapeEvent):
 
 
 @dataclass(frozen=True, slots=True)
-class Counted(TapeEvent):
+class TokensCounted(TapeEvent):
     """The next step counts so many tokens, and each later one, until another such event; without it the most of a step."""
 
     tokens: int
@@ -266,7 +264,7 @@ class Back(TapeEvent):
 KINDS: dict[int, type[TapeEvent]] = {
     1: Start, 2: Machine, 3: Restored, 4: Borrowed, 5: Data, 6: Step, 7: Apply, 8: Reload, 9: TapeOffer, 10: Checkpoint,
     11: Lent, 12: End, 13: Gap, 14: Fresh, 15: Copied, 16: Changed, 17: Elapsed, 18: Sent, 19: Mesh, 20: Processes,
-    21: Apart, 22: Bare, 23: ErrorBits, 24: SingleStepKept, 25: Counted, 32: Owners, 33: Gone, 34: Back,
+    21: Apart, 22: Bare, 23: ErrorBits, 24: SingleStepKept, 25: TokensCounted, 32: Owners, 33: Gone, 34: Back,
 }  # fmt: skip
 _CODES = {cls: code for code, cls in KINDS.items()}
 
@@ -290,7 +288,7 @@ class Header:
 
     def pack(self) -> bytes:
         """Return the first bytes of a tape."""
-        head = MAGIC + _varint(VERSION) + self.run + _text(self.name)
+        head = MAGIC + pack_varint(VERSION) + self.run + pack_text(self.name)
         return head + blake3(head).digest()[:CHECK_BYTES]
 
     @property
@@ -322,11 +320,11 @@ def encode(event: TapeEvent) -> bytes:
         if isinstance(value, bytes):
             out += value
         elif isinstance(value, str):
-            out += _text(value)
+            out += pack_text(value)
         elif isinstance(value, tuple):
-            out += _varint(len(value)) + b"".join(map(_varint, value))
+            out += pack_varint(len(value)) + b"".join(map(pack_varint, value))
         else:
-            out += _varint(value)
+            out += pack_varint(value)
     return out
 
 
@@ -401,14 +399,14 @@ def decode(block: bytes) -> Iterator[TapeEvent]:
                 value: object = block[at : at + DIGEST_BYTES]
                 at += DIGEST_BYTES
             elif kind is str:
-                value, at = _read_text(block, at, what)
+                value, at = read_text(block, at, what)
             elif kind is int or kind is bool:
-                value, at = _read_varint(block, at, what)
+                value, at = read_varint(block, at, what)
                 if kind is bool and value not in (0, 1):
                     raise FormatError(f"{what} is {value}, expected 0 or 1")
                 value = kind(value)
             else:
-                value, at = _read_varints(block, at, what)
+                value, at = read_varints(block, at, what)
             if at > len(block):
                 raise FormatError(f"{what}: ends in the middle")
             values.append(value)
@@ -419,12 +417,12 @@ def state_digest(hashes: Mapping[str, bytes]) -> bytes:
     """Return the digest of arrays by their names and BLAKE3 hashes."""
     digest = blake3()
     for name in sorted(hashes):
-        digest.update(_text(name) + hashes[name])
+        digest.update(pack_text(name) + hashes[name])
     return digest.digest()[:DIGEST_BYTES]
 
 
 def _block(payload: bytes, header_hash: bytes, place: int) -> bytes:
-    return _varint(len(payload)) + payload + _check(header_hash, place, payload)
+    return pack_varint(len(payload)) + payload + _check(header_hash, place, payload)
 
 
 def _check(header_hash: bytes, place: int, payload: bytes | memoryview) -> bytes:
@@ -448,60 +446,13 @@ def _header(data: memoryview) -> tuple[Header, int]:
     head = bytes(data[: len(MAGIC) + 1 + RUN_BYTES + 2 + MAX_TEXT_BYTES + CHECK_BYTES])
     if not head.startswith(MAGIC):
         raise FormatError("not a tape: its first bytes are not those of a tape")
-    version, at = _read_varint(head, len(MAGIC), "tape: format version")
+    version, at = read_varint(head, len(MAGIC), "tape: format version")
     if version != VERSION:
         raise FormatError(
             f"tape: format version {version}, expected {VERSION}; read it with the version of diloco that wrote it"
         )
     run = head[at : at + RUN_BYTES]
-    name, at = _read_text(head, at + RUN_BYTES, "tape: name")
+    name, at = read_text(head, at + RUN_BYTES, "tape: name")
     if head[at : at + CHECK_BYTES] != blake3(head[:at]).digest()[:CHECK_BYTES]:
         raise FormatError("tape: its header is damaged")
     return Header(run, name), at + CHECK_BYTES
-
-
-def _varint(value: int) -> bytes:
-    out = bytearray()
-    while value >= 0x80:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
-
-
-def _text(value: str) -> bytes:
-    raw = value.encode()
-    return _varint(len(raw)) + raw
-
-
-def _read_varint(data: bytes, at: int, what: str) -> tuple[int, int]:
-    value = 0
-    for shift in range(0, 7 * _MAX_INT_BYTES, 7):
-        if at >= len(data):
-            raise FormatError(f"{what}: ends in the middle")
-        value |= (data[at] & 0x7F) << shift
-        at += 1
-        if data[at - 1] < 0x80:
-            return value, at
-    raise FormatError(f"{what}: more than {_MAX_INT_BYTES} bytes")
-
-
-def _read_text(data: bytes, at: int, what: str) -> tuple[str, int]:
-    length, at = _read_varint(data, at, what)
-    if length > MAX_TEXT_BYTES or at + length > len(data):
-        raise FormatError(f"{what}: a text of {length} bytes, at most {min(MAX_TEXT_BYTES, len(data) - at)} are possible")
-    try:
-        return data[at : at + length].decode(), at + length
-    except UnicodeDecodeError:
-        raise FormatError(f"{what}: not UTF-8") from None
-
-
-def _read_varints(data: bytes, at: int, what: str) -> tuple[tuple[int, ...], int]:
-    count, at = _read_varint(data, at, what)
-    if count > MAX_ITEMS:
-        raise FormatError(f"{what}: {count} values, at most {MAX_ITEMS} are possible")
-    values = []
-    for _ in range(count):
-        value, at = _read_varint(data, at, what)
-        values.append(value)
-    return tuple(values), at

@@ -26,7 +26,7 @@ from diloco.core.log.chain import Chain
 from diloco.core.run.pace import MovingAverage, first_due_steps, grace_s
 from diloco.core.syncer.offer_fit import MissedOffer, identity, unfit
 from diloco.core.syncer.roster import Roster
-from diloco.core.syncer.round_waits import RoundWaits
+from diloco.core.syncer.round_waits import RoundWaits, left_to_regions
 from diloco.core.tensors import quantise
 from diloco.settings.run import RunSettings
 from diloco.wire.fields import MAX_MEMBERS
@@ -391,10 +391,14 @@ class Round:
             halted = ("leaving", "closing") if stopped else ("leaving",)
             early = [seen for seen in live if seen.heartbeat.state == "closing" and roster.stands_still(seen, now_s)]
             early = [] if used_up or stopped else early
+            without = self.waits.in_vain | self.left_out
+            if self.settings.round.quorum == "all":
+                regional = [held.offer for held in self._held() if isinstance(held.offer, RegionalOffer)]
+                without |= left_to_regions(roster, live, regional, self.version) if regional else set()
             present = [
                 seen
                 for seen in live
-                if seen.heartbeat.learner not in self.waits.in_vain | self.left_out
+                if seen.heartbeat.learner not in without
                 and (seen.heartbeat.state not in halted or seen.heartbeat.steps[chain.fragment])
                 and seen not in early
             ]

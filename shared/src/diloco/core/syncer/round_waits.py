@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from diloco.core.learner.slots import SeenHeartbeat
 from diloco.core.syncer.roster import Roster
+from diloco.wire.offers import RegionalOffer
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,17 @@ class _Wait:
 
     total_s: float = 0.0
     at_s: float = -math.inf
+
+
+def left_to_regions(roster: Roster, live: Iterable[SeenHeartbeat], offers: Iterable[RegionalOffer], version: int) -> set[str]:
+    """Return the live learners whose region's offer to the round of ``version`` does not have their answer.
+
+    For a round of the quorum ``all``: a region's syncer then waits for its learners itself. Those that its offer is without it
+    has waited for in vain, or has left out, as outliers; the owner is told no reason, and must not wait for them once more.
+    """
+    answered = {answer.learner for offer in offers for answer in offer.members if answer.round == version}
+    regions = {roster.learners[name].heartbeat.region for name in answered if name in roster.learners}
+    return {seen.heartbeat.learner for seen in live if seen.heartbeat.region in regions} - answered
 
 
 class RoundWaits:
