@@ -8,10 +8,12 @@ import gc
 import signal
 import socket
 import ssl
+import struct
 import subprocess
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, cast
+from urllib.parse import urlsplit
 
 import nats.errors
 import pytest
@@ -26,6 +28,7 @@ from diloco.errors import AppendUncertainError, BrokerError, SettingsError
 from diloco.nats import connection, opening
 from diloco.nats.connection import NatsLink, subscribe, wait_connected
 from diloco.nats.identity import Identity, load
+from diloco.nats.tcp import TcpTransport
 from diloco.process.observe import get_logger
 from diloco_ops.broker import raw_messages
 from diloco_ops.broker.server import Server, find_binary, free_port
@@ -571,3 +574,25 @@ def test_a_certificate_that_is_not_accepted_names_its_probable_cause(code: int, 
     error = ssl.SSLCertVerificationError()
     error.verify_code, error.verify_message = code, "why"
     assert opening._said(error, cast(Identity, object())) == f"the server's certificate is not accepted: why; {said}"
+
+
+async def test_a_connection_that_was_reset_has_nothing_to_drain() -> None:
+    """A server resets the connection of a client that sends too large a message, which then ends whole."""
+    reset = asyncio.Event()
+
+    async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        linger = struct.pack("ii", 1, 0)  # a close within no time resets the connection
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        writer.transport.abort()
+        reset.set()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        transport = TcpTransport()
+        await transport.connect(urlsplit(f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"), 0, DEADLINE_S)
+        await reset.wait()
+        async with asyncio.timeout(DEADLINE_S):
+            with contextlib.suppress(ConnectionError):
+                await transport.read(1)
+        transport.write(b"x")
+        await transport.drain()
+        transport.close()

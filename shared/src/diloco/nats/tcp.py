@@ -81,7 +81,7 @@ class TcpTransport(Transport):  # type: ignore[misc]  # nats-py is not typed
         return await self._reader.readline()
 
     async def drain(self) -> None:
-        if self._writer is not None:
+        if self._writer is not None and not self._writer.is_closing():  # else it fails, and the client's end is left half done
             await self._writer.drain()
 
     def close(self) -> None:
