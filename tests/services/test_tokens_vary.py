@@ -22,8 +22,13 @@ from diloco.process import tape
 from diloco.service import rundir
 
 ROWS, INPUTS, CLASSES, BUDGET = 64, 4, 3, 12_000
+# learners wait for each other in the folder MEET after their first steps: the first one would use up the budget alone
 DATA = f"""
 import itertools
+import os
+import sys
+import time
+from pathlib import Path
 import numpy as np
 
 ROWS, INPUTS, CLASSES = {ROWS}, {INPUTS}, {CLASSES}
@@ -39,7 +44,13 @@ class Data:
     tokens_per_batch = ROWS
 
     def batches(self, share, shares, seed, start):
-        return (drawn(0.9 if share % 2 else 0.1, seed, share, number) for number in itertools.count(start))
+        for number in itertools.count(start):
+            if "--config" in sys.argv and number >= start + 4:  # of a learner that has compiled, and founded the run
+                (Path(os.environ["MEET"]) / str(share)).touch()
+                while len(list(Path(os.environ["MEET"]).iterdir())) < 2:
+                    time.sleep(0.02)
+                time.sleep(0.005)
+            yield drawn(0.9 if share % 2 else 0.1, seed, share, number)
 
     def validation(self):
         return [drawn(0.0, 2**31, number) for number in range(20)]
@@ -152,6 +163,8 @@ def test_learners_of_unequal_masks_end_where_one_process_on_the_mix_does_and_the
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "masked_data", raising=False)
+    (tmp_path / "meet").mkdir()
+    monkeypatch.setenv("MEET", str(tmp_path / "meet"))
     data = importlib.import_module("masked_data")
     others = ["--torch", "learner-1=masked_torch:make"] if beside == "torch" else []
     inner = {"inner.learning_rate": 0.05, "inner.optimizer": "adamw", "inner.weight_decay": 0.0}
