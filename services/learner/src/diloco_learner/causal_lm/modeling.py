@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any
@@ -114,7 +115,9 @@ def _adapted(model: Any, options: CausalLmOptions) -> torch.nn.Module:
         task_type="CAUSAL_LM",
     )
     try:
-        adapted: torch.nn.Module = peft.get_peft_model(model, config)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of what peft asks transformers for, which no user can change
+            adapted: torch.nn.Module = peft.get_peft_model(model, config)
     except ValueError as error:
         first = str(error).strip().partition("\n")[0]
         raise SettingsError(f"--lora targets={'+'.join(options.lora_targets)}: {first}") from None
