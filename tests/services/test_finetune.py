@@ -141,7 +141,20 @@ def test_a_project_of_conversations_trains_at_once_and_its_adapter_has_a_known_b
     project = tmp_path / "project"
     assert diloco("init", str(project), "--template", "sft").code == 0
     monkeypatch.chdir(project)
-    small = ["--set", "task.batch=4", "--set", "task.context=64", "--set", "fragments.count=3", "--task", "lora=4"]
+    small = [
+        "--set",
+        "task.batch=4",
+        "--set",
+        "task.context=64",
+        "--set",
+        "fragments.count=3",
+        "--task",
+        "lora=4",
+        "--learners",
+        "1",
+        "--shards",
+        "1",
+    ]
     done = diloco("up", "--tokens", "3000", *small, "--run-dir", "run", "--plain", "--page", "none")
     assert done.code == 0, done
     assert "memory: all processes here take about" in done.out
