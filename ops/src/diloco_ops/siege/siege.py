@@ -156,22 +156,22 @@ class Siege:
         if self.identity.role == "learner":
             await self._join()
         outcome.usual.append(await self._pace(asyncio.sleep(base_s)))
-        members = self._members()
         outcome.unheard.append(await self._pace(self._send_unheard(base_s, rate)))
         outcome.besieged = await self._pace(self._attack(actions, rate))
         outcome.unheard.append(await self._pace(self._send_unheard(base_s, rate)))
-        self.watch.witness.heartbeats.clear()
-        self.watch.witness.shards.clear()
+        heard = self._heard()
         outcome.usual.append(await self._pace(asyncio.sleep(max(base_s, QUIET_S))))
-        outcome.silent = sorted(members - self._members())
+        newest = self._heard()
+        outcome.silent = sorted(name for name, heartbeat in heard.items() if newest.get(name) is heartbeat)
         after = await self._protected_keys()
         outcome.keys_changed = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
         outcome.logs_damaged = await self._damaged_logs()
         return outcome
 
-    def _members(self) -> set[str]:
+    def _heard(self) -> dict[str, object]:
+        """Return the last heartbeat of each member, by name."""
         witness = self.watch.witness
-        return {*witness.heartbeats, *witness.shards} - {self.identity.name}
+        return {name: last for name, last in (witness.heartbeats | witness.shards).items() if name != self.identity.name}
 
     async def _join(self) -> None:
         """Have the run admit the learner, so that its messages count."""
