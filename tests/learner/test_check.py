@@ -217,4 +217,6 @@ def test_the_built_in_task_s_data(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="one batch of 2 windows of 8 bytes"):
         check(PlannedRun(settings, str(text)))
     with pytest.raises(DataError, match="there is no such file or folder"):
+        check(PlannedRun(settings, "corpus"))
+    with pytest.raises(SettingsError, match="hf://corpus: names no repository"):
         check(PlannedRun(settings, "hf://corpus"))

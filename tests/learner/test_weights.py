@@ -14,6 +14,7 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.flax import save_file as save_jax
 from safetensors.numpy import save_file
+from tests.made.object_stores import memory_store, use
 
 from diloco.errors import SettingsError
 from diloco.settings.presets import run_settings
@@ -66,6 +67,24 @@ def put(path: Path, island: Island, names: Path | None = None) -> Mapping[str, A
     weights.put(path, island, island.fragments(), names)
     found: Mapping[str, Any] = island.params()
     return found
+
+
+def test_a_run_begins_with_the_weights_of_a_place(island: Island, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = memory_store()
+    use(monkeypatch, store)
+    save_file(values(), tmp_path / "model.safetensors")
+    store.send([("model/model.safetensors", tmp_path / "model.safetensors")])
+    store.put("model/pytorch_model.bin", b"the same in another format")
+    for place in ("s3://bucket/model", "s3://bucket/model/model.safetensors"):
+        weights.begin(place, island, island.fragments(), None, tmp_path / "cache")
+        np.testing.assert_array_equal(island.params()["a"]["matrix"], values()["a/matrix"])
+    assert not [*(tmp_path / "cache").rglob("*.bin")]
+    save_file({"other": np.zeros(1, np.float32)}, tmp_path / "model.safetensors")
+    store.send([("other.safetensors", tmp_path / "model.safetensors")])
+    with pytest.raises(
+        SettingsError, match=r"^init = s3://bucket/other.safetensors, here /.*/other.safetensors: it lacks tensor"
+    ):
+        weights.begin("s3://bucket/other.safetensors", island, island.fragments(), None, tmp_path / "cache")
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, np.float64, jnp.bfloat16])

@@ -5,51 +5,21 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-import msgspec
 import pytest
-from blake3 import blake3
+from tests.made.whole_checkpoints import file_of, make_checkpoint
 
 from diloco.errors import RunError, SettingsError
-from diloco.settings.presets import run_settings
-from diloco_ops.checkpoints import collecting, manifest
+from diloco_ops.checkpoints import collecting
 from diloco_ops.checkpoints.checkpoint import checkpoint
-from diloco_ops.checkpoints.manifest import FragmentCut, Manifest, RunCheckpoint, SavedFile, SavedLearner, SavedStream
+from diloco_ops.checkpoints.manifest import RunCheckpoint
 
 STATES = {"ann": [b"state of ann", b"its second part"], "bob": [b"state of bob"]}
-
-
-def described(name: str, content: bytes) -> SavedFile:
-    return SavedFile(name, len(content), blake3(content).hexdigest())
-
-
-def file_of(learner: str, part: int) -> str:
-    return f"{learner}.safetensors" if not part else f"{learner}.part-{part}.safetensors"
 
 
 @pytest.fixture
 def taken(tmp_path: Path) -> RunCheckpoint:
     """A checkpoint whose states are all on other machines."""
-    path = tmp_path / "whole" / "3"
-    path.mkdir(parents=True)
-    streams = {}
-    for name, stream in (("log", "DILOCO_run_LOG"), ("bucket", "KV_DILOCO_run")):
-        (path / f"{name}.snapshot").write_bytes(name.encode())
-        streams[name] = SavedStream(described(f"{name}.snapshot", name.encode()), {"name": stream}, {"last_seq": 9})
-    learners = {
-        name: SavedLearner(*_split([described(f"learners/{file_of(name, part)}", c) for part, c in enumerate(contents)]))
-        for name, contents in STATES.items()
-    }
-    unsigned = Manifest(
-        manifest.FORMAT, manifest.OF_OTHERS, "0.2.0", "run", run_settings("decoupled").model_dump(), None, "", 0.0,
-        [FragmentCut(1, 2, "")], streams["log"], streams["bucket"], learners, "", None, 7, ["carl"],
-    )  # fmt: skip
-    signed = msgspec.structs.replace(unsigned, hash=unsigned.right_hash())
-    (path / manifest.MANIFEST).write_bytes(msgspec.json.encode(signed))
-    return manifest.load(path)
-
-
-def _split(files: list[SavedFile]) -> tuple[SavedFile, int, list[int], list[SavedFile]]:
-    return files[0], 5, [1], files[1:]
+    return make_checkpoint(tmp_path / "whole" / "3", STATES, here=False)
 
 
 def copy(folder: Path, learner: str, *, part: int = 0, content: bytes | None = None) -> None:
@@ -124,5 +94,5 @@ def test_what_cannot_be_collected_is_refused(taken: RunCheckpoint, tmp_path: Pat
         collected(taken, tmp_path)
     with pytest.raises(SettingsError, match=r"one DIR, or: collect CHECKPOINT FOLDER\.\.\.; not a b"):
         checkpoint([Path("a"), Path("b")])
-    with pytest.raises(SettingsError, match=r"--out applies only to taking"):
-        checkpoint([Path("collect"), taken.path], out=tmp_path)
+    with pytest.raises(SettingsError, match=r"--out .*: diloco checkpoint collect takes only a place"):
+        checkpoint([Path("collect"), taken.path], out=str(tmp_path))

@@ -108,7 +108,7 @@ COMMANDS: dict[str, Callable[[], object]] = {
     "page": page.page,
     "sample": evaluating.sample,
     "eval": evaluating.evaluate,
-    "export": lambda: export.export([Path("weights.safetensors")]),
+    "export": lambda: export.export(["weights.safetensors"]),
 }
 
 
@@ -169,7 +169,7 @@ def test_the_page_of_a_finished_run_whose_report_is_damaged_names_the_file(repor
 
 def test_export_takes_one_or_two_places() -> None:
     with pytest.raises(SettingsError, match=r"diloco export: c: one argument too many; expected \[DIR\] OUT"):
-        export.export([Path("a"), Path("b"), Path("c")])
+        export.export(["a", "b", "c"])
 
 
 def test_local_runs_are_listed_newest_first() -> None:

@@ -71,7 +71,7 @@ async def test_a_run_that_ended_elsewhere_is_said_to_be_over(
     [report] = [check for check in verdict.checks if check.name == "report"]
     assert report.found == "there is none here: the run is over, and its report is in its coordinator's state_dir"
 
-    await asyncio.to_thread(export, [path, tmp_path / "weights.safetensors"])
+    await asyncio.to_thread(export, [str(path), str(tmp_path / "weights.safetensors")])
     assert f"run {cluster.name} (over)" in capsys.readouterr().out
 
     joined = diloco.join(

@@ -112,7 +112,7 @@ def test_a_run_begins_with_weights_that_transformers_wrote(text: str, tmp_path: 
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**island.task.config()))  # type: ignore[attr-defined]
     model.save_pretrained(tmp_path / "theirs", max_shard_size="40KB")
     assert (tmp_path / "theirs" / "model.safetensors.index.json").exists()
-    check(PlannedRun(settings, text, init=tmp_path / "theirs"))
+    check(PlannedRun(settings, text, init=str(tmp_path / "theirs")))
     weights.put(tmp_path / "theirs", island, island.fragments())
     theirs = loss_by_torch(torch, model, island.task.validation())  # type: ignore[attr-defined]
     assert island.evaluate() == pytest.approx(theirs, abs=1e-5)

@@ -26,7 +26,10 @@ A message names the run, fragment, tensor or setting, the expected and the actua
     ├── EjectedError                 9   an operator has ejected this learner from the run
     ├── MachineError                10   this machine folds log entries to other states than all others do
     ├── IslandError                 11   a process of this learner is gone, or does not come: all of them end, and begin again
-    └── RefusedError                12   the run refuses the work of this learner
+    ├── RefusedError                12   the run refuses the work of this learner
+    └── ObjectStoreError            13   object storage cannot be reached, or refuses
+        ├── ObjectMissingError           there is no such object, or it has another content by now
+        └── ObjectExistsError            there is an object already where one was to be created
 """
 
 from __future__ import annotations
@@ -177,3 +180,17 @@ class WanError(DilocoError):
     """The relay of an emulated WAN does not answer, cannot listen, or cannot obey."""
 
     exit_code = 8
+
+
+class ObjectStoreError(DilocoError):
+    """Object storage, the Hugging Face hub or a web server cannot be reached, or refuses. No message has credentials."""
+
+    exit_code = 13
+
+
+class ObjectMissingError(ObjectStoreError):
+    """There is no such object, or it was replaced while it was read."""
+
+
+class ObjectExistsError(ObjectStoreError):
+    """There is an object already where one was to be created; nothing was stored."""

@@ -37,16 +37,18 @@ import typer
 from diloco import __version__
 from diloco.control.changes import read_changes
 from diloco.control.whole import read_whole
-from diloco.errors import MessageError, RunError, SettingsError
+from diloco.errors import MessageError, ObjectStoreError, RunError, SettingsError
 from diloco.nats.transport import NatsTransport
 from diloco.process import files
+from diloco.settings.places import StoragePlace, has_scheme, parse_place
 from diloco.states import state, statefolder
 from diloco.states.statefolder import StateFolder
 from diloco.wire.control import MarkerAnswer
 from diloco_ops.audit import residuals
 from diloco_ops.broker import snapshot
 from diloco_ops.broker.snapshot import StreamSnapshot
-from diloco_ops.checkpoints import collecting, manifest
+from diloco_ops.checkpoints import collecting, in_bucket, manifest
+from diloco_ops.checkpoints.in_bucket import ClaimedNumber
 from diloco_ops.checkpoints.manifest import FragmentCut, Manifest, RunCheckpoint, SavedFile, SavedLearner, SavedStream, hash_of
 from diloco_ops.checkpoints.marker import Marking, States, heads
 from diloco_ops.operate.changing import Say
@@ -180,7 +182,7 @@ class _Saver:
             version=self._version(learners, others=number is not None or bool(keep_own)),
             made_by=__version__,
             run=directory.name,
-            settings=directory.settings.model_dump(),
+            settings=directory.settings.for_members().model_dump(),
             data=directory.data,
             map_digest=self.run.map.digest.hex(),
             created_at_s=time.time(),
@@ -243,33 +245,85 @@ def _stated_files(answer: MarkerAnswer, targets: Sequence[Path]) -> list[SavedFi
     return [SavedFile(str(target), size, hash_.hex()) for target, (size, hash_) in zip(targets, described, strict=True)]
 
 
+def _send(claimed: ClaimedNumber, taken: RunCheckpoint, say: Say) -> None:
+    """Send a checkpoint to a place, and say so.
+
+    Raises:
+        ObjectStoreError: the place cannot be written; the folder stays.
+    """
+    began_s = time.monotonic()
+    try:
+        claimed.upload(taken)
+    except ObjectStoreError as error:
+        place = claimed.place.parent
+        raise ObjectStoreError(
+            f"{error}; the checkpoint stays in {taken.path}; to send it: diloco checkpoint collect {taken.path} --out {place}"
+        ) from None
+    say(
+        f"sent to {claimed.place} in {duration(time.monotonic() - began_s)}; go on from it with: diloco up --resume "
+        f"{claimed.place} --run-dir NEW"
+    )
+
+
 def checkpoint(
     words: Annotated[list[Path], typer.Argument(metavar="DIR", help="The run's directory. Or: collect CHECKPOINT FOLDER...")],
-    out: Annotated[Path | None, typer.Option(help="Where to put it; default: the next number in DIR/whole.")] = None,
+    out: Annotated[
+        str | None,
+        typer.Option(
+            help="Where to put it; default: the next number in DIR/whole. At a place (s3://, gs://, az://, hf://): the next "
+            "number below it. With collect: only a place, to which the checkpoint is sent when it is whole."
+        ),
+    ] = None,
 ) -> int:
     """Take a checkpoint of a whole run, without a pause. Exit code 1 if learners' states are still on other machines.
 
     `diloco checkpoint collect CHECKPOINT FOLDER...` completes the checkpoint with these states from folders.
     """
+    target = target_of(out)
+    place = target if isinstance(target, StoragePlace) else None
+    if place is not None:
+        in_bucket.lower_priority()
     if words[0] == Path("collect") and len(words) > 1:
-        if out is not None:
-            raise SettingsError("diloco checkpoint collect: --out applies only to taking a checkpoint")
-        return asyncio.run(collecting.collect(words[1], words[2:]))
+        if out is not None and place is None:
+            raise SettingsError(f"--out {out}: diloco checkpoint collect takes only a place, such as s3://BUCKET/FOLDER")
+        code = asyncio.run(collecting.collect(words[1], words[2:]))
+        if place is not None and code == 0:
+            _send(in_bucket.claim_number(place), manifest.load(words[1]), print)
+        return code
     if len(words) > 1:
         raise SettingsError(f"diloco checkpoint: one DIR, or: collect CHECKPOINT FOLDER...; not {' '.join(map(str, words))}")
-    return 1 if asyncio.run(take_and_tell(words[0], out)) else 0
+    return 1 if asyncio.run(take_and_tell(words[0], target)) else 0
 
 
-async def take_and_tell(path: Path, out: Path | None = None, say: Say = print) -> list[str]:
+def target_of(out: str | None) -> Path | StoragePlace | None:
+    """Return the folder or the place that ``--out`` names.
+
+    Raises:
+        SettingsError: it is a place that may hold credentials, or of an unknown scheme.
+    """
+    if not out:
+        return None
+    return parse_place(out, "--out") if has_scheme(out) else Path(out)
+
+
+async def take_and_tell(path: Path, out: Path | StoragePlace | None = None, say: Say = print) -> list[str]:
     """Take a checkpoint, and print its place and how to continue from it. Return the learners with states on other machines.
+
+    At a place, the next number below it is filled if all states are here; the folder on this machine is removed then.
 
     Raises:
         RunError, BrokerError: as :func:`take`; or the disk is full.
+        ObjectStoreError: the place cannot be written. It is said before anything is taken, if it is known then.
     """
     began_s = time.monotonic()
+    claimed = await asyncio.to_thread(in_bucket.claim_number, out) if isinstance(out, StoragePlace) else None
     try:
-        taken, problems = await take(path, out)
-    except OSError as error:
+        taken, problems = await take(path, None if isinstance(out, StoragePlace) else out)
+    except BaseException as error:
+        if claimed is not None:
+            claimed.give_back()
+        if not isinstance(error, OSError):
+            raise
         raise RunError(f"{path}: no checkpoint was taken: {error}; the run goes on") from None
     saved, absent = taken.manifest, taken.absent()
     versions = [cut.version for cut in saved.fragments]
@@ -285,6 +339,12 @@ async def take_and_tell(path: Path, out: Path | None = None, say: Say = print) -
         say(f"with checkpoints of their own: {', '.join(saved.keep_own)}")
     if absent:
         collecting.tell_absent(taken, say)
+        if claimed is not None:
+            await asyncio.to_thread(claimed.give_back)
+            say(f"it is not sent before it is whole: add --out {out} to that command")
+    elif claimed is not None:
+        await asyncio.to_thread(_send, claimed, taken, say)
+        shutil.rmtree(taken.path)
     else:
         say(f"go on from it with: diloco up --resume {taken.path} --run-dir NEW")
     return list(absent)

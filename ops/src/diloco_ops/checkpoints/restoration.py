@@ -32,12 +32,13 @@ from diloco.process import observe
 from diloco.service.rundir import RunDirectory
 from diloco.settings import folders
 from diloco.settings.loading import parse_assignments
+from diloco.settings.places import has_scheme, parse_place
 from diloco.settings.run import RunSettings
 from diloco.wire.subjects import Subjects
 from diloco_ops.broker import snapshot
 from diloco_ops.broker.server import CONNECT_TIMEOUT_S, Server
 from diloco_ops.broker.snapshot import StreamSnapshot
-from diloco_ops.checkpoints import manifest
+from diloco_ops.checkpoints import in_bucket, manifest
 from diloco_ops.checkpoints import restore as prepared
 from diloco_ops.checkpoints.manifest import RunCheckpoint
 from diloco_ops.operate.changing import Say
@@ -52,7 +53,7 @@ TAG, MADE_BY, CONTENT = "diloco_restore", "diloco_restore_by", "diloco_restore_c
 
 
 def restore(
-    source: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint of a whole run.")],
+    source: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint of a whole run, or its place.")],
     nats_url: Annotated[
         str, typer.Option("--nats", envvar="DILOCO_NATS_URL", help="NATS server; with regions, the control store.")
     ],
@@ -72,14 +73,14 @@ def restore(
 
 
 async def restore_to(
-    path: Path,
+    given: str | Path,
     nats_url: str,
     bulk: Sequence[str],
     identity: Path | None,
     overrides: Mapping[str, Any],
     say: Say = print,
 ) -> None:
-    """Restore the checkpoint in ``path`` onto servers.
+    """Restore a checkpoint, which may lie at a place, onto servers.
 
     Raises:
         SettingsError: a server is missing or unknown, or an override is impossible; nothing was changed.
@@ -87,8 +88,13 @@ async def restore_to(
         BrokerError: a server does not answer, or refuses. The command can be typed again.
     """
     began_s = time.monotonic()
-    source = manifest.load(path)
-    source.check_run()
+    if has_scheme(str(given)):
+        source, notes = in_bucket.find(parse_place(str(given), COMMAND), RunCheckpoint.check_run)
+        for note in notes:
+            say(f"note: {note}")
+    else:
+        source = manifest.load(Path(given))
+        source.check_run()
     settings = resume.changed(source, overrides, COMMAND)
     run = source.manifest.run
     urls = region_logs.urls_of(bulk, settings.regions.names, LEFT_OUT)

@@ -14,6 +14,7 @@ from diloco.core.run.changes import SETTABLE, Effective
 from diloco.errors import DilocoError, SettingsError
 from diloco.process.observe import Logger
 from diloco.settings.loading import parse_assignments
+from diloco.settings.places import loggable
 from diloco.settings.validation import value_of
 from diloco.wire.plain import json_object
 from diloco_ops.checkpoints import checkpoint
@@ -66,7 +67,9 @@ class OperatorActions:
             return JSONResponse({"error": f"expected a JSON object of strings, of at most {MAX_BYTES} bytes"}, 400)
         lines: list[str] = []
         async with self._one_at_a_time:
-            self.log.info("page_action", action=name, operator=self.operator, **{f"given_{key}": given[key] for key in given})
+            self.log.info(
+                "page_action", action=name, operator=self.operator, **{f"given_{key}": loggable(given[key]) for key in given}
+            )
             try:
                 code = await known(given, lines.append)
             except DilocoError as error:
@@ -76,7 +79,7 @@ class OperatorActions:
 
     async def _checkpoint(self, given: Given, say: Say) -> None:
         out = _text(given, "out")
-        await checkpoint.take_and_tell(self.directory, Path(out) if out else None, say)
+        await checkpoint.take_and_tell(self.directory, checkpoint.target_of(out), say)
 
     async def _set(self, given: Given, say: Say) -> None:
         wanted = parse_assignments([f"{_needed(given, 'key')}={_needed(given, 'value')}"], operate.COMMAND)

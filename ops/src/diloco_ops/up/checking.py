@@ -20,11 +20,12 @@ from diloco.settings.loading import assignment
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
 from diloco.settings.time_limits import check_time_limits
+from diloco_ops.inputs import data_source
 from diloco_ops.learner_programs import TORCH
 from diloco_ops.reading.asking import ask
 from diloco_ops.up.environment import learner_environment, mesh_of
 from diloco_ops.up.project import project_in
-from diloco_ops.up.up import DEFAULT_PRESET, data_source, overrides_of
+from diloco_ops.up.up import DEFAULT_PRESET, overrides_of
 from diloco_ops.up.up_options import Data, Preset, Set, TaskOptions, TorchProcesses
 from diloco_report.units import count, decimal, size
 

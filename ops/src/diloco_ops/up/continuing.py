@@ -67,7 +67,7 @@ class ContinuationSource:
             RunError: an override concerns what may not change; it is named.
             SettingsError: an override is no setting, or out of range.
         """
-        wanted = changed_settings(settings, self.overrides, "diloco up --continue")
+        wanted = changed_settings(settings.for_members(), self.overrides, "diloco up --continue")
         for key in KEPT:
             kept, given = ({key: _plain(value_of(each, key))} for each in (settings, wanted))
             difference = creation.first_difference(given, kept)

@@ -15,6 +15,7 @@ from rich.table import Table
 from diloco.errors import DataError, DilocoError, SettingsError
 from diloco.settings.counts import COUNT, parse_count
 from diloco.settings.loading import parse_assignments
+from diloco.settings.places import has_scheme, parse_place
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
 from diloco_ops.default_text import default_of
@@ -27,10 +28,11 @@ from diloco_report.units import count, decimal, share
 
 def data(
     mix: Annotated[
-        Path,
+        str,
         typer.Argument(
             metavar="DATA",
-            help="A mix.toml, as for diloco up --data; or a file of conversations (.jsonl, .json), or a folder of such files.",
+            help="A mix.toml, as for diloco up --data; or a file of conversations (.jsonl, .json), or a folder of such files; "
+            "or the place of one.",
         ),
     ],
     tokens: Annotated[
@@ -74,25 +76,37 @@ def data(
         _show_speed(found, settings)
 
 
-def described_chats(data: Path, settings: RunSettings, tokenizer: Path, template: Path | None) -> dict[str, Any]:
+def _existing(data: str) -> str:
+    """Return the whole path of data, or their place.
+
+    Raises:
+        DataError: there is no such file or folder.
+        SettingsError: it is no place.
+    """
+    if has_scheme(data):
+        return str(parse_place(data, "diloco data"))
+    if not Path(data).exists():
+        raise DataError(f"{data}: there is no such file or folder")
+    return str(Path(data).resolve())
+
+
+def described_chats(data: str, settings: RunSettings, tokenizer: Path, template: Path | None) -> dict[str, Any]:
     """Return what ``python -m diloco_learner.chats.describe`` says.
 
     Raises:
         DataError: there is no such file or folder.
         ServiceFailed: the conversations cannot be trained on.
     """
-    if not data.exists():
-        raise DataError(f"{data}: there is no such file or folder")
     request = {
         "settings": settings.model_dump(),
-        "data": str(data.resolve()),
+        "data": _existing(data),
         "tokenizer": str(tokenizer.resolve()),
         "template": None if template is None else str(template.resolve()),
     }
     return ask("chats.describe", request, learner_environment(0, 1, None))
 
 
-def described(mix: Path, settings: RunSettings) -> dict[str, Any]:
+def described(mix: str, settings: RunSettings) -> dict[str, Any]:
     """Return what ``python -m diloco_learner.mix.describe`` says.
 
     Raises:
@@ -101,11 +115,10 @@ def described(mix: Path, settings: RunSettings) -> dict[str, Any]:
     """
     if find_spec(LEARNER) is None:
         raise DilocoError("not installed: diloco-learner, which reads the data; pip install 'diloco[data]'")
-    if not mix.exists():
-        raise DataError(f"{mix}: file does not exist")
-    if mix.suffix != ".toml":
+    if not mix.endswith(".toml"):
+        _existing(mix)
         raise DataError(f"{mix}: expected a mix.toml, or conversations with the tokenizer of the model: --tokenizer DIR")
-    request = {"settings": settings.model_dump(), "data": str(mix.resolve())}
+    request = {"settings": settings.model_dump(), "data": _existing(mix)}
     return ask("mix.describe", request, learner_environment(0, 1, None))
 
 

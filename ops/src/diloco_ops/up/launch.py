@@ -39,6 +39,7 @@ from diloco_ops.finetune.harness import HarnessRequest
 from diloco_ops.learner_programs import EVALUATOR, processes_of, programs_of
 from diloco_ops.live import screen
 from diloco_ops.live.watched import Watched
+from diloco_ops.publish import publisher
 from diloco_ops.reading import inspect, region_logs
 from diloco_ops.reading.run_reader import read_chains
 from diloco_ops.report import build, reference
@@ -54,6 +55,7 @@ from diloco_ops.wan import control as wan
 from diloco_report import page
 from diloco_report.units import count, lasting
 
+PUBLISHER = "publisher"
 TEND_S = 0.1  # a killed service is begun again after so long at most
 POLL_S = 0.5  # the live view moves twice a second
 PLAIN_EVERY_S = 4.0  # with the time of an answer, a line comes within 5 s
@@ -180,7 +182,11 @@ class Launcher:
             # learners first: at their end they still ask the others
             saved = directory.path / statefolder.FOLDER
             learners = {program.module for program in self._programs.values()}
-            orders = sorted(learners), ["diloco_syncer", "diloco_coordinator"], ["diloco_ops.wan", harness.MODULE]
+            orders = (
+                sorted(learners),
+                ["diloco_syncer", "diloco_coordinator"],
+                ["diloco_ops.publish", "diloco_ops.wan", harness.MODULE],
+            )
             self.services.end(*orders, writing=lambda: files.drafted_bytes(saved))
             if link is not None:
                 await link.close()
@@ -224,16 +230,16 @@ class Launcher:
         for index in range(syncer_count(settings) + self.asked.standbys):
             self._start_service(f"syncer-{index}", "diloco_syncer", place(index, reaches_others=True))
         before = statefolder.weights_before(self.directory.path)  # it may have been moved since it was begun
-        given = {"data": self.directory.data, "init": self.directory.init, "init_names": self.directory.init_names}
-        if before.exists():
-            given["init"] = str(before)
+        init = str(before) if before.exists() else self.directory.init
+        given = {"data": self.directory.data, "init": init, "init_names": self.directory.init_names}
         given = {name: value for name, value in given.items() if value is not None}
-        names = self.directory.learner_names
-        for share_, name in enumerate(names):
+        for share_, name in enumerate(self.directory.learner_names):
             values = place(share_) | {"share": share_, "slow": self.slow.get(name, 1.0)} | given
-            self._start_learner(name, values, share_, _core(share_, len(names)))
+            self._start_learner(name, values, share_, _core(share_, learners))
+        if settings.publish.to:
+            self._start(PUBLISHER, "diloco_ops.publish", {"directory": str(self.directory.path)})
         if self.directory.starts_learners:
-            self._start_learner(EVALUATOR, place(0) | {"role": "evaluator"} | given, len(names), None)
+            self._start_learner(EVALUATOR, place(0) | {"role": "evaluator"} | given, learners, None)
         if self.asked.harness is not None:
             self._start(harness.NAME, harness.MODULE, self.asked.harness.values(self.directory.path))
 
@@ -287,7 +293,7 @@ class Launcher:
         config = self.directory.path / "services" / f"{name}.toml"
         files.replace_text(config, tomli_w.dumps(_without_none(values)))
         environment = environment or service_environment()
-        dispensable = values.get("role") == "evaluator"  # no other service waits for its results
+        dispensable = name in (EVALUATOR, PUBLISHER)  # no other service waits for its results
         self.services.start(name, module, config, environment, cores, endless=endless, dispensable=dispensable, group=group)
 
     async def _tend(self, link: NatsTransport, tracking: Tracking) -> bool:
@@ -378,7 +384,7 @@ class Launcher:
     def _with_failures(self, status: dict[str, Any]) -> dict[str, Any]:
         """Return a status that also has the errors of services without which the run goes on."""
         ended = {name: str(failure).partition(": ")[2] for name, failure in self.services.failures.items()}
-        return status | {"failures": status.get("failures", {}) | ended}
+        return status | {"failures": status.get("failures", {}) | publisher.failures(self.directory.path, PUBLISHER) | ended}
 
     def _say_status(self, status: dict[str, Any]) -> None:
         """Say what a view would show, every few seconds; an error once, while it lasts."""

@@ -24,11 +24,12 @@ from diloco.nats.transport import NatsTransport
 from diloco.process import observe
 from diloco.service import rundir
 from diloco.service.rundir import RunDirectory
+from diloco.settings.places import has_scheme, parse_place
 from diloco.settings.presets import changed_settings
 from diloco.settings.run import DEPLOYMENT, RunSettings
 from diloco.states import statefolder
 from diloco_ops.broker.server import CONNECT_TIMEOUT_S
-from diloco_ops.checkpoints import checkpoint, manifest, restore
+from diloco_ops.checkpoints import checkpoint, in_bucket, manifest, restore
 from diloco_ops.checkpoints.manifest import RunCheckpoint
 from diloco_ops.reading import run_reader
 from diloco_ops.up.embedded import Embedded
@@ -42,15 +43,21 @@ class ResumeSource:
     notes: list[str]
 
 
-def find(path: Path, at: int | None = None) -> ResumeSource:
-    """Find the checkpoint to go on from: ``path`` itself, or the newest whole one of the run whose directory it is.
+def find(given: str | Path, at: int | None = None) -> ResumeSource:
+    """Find the checkpoint to go on from: what is given, or the newest whole one of the run whose directory it is.
+
+    A place has checkpoints below it, or is one; it is brought to this machine.
 
     If there is none yet, take a checkpoint of the stopped run; of one that is over, too, where it is to begin again ``at`` an
     earlier version. A damaged one is passed over for an older whole one.
 
     Raises:
         RunError: there is none; the fault of every candidate is named.
+        ObjectStoreError: its place cannot be read.
     """
+    if has_scheme(str(given)):
+        return ResumeSource(*in_bucket.find(parse_place(str(given), "--resume"), RunCheckpoint.check))
+    path = Path(given)
     if (path / "run.json").exists():
         candidates = [folder for _, folder in sorted(manifest.numbered(path / manifest.FOLDER).items(), reverse=True)]
         if not candidates:

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from diloco.control import creation
-from diloco.errors import DataError, DilocoError, RunError, SettingsError
+from diloco.errors import DilocoError, RunError, SettingsError
 from diloco.nats import streams
 from diloco.nats.opening import checked, shown
 from diloco.nats.transport import NatsTransport
@@ -28,12 +28,14 @@ from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
 from diloco.settings.time_limits import check_time_limits
 from diloco.wire.subjects import Subjects
+from diloco_ops import inputs
 from diloco_ops.broker.server import CONNECT_TIMEOUT_S
 from diloco_ops.checkpoints.manifest import RunCheckpoint
 from diloco_ops.finetune import harness, memory_need, model_options
 from diloco_ops.finetune.harness import EVERY_MINUTES, EvalArgs, EvalEvery, EvalTasks
 from diloco_ops.finetune.model_options import AllowCode, ChosenModel, Lora, Model, ModelRequest, Qlora
 from diloco_ops.prerequisites import check_installed, check_server, slow_factors
+from diloco_ops.publish import owner
 from diloco_ops.reading import local_runs
 from diloco_ops.track.trackers import TRACKERS
 from diloco_ops.up import compiling, continuing, origin, pages, resume, task_check
@@ -113,7 +115,7 @@ def up(
     check_installed(track or [])
     evaluations = harness.asked(eval_, eval_every, eval_args)
     source, directory = _source(_CameFrom(resume_from, resume_at, continue_from), path, preset, overrides, data, nats_url)
-    directory = _beginning_with(directory, init, names, source)
+    directory = inputs.beginning_with(directory, init, names, source)
     check_server(nats_url, directory.settings)
     slowed = slow_factors(slow or [], directory.learner_names)
     directory = _shaped(directory, devices_per_learner, processes_per_learner, least_processes)
@@ -143,7 +145,7 @@ def overrides_of(set_: list[str] | None, options: list[str] | None, chosen: Chos
 class _CameFrom:
     """The options that say what a run goes on from."""
 
-    resume: Path | None
+    resume: str | None
     resume_at: int | None
     continued: Path | None
 
@@ -187,6 +189,10 @@ def locked_run(
     """Lock a run's directory, after a run that begins there was checked and before it is written.
 
     Yield the directory, and whether there is a run to go on with. ``quiet``: print no lines about what takes long.
+
+    Raises:
+        SettingsError: another run publishes where this one is to.
+        ObjectStoreError: nothing can be published there.
     """
     existed, resumed = directory.path.exists(), (directory.path / "run.json").exists()
     with compiling.kernels_compiled(quiet=quiet):
@@ -196,8 +202,9 @@ def locked_run(
                 directory = _checked(directory, source, nats_url)
     directory = origin.noted(directory)
     with rundir.locked(directory.path):
-        if not resumed:
-            directory = _begun(directory, source, at, existed=existed, quiet=quiet)
+        with owner.claimed(directory):
+            if not resumed:
+                directory = _begun(directory, source, at, existed=existed, quiet=quiet)
         yield directory, resumed or source is not None
 
 
@@ -241,29 +248,6 @@ def _begun(
             return _prepare(source, directory, at, existed=existed)
     directory.save()
     return directory
-
-
-def _beginning_with(
-    directory: RunDirectory, init: Path | None, names: Path | None, source: RunCheckpoint | continuing.ContinuationSource | None
-) -> RunDirectory:
-    """Return a run's directory that begins with the weights in a file or folder, if one is given.
-
-    Raises:
-        SettingsError: it goes on from a checkpoint, which has them; or there are names of no weights.
-        RunError: it has begun with others.
-    """
-    if init is None:
-        if names is not None:
-            raise SettingsError(f"--names {names}: needs --init PATH, the weights whose tensors have these names")
-        return directory
-    if source is not None:
-        option = "--resume" if isinstance(source, RunCheckpoint) else "--continue"
-        raise SettingsError(f"--init {init}: a run of {option} already has weights; leave one of the options out")
-    file, named = str(init.resolve()), None if names is None else str(names.resolve())
-    if (directory.path / "run.json").exists() and (directory.init, directory.init_names) != (file, named):
-        began = f"the weights in {directory.init}" if directory.init else "the weights that its task creates"
-        raise RunError(f"{directory.path}: this run was started with {began}; resume it without --init")
-    return replace(directory, init=file, init_names=named)
 
 
 def _shaped(directory: RunDirectory, devices: int | None, processes: int | None, least: int | None) -> RunDirectory:
@@ -314,27 +298,12 @@ def tell_end(report: dict[str, Any] | None, directory: RunDirectory, json_: bool
     return 0
 
 
-def data_source(data: str | None, settings: RunSettings) -> str | None:
-    """Return ``--data`` as services are told it: an absolute path, or a string that only the run's own task understands.
-
-    Raises:
-        DataError: the built-in task would not find it.
-    """
-    if data is None:
-        return None
-    if Path(data).exists():
-        return str(Path(data).resolve())
-    if settings.task.name == "gpt":
-        raise DataError(f"--data {data}: there is no such file or folder")
-    return data
-
-
 def directory_of(
     path: Path, settings: RunSettings, given: bool, data: str | None = None, nats_url: str | None = None
 ) -> RunDirectory:
     """Return the run's directory; a new one is not written yet."""
     if not (path / "run.json").exists():
-        data = data_source(data, settings)
+        data = inputs.data_source(data, settings)
         rundir.check_free(path)
         if not _is_new(path):
             raise RunError(f"{path}: exists, is not empty, and is not a run's directory; choose another directory")
@@ -350,7 +319,7 @@ def directory_of(
     if given and directory.settings != settings:
         difference = creation.first_difference(directory.settings.model_dump(), settings.model_dump())
         raise RunError(f"{path}: this run was begun with other settings ({difference}); resume it without settings")
-    if data is not None and data_source(data, directory.settings) != directory.data:
+    if data is not None and inputs.data_source(data, directory.settings) != directory.data:
         raise RunError(f"{path}: this run was begun with data {directory.data}; resume it without --data")
     return directory
 
@@ -379,7 +348,7 @@ async def _check_name(name: str, url: str) -> None:
 
 
 def _resumed(
-    source: Path, at: int | None, path: Path, preset: str, overrides: dict[str, Any], data: str | None, nats_url: str | None
+    source: str, at: int | None, path: Path, preset: str, overrides: dict[str, Any], data: str | None, nats_url: str | None
 ) -> tuple[RunCheckpoint, RunDirectory]:
     """Return the checkpoint to go on from, and the new run's directory, which is not written yet."""
     _check_new(path, "a checkpoint")
@@ -391,10 +360,10 @@ def _resumed(
     _check_preset(source, manifest.run, settings, preset)
     learners = _learners(overrides)
     settings = resume.changed(found.checkpoint, overrides)
-    data = manifest.data if data is None else data_source(data, settings)
+    data = manifest.data if data is None else inputs.data_source(data, settings)
     directory = RunDirectory(path.resolve(), manifest.run, nats_url or "", data, settings, learners=learners)
-    if (source / "run.json").exists():  # its learners' states are those of such learners
-        directory = directory.with_learners_of(rundir.load(source))
+    if (Path(source) / "run.json").exists():  # its learners' states are those of such learners
+        directory = directory.with_learners_of(rundir.load(Path(source)))
     return found.checkpoint, directory
 
 
@@ -414,7 +383,7 @@ def _continued(
         raise RunError(
             f"{path}: was not made by diloco up, and does not say which data the run's learners had; give them with --data"
         )
-    given = old.data if data is None else data_source(data, settings)
+    given = old.data if data is None else inputs.data_source(data, settings)
     learners = old.learners if learners is None else learners
     directory = RunDirectory(new.resolve(), _name_of(new), nats_url or "", given, settings, learners=learners)
     return source, directory.with_learners_of(old)
@@ -431,7 +400,7 @@ def _is_new(path: Path) -> bool:
     return not path.exists() or all(entry.name == rundir.LOCK for entry in path.iterdir())
 
 
-def _check_preset(source: Path, run: str, settings: RunSettings, preset: str) -> None:
+def _check_preset(source: Path | str, run: str, settings: RunSettings, preset: str) -> None:
     if preset not in (DEFAULT_PRESET, settings.preset):
         raise RunError(f"{source}: run {run!r} has preset {settings.preset}; it cannot go on with --preset {preset}")
 

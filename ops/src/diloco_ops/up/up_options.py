@@ -29,19 +29,26 @@ TokenBudget = Annotated[
 Data = Annotated[
     str | None,
     typer.Option(
-        help="File or folder of text, conversations for --model, or what your task reads; default: Python's standard library."
+        help="File or folder of text, conversations for --model, a place of these (s3://, gs://, az://, hf://, https://), or what "
+        "your task reads; default: Python's standard library."
     ),
 ]
 Preset = Annotated[str, typer.Option(help=f"{', '.join(PRESETS)}.")]
 Set = Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE, any setting; repeatable.")]
 TaskOptions = Annotated[list[str] | None, typer.Option("--task", help="KEY=VALUE, an option of your own task; repeatable.")]
 Init = Annotated[
-    Path | None, typer.Option(help="Weights to begin with: a safetensors file, or a folder as Hugging Face has them.")
+    str | None,
+    typer.Option(
+        help="Weights to begin with: a safetensors file, or a folder as Hugging Face has them, or the place of either "
+        "(s3://, gs://, az://, hf://, https://)."
+    ),
 ]
 Names = Annotated[Path | None, typer.Option(help="JSON file that maps the model's tensor names to those in the weights.")]
 ResumeFrom = Annotated[
-    Path | None,
-    typer.Option("--resume", help="Continue from a checkpoint, or from a run's directory, in a new directory (--run-dir)."),
+    str | None,
+    typer.Option(
+        "--resume", help="Continue from a checkpoint or its place, or from a run's directory, in a new directory (--run-dir)."
+    ),
 ]
 ResumeAt = Annotated[int | None, typer.Option(min=0, help="With --resume: start again from this version of every fragment.")]
 DevicesPerLearner = Annotated[

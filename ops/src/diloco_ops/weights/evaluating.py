@@ -20,14 +20,16 @@ from safetensors import SafetensorError, safe_open
 from diloco.errors import RunError, SettingsError
 from diloco.settings import folders
 from diloco.settings.loading import parse_assignments
+from diloco.settings.places import has_scheme, parse_place
 from diloco.settings.presets import changed_settings
 from diloco.settings.run import RunSettings
+from diloco.storage.fetching import fetched
+from diloco_ops.inputs import data_source
 from diloco_ops.reading import run_reader
 from diloco_ops.reading.asking import ask
 from diloco_ops.reading.local_runs import newest_run
 from diloco_ops.up.environment import learner_environment
 from diloco_ops.up.run_summary import printable
-from diloco_ops.up.up import data_source
 from diloco_ops.weights import export, scratch
 from diloco_ops.weights.export import TASK
 from diloco_ops.weights.versions import LATEST, ChosenVersions, WantedVersion, choose_versions, parsed_version
@@ -35,10 +37,10 @@ from diloco_report.samples import trimmed
 from diloco_report.units import decimal
 
 Weights = Annotated[
-    Path | None,
+    str | None,
     typer.Argument(
         metavar="[DIR|FILE]",
-        help="A run's directory, or a file written by diloco export. Default: the newest directory in runs/.",
+        help="A run's directory, or a file written by diloco export, or its place. Default: the newest directory in runs/.",
         show_default=False,
     ),
 ]
@@ -64,7 +66,7 @@ def evaluate(
     json_: Json = False,
 ) -> None:
     """Evaluate a run's model, or one in a file, on the task's held-out data."""
-    found = result(EvaluationRequest(weights or newest_run("diloco eval"), version, average, data, set_ or []), None)
+    found = result(EvaluationRequest(_chosen(weights, "diloco eval"), version, average, data, set_ or []), None)
     _tell_versions(found)
     if json_:
         print(json.dumps(found))
@@ -90,11 +92,18 @@ def sample(
 ) -> None:
     """Generate text with a run's model, or with one in a file."""
     wanted = {"seed": seed, "count": count, "prompt": prompt, "early": True}
-    found = result(EvaluationRequest(weights or newest_run("diloco sample"), version, average, data, set_ or []), wanted)
+    found = result(EvaluationRequest(_chosen(weights, "diloco sample"), version, average, data, set_ or []), wanted)
     _tell_versions(found)
     if found["early"] is not None:
         print(f"diloco: note: {found['early']}", file=sys.stderr)
     print(json.dumps(found) if json_ else printable(trimmed(found["prompt"] + found["sample"])))
+
+
+def _chosen(weights: str | None, command: str) -> Path:
+    """Return the run's directory, or the file of weights, which is brought here from its place."""
+    if weights is None:
+        return newest_run(command)
+    return fetched(str(parse_place(weights, command))) if has_scheme(weights) else Path(weights)
 
 
 def _tell_versions(found: Mapping[str, Any]) -> None:

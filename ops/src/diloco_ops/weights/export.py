@@ -31,12 +31,13 @@ from diloco.log.follower import LogFollower
 from diloco.log.reader import Room, in_memory
 from diloco.log.stream import pass_over
 from diloco.process import files, observe
+from diloco.settings.places import has_scheme, parse_place
 from diloco.weights_files import naming, tying
 from diloco.weights_files.naming import Names, Naming
 from diloco_ops.reading import run_reader
 from diloco_ops.reading.local_runs import newest_run
 from diloco_ops.reading.run_reader import RunReader
-from diloco_ops.weights import model_files, orbax_weights, peft_weights, scratch, weights_file
+from diloco_ops.weights import in_place, model_files, orbax_weights, peft_weights, scratch, weights_file
 from diloco_ops.weights.versions import LATEST, Versions, WantedVersion, choose_versions, parsed_version, stated, version_of
 from diloco_ops.weights.weights_file import SHARD_BYTES, Precision, Weights
 from diloco_report.units import model_size, size
@@ -45,6 +46,7 @@ M_MMAP_THRESHOLD, BUFFER_BYTES = -3, 128 << 10  # glibc's mallopt; buffers of pa
 TASK = "diloco_task"  # in a file's metadata: the settings of the task, as JSON
 
 Vector = NDArray[np.float32]
+AskTask = Callable[[RunReader], model_files.ModelFacts]
 Format = Literal["safetensors", "hf", "peft", "orbax"]
 FormatOption = Annotated[
     Format,
@@ -72,7 +74,6 @@ TORCH = Path("torch")  # as --names: the names that PyTorch's state_dict() has
 class ExportRequest:
     """The weights that are asked for, and the form in which they are to be written."""
 
-    out: Path
     format: Format
     version: WantedVersion
     average: int
@@ -84,10 +85,11 @@ class ExportRequest:
 
 def export(
     places: Annotated[
-        list[Path],
+        list[str],
         typer.Argument(
             metavar="[DIR] OUT",
-            help="The run's directory (default: the newest in runs/), and the file or folder to write.",
+            help="The run's directory (default: the newest in runs/), and the file or folder to write, or its place "
+            "(s3://, gs://, az://, hf://).",
         ),
     ],
     format_: FormatOption = "safetensors",
@@ -110,11 +112,11 @@ def export(
     if len(places) > 2:
         raise SettingsError(f"diloco export: {places[2]}: one argument too many; expected [DIR] OUT")
     *directories, out = places
+    place = parse_place(out, "diloco export:") if has_scheme(out) else None
     _check_options(format_, names, config, shard_bytes)
     if format_ == "orbax":
         orbax_weights.load()
     asked = ExportRequest(
-        out=out,
         format=format_,
         version=parsed_version(version),
         average=average,
@@ -124,14 +126,25 @@ def export(
         shard_bytes=shard_bytes,
     )
     _give_buffers_back()
-    write_draft = _new_folder if format_ != "safetensors" else _new_file
-    directory = directories[0] if directories else newest_run("diloco export")
+    directory = Path(directories[0]) if directories else newest_run("diloco export")
+    if place is None:
+        written = _write_here(directory, Path(out), asked)
+    else:
+        in_place.check_free(place, folder=format_ != "safetensors")
+        with in_place.draft_in(directory, place.name) as draft:
+            written = _write_here(directory, draft, asked)
+            in_place.send(draft, place)
+    print(f"{out}: {size(written)}")
+
+
+def _write_here(directory: Path, out: Path, asked: ExportRequest) -> int:
+    """Write what is asked for on this machine; return its bytes."""
+    write_draft = _new_folder if asked.format != "safetensors" else _new_file
     try:
         write_draft(out, lambda draft: asyncio.run(_export(directory, draft, asked)))
     except OSError as error:
         raise RunError(f"{out}: was not written: {error}") from None
-    written = [out] if out.is_file() else [each for each in out.rglob("*") if each.is_file()]
-    print(f"{out}: {size(sum(each.stat().st_size for each in written))}")
+    return sum(each.stat().st_size for each in in_place.files_of(out).values())
 
 
 def _check_options(format_: Format, names: Path | None, config: Path | None, shard_bytes: int | None) -> None:
@@ -182,8 +195,7 @@ def _new_folder(path: Path, write: Callable[[Path], None]) -> None:
 async def _export(path: Path, draft: Path, asked: ExportRequest) -> None:
     async with run_reader.opened(path) as seen:
         chosen = await choose_versions(seen, asked.version)
-        with await asyncio.to_thread(_opened, seen, draft, asked, chosen.versions) as weights:
-            versions = await write(seen, weights, chosen.versions, asked.average, scratch.in_folder(draft.parent))
+        versions = await export_versions(seen, draft, asked, chosen.versions)
         over = await seen.state()
         mean = f", each the mean of {asked.average}" if asked.average > 1 else ""
         print(
@@ -193,7 +205,25 @@ async def _export(path: Path, draft: Path, asked: ExportRequest) -> None:
         )
 
 
-def _opened(seen: RunReader, draft: Path, asked: ExportRequest, versions: Versions) -> AbstractContextManager[Weights]:
+async def export_versions(
+    seen: RunReader, draft: Path, asked: ExportRequest, versions: Versions, ask_task: AskTask | None = None
+) -> list[int]:
+    """Write a run's weights as of these versions into a draft that is not there yet; return the version of each fragment.
+
+    ``ask_task`` returns what the run's task says of its files; by default :func:`model_files.facts_of`.
+
+    Raises:
+        MachineError, RunError: as :func:`write`.
+        SettingsError, ServiceFailed: the names or the configuration do not fit, or the task does not say them.
+        OSError: they cannot be written.
+    """
+    with await asyncio.to_thread(_opened, seen, draft, asked, versions, ask_task or model_files.facts_of) as weights:
+        return await write(seen, weights, versions, asked.average, scratch.in_folder(draft.parent))
+
+
+def _opened(
+    seen: RunReader, draft: Path, asked: ExportRequest, versions: Versions, ask_task: AskTask
+) -> AbstractContextManager[Weights]:
     """Return the weights to be written.
 
     Raises:
@@ -203,10 +233,10 @@ def _opened(seen: RunReader, draft: Path, asked: ExportRequest, versions: Versio
     metadata, tensors = metadata_of(seen, versions, asked.average), seen.map.tensors
     config = None if asked.config is None else naming.read_object(asked.config, f"--config {asked.config}")[0]
     if asked.format == "peft":
-        return _adapter(seen, draft, asked, metadata, config)
+        return _adapter(seen, draft, asked, metadata, config, ask_task=ask_task)
     names = _given_names(tensors, asked.names)
     if asked.format == "hf":
-        return _model_folder(seen, draft, asked, metadata, config, names)
+        return _model_folder(seen, draft, asked, metadata, config, names, ask_task=ask_task)
     named = Naming(tensors, names or Names({}, ""))
     if asked.format == "orbax":
         return orbax_weights.orbax(draft, named, asked.precision, metadata)
@@ -214,10 +244,16 @@ def _opened(seen: RunReader, draft: Path, asked: ExportRequest, versions: Versio
 
 
 def _adapter(
-    seen: RunReader, draft: Path, asked: ExportRequest, metadata: Mapping[str, str], config: dict[str, Any] | None
+    seen: RunReader,
+    draft: Path,
+    asked: ExportRequest,
+    metadata: Mapping[str, str],
+    config: dict[str, Any] | None,
+    *,
+    ask_task: AskTask,
 ) -> AbstractContextManager[Weights]:
     """Return the weights of an adapter to be written, by the configuration that was given or that the run's task has."""
-    said = model_files.ModelFacts() if config is not None or _is_loops(seen) else model_files.facts_of(seen)
+    said = model_files.ModelFacts() if config is not None or _is_loops(seen) else ask_task(seen)
     source = "task: adapter_config()" if config is None else f"--config {asked.config}"
     config = said.adapter_config if config is None else config
     if config is None:
@@ -242,11 +278,13 @@ def _model_folder(
     metadata: Mapping[str, str],
     config: Mapping[str, Any] | None,
     names: Names | None,
+    *,
+    ask_task: AskTask,
 ) -> AbstractContextManager[Weights]:
     """Return the weights of a whole model to be written, as Hugging Face's libraries read it."""
     tensors, said = seen.map.tensors, model_files.ModelFacts()
     if names is None or config is None:
-        said = model_files.facts_of(seen)
+        said = ask_task(seen)
         if said.adapter_config is not None:
             model_files.check_mergeable(asked.precision)
             adapter = draft.with_name(f"{draft.name}.adapter")

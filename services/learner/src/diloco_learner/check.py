@@ -50,7 +50,7 @@ class PlannedRun:
     data: str | None = None
     mesh: MeshSettings | None = None
     processes: int | None = None
-    init: Path | None = None
+    init: str | None = None
     names: Path | None = None
     fragment_map: FragmentMap | None = None
 
@@ -129,7 +129,7 @@ def checked(plan: PlannedRun) -> Checked:
         if plan.fragment_map is not None and settings.continues is not None:
             check_same_map(fragments, plan.fragment_map, settings.continues.run)
         if plan.init is not None:
-            weights.put(plan.init, model, fragments, plan.names)
+            weights.begin(plan.init, model, fragments, plan.names, cache_dir)
         _check_step(loaded, settings, model, batches[0])
         model.check_evaluation()
         task, processes = loaded.task, None
@@ -190,7 +190,7 @@ def _plan(request: dict[str, Any]) -> PlannedRun:
         data=request["data"],
         mesh=None if request["mesh"] is None else parse(MeshSettings, request["mesh"], "mesh"),
         processes=request["processes"],
-        init=None if request["init"] is None else Path(request["init"]),
+        init=request["init"],
         names=None if request["names"] is None else Path(request["names"]),
         fragment_map=None if request["map"] is None else unpack_map(bytes.fromhex(request["map"])),
     )

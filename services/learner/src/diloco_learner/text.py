@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from diloco.core.tensors.built_in import BYTES
 from diloco.errors import DataError, SettingsError
 from diloco.settings.run import TaskSettings
+from diloco.storage.fetching import local_path
 from diloco_learner.data.repeats import HeldOut, without_repeats
 
 Bytes = NDArray[np.uint8]
@@ -96,17 +97,19 @@ class Corpus:
         }
 
 
-def load_corpus(data: str | None) -> Corpus:
-    """Return the corpus of a file, a folder, or (None) of the sources of this Python's standard library.
+def load_corpus(data: str | None, cache_dir: Path | None = None) -> Corpus:
+    """Return the corpus of a file, a folder, a place of either, or (None) of the sources of this Python's standard library.
+
+    ``cache_dir`` is where what lies at a place is kept.
 
     Hidden files and folders, and files that are not text, are left out.
 
     Raises:
         DataError: missing, unreadable, or nothing in it.
+        ObjectStoreError: its place cannot be read.
     """
-    root = None if data is None else Path(data)
-    sized = text_files(root)
-    source = "Python standard library" if root is None else str(root)
+    sized = text_files(None if data is None else local_path(data, cache_dir))
+    source = "Python standard library" if data is None else data
     if len(sized) < HELD_OUT_EVERY:
         total = sum(size for _, size in sized)
         kept = total - total // HELD_OUT_EVERY
@@ -193,9 +196,9 @@ class TextData:
 
     units, vocabulary = UNITS, BYTES
 
-    def __init__(self, settings: TaskSettings, data: str | None) -> None:
+    def __init__(self, settings: TaskSettings, data: str | None, cache_dir: Path | None = None) -> None:
         self.batch, self.context = settings.batch, settings.context
-        self.corpus = load_corpus(data)
+        self.corpus = load_corpus(data, cache_dir)
 
     def batches(self, share: int, shares: int, seed: int, start: int, rows: range | None = None) -> Iterator[NDArray[np.int32]]:
         """Return the batches of a share from the ``start``-th on, without end: int32 [batch, context + 1], or ``rows`` of each.

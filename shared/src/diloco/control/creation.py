@@ -137,7 +137,7 @@ async def create(
             return KnownRun(name, settings, registry, transport.authority)
         stored = await registry.get("run")
     await check_protocol(registry, name)  # the right to write may have ended
-    difference = first_difference(settings.model_dump(), settings_of(name, stored[0]) if stored else {})
+    difference = first_difference(settings.for_members().model_dump(), settings_of(name, stored[0]) if stored else {})
     if difference:
         raise RunError(
             f"run {name!r} exists on the server with another setting: {difference}; resume it with its own settings, or "

@@ -5,6 +5,7 @@ The system ends a lock with its process, however that ends, and whether or not t
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import time
 from pathlib import Path
@@ -60,6 +61,22 @@ def hold(path: Path, chosen: ChosenFolder, patience_s: float = LOOK_S) -> bool:
     if file is not None:
         _held.append(file)
     return file is not None
+
+
+def share(path: Path, chosen: ChosenFolder) -> None:
+    """Lock a file until this process ends, beside other processes that share it; wait while one has it by itself.
+
+    Raises:
+        DilocoError: as :func:`wait_for`.
+    """
+    if not path.exists() or all(file.name != str(path) for file in _held):  # it may have been deleted since
+        _held.append(_locked(path, chosen, fcntl.LOCK_SH))
+
+
+@atexit.register
+def _release() -> None:
+    for file in _held:
+        file.close()
 
 
 def _locked(path: Path, chosen: ChosenFolder, how: int) -> IO[bytes]:

@@ -13,16 +13,14 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from blake3 import blake3
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
-    SerializerFunctionWrapHandler,
     field_validator,
-    model_serializer,
     model_validator,
 )
 
 from diloco.settings.counts import Count
+from diloco.settings.publish import PublishSettings
+from diloco.settings.section import Section as _Section
 
 Bits = Literal[2, 4, 8, 16, 32]
 Strategy = Literal["balanced", "strided", "layer", "layers", "tensors"]
@@ -41,19 +39,6 @@ Name = Annotated[str, Field(pattern=NAME_PATTERN, description="lower-case letter
 
 # a process's name, or a pattern that ends in a star (:mod:`diloco.service.skeleton` settles the number)
 ProcessName = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9_-]{0,47}|[a-z0-9_-]{0,42}[*])$")]
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-    _LATER: ClassVar[frozenset[str]] = frozenset()  # settings that the first runs of this protocol did not have
-
-    @model_serializer(mode="wrap")
-    def _as_the_first_runs_were(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out later settings that have their default: a run of before keeps its identity, its members may be older."""
-        values: dict[str, Any] = serialize(self)
-        fields = type(self).model_fields
-        return {name: value for name, value in values.items() if name not in self._LATER or value != fields[name].default}
 
 
 class FragmentSettings(_Section):
@@ -359,7 +344,7 @@ class ContinuedRun(_Section):
 
 
 # settings of machines, links, the log and liveness, on which no member's bits depend
-DEPLOYMENT = ("shards", "log", "liveness", "regions", "quarantine")
+DEPLOYMENT = ("shards", "log", "liveness", "regions", "quarantine", "publish")
 
 
 class RunSettings(_Section):
@@ -384,10 +369,11 @@ class RunSettings(_Section):
     liveness: LivenessSettings = LivenessSettings()
     regions: RegionSettings = RegionSettings()
     quarantine: QuarantineSettings = QuarantineSettings()
+    publish: PublishSettings = PublishSettings()
     task: TaskSettings = TaskSettings()
     continues: ContinuedRun | None = Field(None, description="the run that this one continues; set by diloco up --continue")
 
-    _LATER: ClassVar[frozenset[str]] = frozenset({"continues"})
+    _LATER: ClassVar[frozenset[str]] = frozenset({"continues", "publish"})
 
     @model_validator(mode="after")
     def _consistent(self) -> RunSettings:
@@ -482,9 +468,13 @@ class RunSettings(_Section):
         batches = [] if self.continues is None else self.continues.batches
         return batches[share] if share < len(batches) else 0
 
+    def for_members(self) -> RunSettings:
+        """Return the settings that are stored with the run: without those that concern only the process that starts it."""
+        return self.model_copy(update={"publish": PublishSettings()})
+
     def canonical(self) -> bytes:
-        """Return the settings as canonical JSON: equal settings, equal bytes, on any machine."""
-        return _canonical(self.model_dump())
+        """Return the settings for members as canonical JSON: equal settings, equal bytes, on any machine."""
+        return _canonical(self.for_members().model_dump())
 
     def digest(self) -> bytes:
         """Return BLAKE3 (32 bytes) of the canonical JSON of all settings that a member's bits depend on.

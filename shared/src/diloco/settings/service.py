@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from diloco.errors import SettingsError
 from diloco.settings.folders import CACHE_DIR
+from diloco.settings.places import refuse_credentials
 from diloco.settings.presets import run_settings
 from diloco.settings.run import Name, ProcessName, RegionName, RunSettings
 from diloco.settings.validation import nearest
@@ -248,10 +249,14 @@ class LearnerSettings(ServiceSettings):
     role: Literal["learner", "evaluator"] = "learner"
     share: int | None = Field(None, ge=0, description="the data share that this learner takes if it is free")
     data: str | None = Field(
-        None, description="file or folder of text, or a mix.toml; default: Python's standard library sources"
+        None,
+        description="file or folder of text, a mix.toml, or the place of either (storage.md); default: Python's standard "
+        "library sources",
     )
-    init: Path | None = Field(
-        None, description="safetensors file or folder of the weights that the run begins with; ignored once the run has begun"
+    init: str | None = Field(
+        None,
+        description="safetensors file or folder of the weights that the run begins with, or its place (storage.md); ignored "
+        "once the run has begun",
     )
     init_names: Path | None = Field(None, description="JSON file that maps the model's tensor names to those in `init`")
     sample_every_s: float = Field(
@@ -276,6 +281,15 @@ class LearnerSettings(ServiceSettings):
     allow_code: str = Field(
         "", description="model whose repository may run Python code of its own on this machine, by the name that `model` has"
     )
+
+    @field_validator("data", "init")
+    @classmethod
+    def _has_no_credentials(cls, value: str | None, info: ValidationInfo) -> str | None:
+        try:
+            refuse_credentials(value or "", f"{info.field_name} =")
+        except SettingsError as error:
+            raise ValueError(str(error)) from None
+        return value
 
 
 class TorchLearnerSettings(LearnerSettings):

@@ -15,6 +15,7 @@ from diloco.errors import AdmissionError, DataError, DilocoError, SettingsError
 from diloco.process import observe
 from diloco.settings import folders
 from diloco.settings.run import MixedSource, MixSettings, RunSettings, TaskSettings
+from diloco.storage.fetching import TOKENIZER_FILES, local_path
 from diloco_learner.chats import stored
 from diloco_learner.chats.chat_tokenizer import ChatTokenizer
 from diloco_learner.chats.lines import chat_files, is_chat_file
@@ -23,6 +24,7 @@ from diloco_learner.mix import agreement, file
 from diloco_learner.mix.drafts import locked
 from diloco_learner.mix.file import CHATS, SourceTable
 from diloco_learner.mix.mix import HUNDREDTHS, is_mix
+from diloco_learner.mix.source_paths import find_path
 from diloco_learner.text import VALIDATION_WINDOWS
 
 IGNORED = -100  # the label of a token that is not learned, as in transformers
@@ -98,7 +100,7 @@ class Chats:
 
     Args:
         settings: of the run's task; with ``settings.mix``, data of other content are refused.
-        data: path of a ``.jsonl`` or ``.json`` file (also ``.gz`` and ``.zst``), a folder of them, or a ``mix.toml``.
+        data: path or place of a ``.jsonl`` or ``.json`` file (also ``.gz`` and ``.zst``), a folder of them, or a ``mix.toml``.
         tokenizer: folder of a tokenizer as transformers saves it.
         context: tokens of a row.
         batch: rows of a batch.
@@ -126,11 +128,13 @@ class Chats:
     ) -> None:
         if find_spec("grain") is None:
             raise DilocoError("--data: not installed: grain; pip install 'diloco[chats]'")
-        self.batch, self.context, self.path = batch, context, Path(data)
-        self.tokenizer = ChatTokenizer(tokenizer, template)
-        tables = _tables(self.path)
+        self.batch, self.context, self.data = batch, context, data
+        self._cache_dir = cache_dir or folders.cache_dir()
+        own = None if template is None else str(local_path(template, self._cache_dir))
+        self.tokenizer = ChatTokenizer(local_path(tokenizer, self._cache_dir, only=TOKENIZER_FILES), own)
+        tables = _tables(data, self._cache_dir)
         smallest = min(table.weight for table in tables.values())
-        with locked((cache_dir or folders.cache_dir()) / "data") as cache:
+        with locked(self._cache_dir / "data") as cache:
             self.sources = {
                 name: self._source(name, table, int(table.weight * HUNDREDTHS / smallest), cache)
                 for name, table in sorted(tables.items())
@@ -221,7 +225,7 @@ class Chats:
 
     def _source(self, name: str, table: SourceTable, weight: int, cache: Path) -> ChatSource:
         assert table.path is not None
-        root = _place(self.path, name, table.path)
+        root = self._place(name, table.path)
         try:
             files = chat_files(root)
         except DataError as error:
@@ -235,6 +239,12 @@ class Chats:
                     "tokens: set a larger context"
                 )
         return ChatSource(table, counts, weight, training, held_out)
+
+    def _place(self, name: str, path: str) -> Path:
+        """Return where a source lies: ``path``, which is relative to the folder of a ``mix.toml``."""
+        if not is_mix(self.data):
+            return local_path(self.data, self._cache_dir).resolve()
+        return find_path(self.data, f"source {name!r}: path", path, self._cache_dir)
 
     def _rows(self, chats: StoredChats, cache: Path) -> RowSource:
         return RowSource(chats, stored.rows_of(chats, self.context, cache), self.context, self.tokenizer.padding)
@@ -260,7 +270,7 @@ class Chats:
                 f"{runs.tokenizer}: take its files from where the run was begun"
             )
         versions = f"{agreement.COPY}, and use its versions of transformers and tokenizers"
-        agreement.check_same(self.settings, runs, self.path, versions)
+        agreement.check_same(self.settings, runs, self.data, versions)
 
 
 def is_chats(data: str | None) -> bool:
@@ -272,8 +282,8 @@ def is_chats(data: str | None) -> bool:
     if data is None:
         return False
     if is_mix(data):
-        return any(table.kind == CHATS for table in file.read(Path(data)).sources.values())
-    path = Path(data)
+        return any(table.kind == CHATS for table in file.read(local_path(data)).sources.values())
+    path = local_path(data)
     if not path.is_dir():
         return is_chat_file(path)
     try:
@@ -282,22 +292,15 @@ def is_chats(data: str | None) -> bool:
         return False
 
 
-def _tables(path: Path) -> dict[str, SourceTable]:
+def _tables(data: str, cache_dir: Path) -> dict[str, SourceTable]:
     """Return the sources of data by their names."""
-    if not is_mix(str(path)):
-        return {NAME: SourceTable(kind=CHATS, path=str(path))}
-    tables = file.read(path).sources
+    if not is_mix(data):
+        return {NAME: SourceTable(kind=CHATS, path=data)}
+    tables = file.read(local_path(data, cache_dir)).sources
     for name, table in tables.items():
         if table.kind != CHATS:
-            raise SettingsError(f"{path}: source {name!r} is of kind {table.kind!r}: expected kind = 'chats'")
+            raise SettingsError(f"{data}: source {name!r} is of kind {table.kind!r}: expected kind = 'chats'")
     return dict(tables)
-
-
-def _place(data: Path, name: str, path: str) -> Path:
-    """Return where a source lies: ``path``, which is relative to the folder of a ``mix.toml``."""
-    if not is_mix(str(data)):
-        return data.resolve()
-    return (data.parent / folders.expanded(Path(path), f"{data}: source {name!r}: path")).resolve()
 
 
 def _mixed(source: ChatSource) -> MixedSource:

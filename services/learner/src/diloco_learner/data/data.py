@@ -17,10 +17,11 @@ def open_data(settings: TaskSettings, data: str | None, cache_dir: Path | None =
         SettingsError: the mix says something that cannot be, or the run's data is one and none is named.
         DataError: missing, unreadable or too small.
         AdmissionError: the run's learners have another mix.
+        ObjectStoreError: it lies at a place that cannot be read.
     """
     if is_mix(data):
         assert data is not None
         return Mix(settings, data, cache_dir)
     if settings.mix is not None:
         raise SettingsError("task.mix: the run's data is a mix: give its mix.toml as data (--data, or a learner's `data`)")
-    return TextData(settings, data)
+    return TextData(settings, data, cache_dir)

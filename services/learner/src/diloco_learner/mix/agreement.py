@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from blake3 import blake3
 
@@ -33,7 +32,7 @@ def check_epochs(settings: RunSettings, mix: MixSettings, most: Mapping[str, flo
             )
 
 
-def check_same(ours: MixSettings, runs: MixSettings, path: Path, content: str = COPY) -> None:
+def check_same(ours: MixSettings, runs: MixSettings, data: str, content: str = COPY) -> None:
     """Check that data are the run's; ``content`` is what to do if a source has other content.
 
     Raises:
@@ -41,7 +40,7 @@ def check_same(ours: MixSettings, runs: MixSettings, path: Path, content: str = 
     """
 
     def refuse(what: str, here: object, there: object, advice: str) -> None:
-        raise AdmissionError(f"{path}: {what} is {here} here, the run's is {there}: {advice}")
+        raise AdmissionError(f"{data}: {what} is {here} here, the run's is {there}: {advice}")
 
     if ours.sources.keys() != runs.sources.keys():
         refuse("the list of sources", ", ".join(ours.sources), ", ".join(runs.sources), "take the mix.toml that the run has")

@@ -6,6 +6,7 @@ A document is a file of text, or a row of a Parquet file or of a Hugging Face da
 from __future__ import annotations
 
 import codecs
+import functools
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from blake3 import blake3
 
 from diloco.errors import DataError
 from diloco.process import files
+from diloco_learner.mix import parquet_columns
 from diloco_learner.mix.file import SourceTable
 from diloco_learner.text import text_files, unreadable
 
@@ -35,7 +37,11 @@ class Documents:
 
     def digest(self, cache: Path) -> str:
         """Return a digest (hex) of all files, by their names below the root: equal in copies elsewhere."""
-        return str(seen(self.files, self.root, cache, _content)["digest"]) + f" {self.table.column}"
+        column = self.table.column
+        if self.table.digest == "column":
+            found = seen(self.files, self.root, cache, functools.partial(_column_content, column=column), column)
+            return f"{found['digest']} {column} alone"
+        return str(seen(self.files, self.root, cache, _content)["digest"]) + f" {column}"
 
     def __iter__(self) -> Iterator[Iterable[str]]:
         """Yield documents, each as pieces of text.
@@ -127,7 +133,7 @@ def seen(paths: Sequence[Path], root: Path | None, cache: Path, look: Any, about
     except OSError as error:
         raise unreadable(error, paths[0]) from None
     state = "".join(f"{path}\0{stat.st_size} {stat.st_mtime_ns} {stat.st_ino}\n" for path, stat in stats)
-    note = cache / SEEN / f"{blake3((look.__name__ + about + state).encode()).hexdigest(16)}.json"
+    note = cache / SEEN / f"{blake3((_name_of(look) + about + state).encode()).hexdigest(16)}.json"
     found: dict[str, Any] | None = _note(note)
     if found is None:
         try:
@@ -137,6 +143,10 @@ def seen(paths: Sequence[Path], root: Path | None, cache: Path, look: Any, about
         assert found is not None
         files.replace_text(note, json.dumps(found))
     return found
+
+
+def _name_of(look: Any) -> str:
+    return str(getattr(look, "func", look).__name__)
 
 
 def _note(path: Path) -> Any:
@@ -156,6 +166,10 @@ def content(paths: Sequence[Path], root: Path | None) -> str:
         name = path.name if root is None else path.relative_to(root).as_posix()  # "." of a file that is the source
         whole.update(f"{name} {blake3().update_mmap(path).hexdigest()}\n".encode())
     return whole.hexdigest(16)
+
+
+def _column_content(paths: Sequence[Path], root: Path | None, column: str) -> dict[str, Any]:
+    return {"digest": parquet_columns.content(paths, root, column)}
 
 
 def _content(paths: Sequence[Path], root: Path | None) -> dict[str, Any]:

@@ -6,10 +6,11 @@ import tomllib
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from diloco.core.tensors.built_in import BYTES
 from diloco.errors import DataError, SettingsError
+from diloco.settings.places import checked_place
 from diloco.settings.run import MAX_SOURCES, MAX_VOCABULARY, SourceName
 from diloco.settings.validation import parse
 
@@ -35,6 +36,11 @@ class TokenizerTable(_Table):
     train: Training | None = None
     end: str = Field("<|endoftext|>", min_length=1, description="token after each document")
 
+    @field_validator("file")
+    @classmethod
+    def _has_no_credentials(cls, value: str | None) -> str | None:
+        return value if value is None else checked_place(value, "tokenizer.file")
+
     @model_validator(mode="after")
     def _one(self) -> TokenizerTable:
         if (self.file is None) == (self.train is None):
@@ -49,13 +55,22 @@ class SourceTable(_Table):
     path: str | None = Field(None, description="optional for text; default: Python's standard library sources")
     weight: float = Field(1.0, gt=0, le=1e6)
     column: str = Field("text", min_length=1, description="for parquet and huggingface: column of the texts")
+    digest: Literal["files", "column"] = Field(
+        "files",
+        description="of parquet: what the run's digest covers; `column`: only the column's bytes, and only they are read",
+    )
     dtype: Literal["uint16", "uint32"] = Field("uint16", description="of bin")
     most_bad: float = Field(0.01, ge=0, le=1, description="of chats: the largest part of its lines that may be unusable")
     most_epochs: float | None = Field(None, gt=0, description="a run that would use more epochs of this source is refused")
 
+    @field_validator("path")
+    @classmethod
+    def _has_no_credentials(cls, value: str | None) -> str | None:
+        return value if value is None else checked_place(value, "path")
+
     @model_validator(mode="after")
     def _fits_kind(self) -> SourceTable:
-        of = {"column": ("parquet", "huggingface"), "dtype": (BINARY,), "most_bad": (CHATS,)}
+        of = {"column": ("parquet", "huggingface"), "dtype": (BINARY,), "digest": ("parquet",), "most_bad": (CHATS,)}
         for key, kinds in of.items():
             if key in self.model_fields_set and self.kind not in kinds:
                 raise ValueError(

@@ -13,10 +13,12 @@ from numpy.typing import NDArray
 from diloco.errors import DataError, DilocoError, SettingsError
 from diloco.settings import folders
 from diloco.settings.run import MixedSource, MixSettings, RunSettings, TaskSettings
+from diloco.storage.fetching import local_path
 from diloco_learner.mix import agreement, documents, file, stored, tokenizer
 from diloco_learner.mix.agreement import digest_of
 from diloco_learner.mix.drafts import locked
 from diloco_learner.mix.file import BINARY, CHATS, MixFile, SourceTable
+from diloco_learner.mix.source_paths import find_path
 from diloco_learner.mix.stored import StoredTokens
 from diloco_learner.mix.tokenizer import Tokenizer
 from diloco_learner.text import VALIDATION_WINDOWS, evenly
@@ -46,25 +48,31 @@ class Mix:
         SettingsError: the file says something that cannot be.
         DataError: a source is missing, unreadable or too small, or does not fit the tokenizer; it is named.
         AdmissionError: the run's learners have other data.
+        ObjectStoreError: something of it lies at a place that cannot be read.
     """
 
     def __init__(self, settings: TaskSettings, data: str, cache_dir: Path | None = None) -> None:
-        self.batch, self.context, self.path = settings.batch, settings.context, Path(data)
-        said = file.read(self.path)
+        self.batch, self.context, self.data = settings.batch, settings.context, data
+        self._cache_dir = cache_dir or folders.cache_dir()
+        said = file.read(local_path(data, self._cache_dir))
         if CHATS in {table.kind for table in said.sources.values()}:
             raise SettingsError(
-                f"{self.path}: its sources are conversations: train a model of transformers on them (diloco up --model), or "
+                f"{data}: its sources are conversations: train a model of transformers on them (diloco up --model), or "
                 "see what they hold by diloco data --tokenizer DIR"
             )
         _check_installed(said)
-        with locked((cache_dir or folders.cache_dir()) / "data") as cache:
+        with locked(self._cache_dir / "data") as cache:
             texts = {
-                name: documents.documents(name, table, self._place(name, table.path))
+                name: documents.documents(name, table, self._place(name, table))
                 for name, table in said.sources.items()
                 if table.kind != BINARY
             }
             self.tokenizer: Tokenizer = tokenizer.make(
-                said.tokenizer, said.vocabulary, self.path.parent, list(texts.values()), cache
+                said.tokenizer,
+                said.vocabulary,
+                lambda name: find_path(data, "tokenizer.file", name, self._cache_dir),
+                list(texts.values()),
+                cache,
             )
             smallest = min(table.weight for table in said.sources.values())
             self.sources = {
@@ -79,7 +87,7 @@ class Mix:
         for name, source in self.sources.items():
             self._check_windows(name, source)
         if settings.mix is not None:
-            agreement.check_same(self.settings, settings.mix, self.path)
+            agreement.check_same(self.settings, settings.mix, data)
 
     units = "nats per token"
 
@@ -135,15 +143,14 @@ class Mix:
         """
         agreement.check_epochs(settings, self.settings, {name: each.table.most_epochs for name, each in self.sources.items()})
 
-    def _place(self, name: str, path: str | None) -> Path | None:
-        if path is None:
-            return None
-        return (self.path.parent / folders.expanded(Path(path), f"{self.path}: source {name!r}: path")).resolve()
+    def _place(self, name: str, table: SourceTable) -> Path | None:
+        path = table.path
+        return None if path is None else find_path(self.data, f"source {name!r}: path", path, self._cache_dir, table)
 
     def _stored(self, name: str, table: SourceTable, texts: dict[str, documents.Documents], cache: Path) -> StoredTokens:
         if table.kind != BINARY:
             return stored.of_documents(texts[name], self.tokenizer, cache)
-        place = self._place(name, table.path)
+        place = self._place(name, table)
         assert place is not None
         return stored.of_binary(name, table, place, self.vocabulary, cache)
 

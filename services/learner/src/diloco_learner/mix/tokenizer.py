@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -123,9 +123,13 @@ class FileTokenizer:
 
 
 def make(
-    table: TokenizerTable | None, vocabulary: int | None, folder: Path, texts: Sequence[Documents], cache: Path
+    table: TokenizerTable | None,
+    vocabulary: int | None,
+    find: Callable[[str], Path],
+    texts: Sequence[Documents],
+    cache: Path,
 ) -> Tokenizer:
-    """Return the tokenizer of a mix: relative paths are below ``folder``; one that is trained is kept in ``cache``.
+    """Return the tokenizer of a mix: ``find`` returns the path of its file; one that is trained is kept in ``cache``.
 
     Raises:
         DataError: its file cannot be read, is none, or has not the token that ends a document.
@@ -133,7 +137,7 @@ def make(
     if table is None:
         return ByteTokenizer() if vocabulary is None else NoTokenizer(vocabulary)
     if table.file is not None:
-        return FileTokenizer(folder / table.file, table.end)
+        return FileTokenizer(find(table.file), table.end)
     assert table.train is not None
     about = f"{table.train.vocabulary} {table.end} " + " ".join(source.digest(cache) for source in texts)
     file = cache / TRAINED / f"{blake3(about.encode()).hexdigest(16)}.json"

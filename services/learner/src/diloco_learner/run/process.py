@@ -140,8 +140,8 @@ def begin_with_file(process: LearnerProcess, model: Evaluated, fragments: Fragme
     if settings.init is None:
         return
     if settings.role == "evaluator" or not process.wait(_has_begun(process, fragments)):
-        weights.put(settings.init, model, fragments, settings.init_names)
-        process.log.info("weights_read", file=str(settings.init))
+        weights.begin(settings.init, model, fragments, settings.init_names, settings.cache_dir)
+        process.log.info("weights_read", file=settings.init)
 
 
 async def _has_begun(process: LearnerProcess, fragments: FragmentMap) -> bool:

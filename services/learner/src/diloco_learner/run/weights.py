@@ -22,6 +22,7 @@ from diloco.core.tensors.float_mode import exact
 from diloco.core.tensors.fragments import Fragment, FragmentMap
 from diloco.errors import SettingsError
 from diloco.settings.validation import nearest
+from diloco.storage.fetching import MODEL_FILES, is_remote, local_path
 from diloco.weights_files import naming, tying
 from diloco.weights_files.naming import Names, Naming
 from diloco_learner.api.model import Evaluated
@@ -32,6 +33,17 @@ WHOLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "con
 ROWS = 1024  # compared at a time
 
 Files = Mapping[str, Any]  # by tensor the open file that has it
+
+
+def begin(given: str, model: Evaluated, fragments: FragmentMap, names: Path | None, cache_dir: Path) -> None:
+    """Write the weights that a run begins with into a model: of a path, or of a place, which are kept in ``cache_dir``.
+
+    Raises:
+        SettingsError: as :func:`put`.
+        ObjectStoreError: the place cannot be read.
+    """
+    path = local_path(given, cache_dir, only=MODEL_FILES)
+    put(path, model, fragments, names, f"init = {given}, here " if is_remote(given) else "init = ")
 
 
 def put(path: Path, model: Evaluated, fragments: FragmentMap, names: Path | None = None, setting: str = "init = ") -> None:
