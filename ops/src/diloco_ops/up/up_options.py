@@ -29,7 +29,7 @@ TokenBudget = Annotated[
 Data = Annotated[
     str | None,
     typer.Option(
-        help="File or folder of text, conversations for --model, a place of these (s3://, gs://, az://, hf://, https://), or what "
+        help="File or folder of text, conversations for --model, a place (s3://, gs://, az://, hf://, https://), or what "
         "your task reads; default: Python's standard library."
     ),
 ]
