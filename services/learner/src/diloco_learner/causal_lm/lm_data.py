@@ -15,6 +15,7 @@ from diloco.errors import DataError, SettingsError
 from diloco.process import files
 from diloco.settings import folders
 from diloco.settings.run import TaskSettings
+from diloco.storage.fetching import local_path
 from diloco.weights_files import model_folder, naming
 from diloco.weights_files.model_folder import ModelFolder
 from diloco_learner.causal_lm.options import CausalLmOptions
@@ -71,6 +72,7 @@ def open_data(settings: TaskSettings, data: str | None, folder: ModelFolder, opt
     """
     if data is None:
         raise DataError(f"--model {options.model}: needs --data, a file of conversations (.jsonl), or a file or folder of text")
+    data = data if is_mix(data) else str(local_path(data))
     if is_chats(data):
         return Conversations(settings, data, folder, options)
     return TextWindows(settings, data, folder)
