@@ -27,13 +27,14 @@ SERVICES = (
     "diloco_coordinator.server_watch.service",
 )
 # of `diloco replay`, `diloco up`, `diloco eval`, `diloco data`, `diloco doctor` and `import diloco`, which find them by
-# name; of frameworks; and of tasks
+# name; of frameworks; and of tasks (`diloco up --model`)
 ENTRY_POINTS = tuple(
     f"diloco_learner.{name}"
     for name in (
         *("replay", "check", "evaluate", "examine", "fit", "hugging_face", "joining", "kernels", "mix.describe"),
         *("chats.describe", "chats.tiny"),
         *("jax_framework", "torch_framework"),
+        *("causal_lm.lm_task", "causal_lm.merging"),
     )
 )
 PROGRAMS = ("__main__",)
@@ -72,6 +73,7 @@ def test_every_shared_module_is_reached_by_a_service() -> None:
     packages = {name for name, path in known.items() if path.name == "__init__.py"}
     kit = {name for name in known if name.startswith("diloco.testing.")} | {"diloco_syncer.virtual"}  # for users' tests
     kit |= {name for name in known if name.startswith("diloco.integrations.")}  # for users' trainers
+    kit.add("diloco_learner.chats.tiny")  # for users' projects of `diloco init --template sft`
     assert known.keys() - reached - packages - kit == set()
 
 

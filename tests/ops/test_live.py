@@ -327,3 +327,11 @@ def test_any_size_fits(learners: int, shards: int, progress: float, width: int, 
     lines = drawn(fake_status(learners, shards, progress), width, height)
     assert len(lines) <= height
     assert max(cell_len(line) for line in lines) <= width
+
+
+def test_the_frozen_base_of_an_adapter_is_shown_by_name_and_hash() -> None:
+    frozen = {"model": "/home/ann/models/small", "tensors": 3, "values": 2_000_000, "hash": "ab" * 32}
+    lines = "\n".join(whole(fake_status(frozen=frozen)))
+    assert f"frozen small   2.00M values   hash {'ab' * 8}" in lines
+    assert "/home/ann" not in lines
+    assert "frozen" not in "\n".join(whole(fake_status(frozen=None)))

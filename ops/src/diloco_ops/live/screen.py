@@ -214,11 +214,20 @@ def glance(status: Status, width: int, *, roomy: bool = False, linked: bool = Tr
     facts = [_facts(status, width)]
     if regions := status.get("regions"):
         facts.append(_regions(regions, width))
+    if frozen := status.get("frozen"):
+        facts.append(_frozen(frozen, width))
     if linked and (news := status.get("news")):
         facts.append(Text(f" {clean(news, width - 2)}", STATES["sending"], no_wrap=True, overflow="ellipsis"))
     if linked and (page := status.get("page")):
         facts.append(Text(" page ", "dim", no_wrap=True, overflow="ellipsis").append(clean(page, width - 6), "underline"))
     return [Text(""), *lines, *facts, Text("")] if roomy else [*lines, *facts]
+
+
+def _frozen(frozen: Mapping[str, Any], width: int) -> Text:
+    """Draw the frozen base of an adapter: its name without folders, its size, and the hash that all learners' bases have."""
+    name = clean(frozen["model"]).rpartition("/")[2] if frozen.get("model") else f"{frozen['tensors']} tensors"
+    line = Text(" frozen ", "dim", no_wrap=True, overflow="ellipsis").append(name, "bold")
+    return line.append(f"   {count(frozen['values'])} values   hash {clean(frozen['hash'])}", "dim")
 
 
 def _facts(status: Status, width: int) -> Text:

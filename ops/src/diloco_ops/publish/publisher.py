@@ -29,7 +29,7 @@ from diloco.storage.object_store import ObjectStore
 from diloco.storage.opening import open_store
 from diloco_ops.reading import run_reader
 from diloco_ops.reading.run_reader import RunReader, read_chains
-from diloco_ops.weights import export, in_place
+from diloco_ops.weights import export, in_place, model_files
 from diloco_ops.weights.export import ExportRequest
 from diloco_ops.weights.versions import Versions
 
@@ -50,7 +50,7 @@ class Publisher:
         self._newest = 0  # version that was published, or cannot be any more
         self._failing, self._waiting = Complaint(log), Complaint(log)
         self._pause_s = RETRY_S
-        self._said_by_task = functools.cache(export.said_by_task)  # asking takes a process
+        self._said_by_task = functools.cache(model_files.facts_of)  # asking takes a process
 
     async def run(self) -> None:
         """Publish until the run is over.

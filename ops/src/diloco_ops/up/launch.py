@@ -34,6 +34,8 @@ from diloco.states import statefolder
 from diloco.wire.subjects import Subjects
 from diloco_ops import cuts
 from diloco_ops.broker.server import CONNECT_TIMEOUT_S, free_ports
+from diloco_ops.finetune import harness
+from diloco_ops.finetune.harness import HarnessRequest
 from diloco_ops.learner_programs import EVALUATOR, processes_of, programs_of
 from diloco_ops.live import screen
 from diloco_ops.live.watched import Watched
@@ -74,6 +76,7 @@ class LaunchRequest:
     pages: Sequence[str] = ()  # addresses of the coordinators' pages, the first one's first; none: no page
     open: bool = False  # open the page in a browser
     listen: tuple[str, int] | None = None  # host and port of the server; None: a free port of the loopback device
+    harness: HarnessRequest | None = None  # tasks of lm_eval by which the model is evaluated; None: by none
     metrics: Sequence[str] = ()  # addresses of the services' metrics, in the order in which they are started; none: no metrics
 
 
@@ -99,6 +102,14 @@ def lost_files(failure: ServiceFailed, directory: RunDirectory) -> ServiceFailed
     else:
         return failure
     return ServiceFailed(f"{text}; {remedy}", failure.code)
+
+
+def _beginning(directory: RunDirectory, resumed: bool) -> str:
+    """Return how a run begins, as the end of a sentence."""
+    continued = directory.settings.continues
+    if continued is not None and not (directory.path / "status.json").exists():
+        return f", continues run {continued.run} after {count(continued.tokens)} tokens"
+    return ", resumed" if resumed else ""
 
 
 class Launcher:
@@ -138,7 +149,7 @@ class Launcher:
         directory = self.directory
         (directory.path / "logs").mkdir(exist_ok=True)
         observe.configure("up", directory.name, file=directory.path / "logs" / "up.jsonl")
-        self._say(f"run {directory.name} in {directory.path}" + self._began(resumed))
+        self._say(f"run {directory.name} in {directory.path}" + _beginning(directory, resumed))
         if self.asked.pages:
             self._say(f"page: {', '.join(map(pages.link, self.asked.pages))}")
         if self.asked.metrics:
@@ -171,7 +182,11 @@ class Launcher:
             # learners first: at their end they still ask the others
             saved = directory.path / statefolder.FOLDER
             learners = {program.module for program in self._programs.values()}
-            orders = sorted(learners), ["diloco_syncer", "diloco_coordinator"], ["diloco_ops.publish", "diloco_ops.wan"]
+            orders = (
+                sorted(learners),
+                ["diloco_syncer", "diloco_coordinator"],
+                ["diloco_ops.publish", "diloco_ops.wan", harness.MODULE],
+            )
             self.services.end(*orders, writing=lambda: files.drafted_bytes(saved))
             if link is not None:
                 await link.close()
@@ -179,17 +194,11 @@ class Launcher:
                 self.embedded.stop()
         return report
 
-    def _began(self, resumed: bool) -> str:
-        continued = self.directory.settings.continues
-        if continued is not None and not (self.directory.path / "status.json").exists():
-            return f", continues run {continued.run} after {count(continued.tokens)} tokens"
-        return ", resumed" if resumed else ""
-
     def _stop(self) -> None:
         self.stopping = True
 
     def _say(self, text: str) -> None:
-        if not self.asked.quiet:
+        if text and not self.asked.quiet:
             print(text, flush=True)
 
     # ---- processes
@@ -202,7 +211,7 @@ class Launcher:
             self._say(f"starting {learners} learners and their services; learners compile their steps, which may take a minute")
         else:
             self._starting = "the run waits for learners"
-            self._say(serving.joining_text(self.directory.name, self.url, self.asked.listen))
+        self._say(serving.told_to_learners(self.directory, self.url, self.asked.listen, embedded=self.asked.embedded))
         self.log.info("starting", nats_url=self.url, learners=learners)
         if embedded and embedded.regions:
             log_file = self.directory.path / "logs" / "wan.jsonl"
@@ -231,6 +240,8 @@ class Launcher:
             self._start(PUBLISHER, "diloco_ops.publish", {"directory": str(self.directory.path)})
         if self.directory.starts_learners:
             self._start_learner(EVALUATOR, place(0) | {"role": "evaluator"} | given, learners, None)
+        if self.asked.harness is not None:
+            self._start(harness.NAME, harness.MODULE, self.asked.harness.values(self.directory.path))
 
     def _start_learner(self, name: str, values: dict[str, Any], index: int, cores: set[int] | None) -> None:
         directory, program, learners = self.directory, self._programs[name], len(self.directory.learner_names)

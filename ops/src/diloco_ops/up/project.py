@@ -11,7 +11,7 @@ from typing import Any
 
 from diloco.errors import SettingsError
 
-FILE, SETTINGS = "settings.py", "SETTINGS"
+FILE, SETTINGS, TASK = "settings.py", "SETTINGS", "task.py"
 COUNTS = {"LEARNERS": "learners", "TOKENS": "tokens"}  # names in the file, and the settings that they are
 
 
@@ -42,6 +42,22 @@ def project_in(folder: Path) -> ProjectSettings | None:
         raise SettingsError(f"{file}: {SETTINGS} is a {type(found[SETTINGS]).__name__}, expected a dict of settings by name")
     given = {str(key): value for key, value in found[SETTINGS].items()}
     return ProjectSettings(file, given | {setting: found[name] for name, setting in COUNTS.items() if name in found})
+
+
+def settings_here(overrides: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return ``overrides`` over the settings of the project in a folder, whose ``task.py`` has the task; or them alone.
+
+    Another task's name among the overrides leaves the project out. The folder is the current one, where services find modules.
+
+    Raises:
+        SettingsError: its settings cannot be read.
+    """
+    if "task.name" in overrides or not (folder / TASK).is_file():
+        return dict(overrides)
+    project = project_in(folder.resolve())
+    if project is None:
+        return dict(overrides)
+    return {"task.name": f"{Path(TASK).stem}:make", **project.given, **overrides}
 
 
 def parsed(file: Path) -> ast.Module:

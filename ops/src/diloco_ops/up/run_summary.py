@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.core.run.run_length import SAMPLE_PARTS
+from diloco_ops.finetune import harness
 from diloco_report import compared
 from diloco_report.facts import natural
 from diloco_report.samples import trimmed
@@ -46,6 +47,8 @@ def summarise(report: dict[str, Any], path: Path) -> None:
         )
     if missed := on_missed(report):
         print(missed)
+    for line in harness.result_lines(path):
+        print(line)
     for part, text in samples(report):
         lines = printable(trimmed(text)).split("\n")
         shown = lines[:SAMPLE_LINES] if part is not None else lines

@@ -15,11 +15,14 @@ from diloco.service.rundir import RunDirectory
 from diloco.settings.presets import run_settings
 from diloco.settings.run import MAX_NAME, NAME_PATTERN
 from diloco.settings.service import host_and_port
+from diloco_ops.finetune import model_options
+from diloco_ops.finetune.model_options import Lora, Model, ModelRequest, Qlora
+from diloco_ops.prerequisites import check_installed
 from diloco_ops.up import pages
 from diloco_ops.up.environment import metrics_addresses
 from diloco_ops.up.launch import Launcher, LaunchRequest, service_count
-from diloco_ops.up.up import DEFAULT_PRESET, check_installed, directory_of, locked_run, overrides_of, tell_end
-from diloco_ops.up.up_options import Learners, Preset, RunFolder, Seed, Set, Shards, TokenBudget
+from diloco_ops.up.up import DEFAULT_PRESET, directory_of, locked_run, overrides_of, tell_end
+from diloco_ops.up.up_options import Learners, Preset, RunFolder, Seed, Set, Shards, TaskOptions, TokenBudget
 
 
 def serve(
@@ -31,6 +34,10 @@ def serve(
     seed: Seed = None,
     preset: Preset = DEFAULT_PRESET,
     set_: Set = None,
+    task: TaskOptions = None,
+    model: Model = None,
+    lora: Lora = None,
+    qlora: Qlora = None,
     listen: Annotated[str | None, typer.Option(help="HOST:PORT of the server. Default: a free port, for this machine.")] = None,
     standbys: Annotated[int, typer.Option(min=0, help="Number of standby syncers, beyond the shards.")] = 0,
     coordinators: Annotated[int, typer.Option(min=1, help="Number of coordinators; one leads and the others stand by.")] = 1,
@@ -38,9 +45,10 @@ def serve(
     page: Annotated[str | None, typer.Option(help=pages.HELP)] = None,
     open_: Annotated[bool, typer.Option("--open", help="Open the run's page in a browser.")] = False,
 ) -> int:
-    """Start the services of a run for your own training loops, and print the line by which they join."""
+    """Start the services of a run for your own training loops, or for learners of a model, and print how they join."""
     given = {"learners": learners, "shards": shards, "tokens": tokens, "seed": seed}
-    overrides = overrides_of(set_, None) | {key: value for key, value in given.items() if value is not None}
+    chosen = model_options.choose(ModelRequest(model, lora, qlora))
+    overrides = overrides_of(set_, task, chosen) | {key: value for key, value in given.items() if value is not None}
     settings, address = run_settings(preset, overrides, "diloco serve"), None if listen is None else _host_and_port(listen)
     if settings.regions.names:
         raise SettingsError("diloco serve: starts one server, and the run has regions: deploy the services (docs/deploy.md)")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import enum
 import shutil
+import subprocess
+import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +16,7 @@ import typer
 from diloco.errors import RunError
 
 FOLDER = Path(__file__).parents[1] / "templates"
+PREPARE = "make_model.py"
 COMMON, IMAGES = "common", "images"  # the files that all have; those that have images to train on
 
 
@@ -25,6 +28,7 @@ class Template(enum.StrEnum):
     EQUINOX = "equinox"
     TORCH = "torch"
     VISION = "vision"
+    SFT = "sft"
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,8 @@ class TemplateInfo:
     folders: tuple[str, ...] = ()  # whose files it has, beside its own and the common ones
     needs: str = ""  # the package of this name, which diloco[all] does not bring
     install: str = ""  # how to install it
+    parts: str = "the model, its loss and its data"  # in task.py
+    prepares: bool = False  # make_model.py makes files with which it begins
 
     def missing(self) -> str:
         """Return how to install the package that it needs, where that is not there; else nothing."""
@@ -53,6 +59,13 @@ PROJECTS = {
         "a small network in PyTorch that classifies shapes in images", (IMAGES,), "torch", "pip install 'diloco[torch]'"
     ),
     Template.VISION: TemplateInfo("a small network in plain JAX that classifies shapes in images", (IMAGES,)),
+    Template.SFT: TemplateInfo(
+        "a small causal language model of transformers, fine-tuned on conversations",
+        needs="transformers",
+        install="pip install 'diloco[finetune]'",
+        parts="the task, `make_model.py` has made `model/` and `chats.jsonl`, with which it begins",
+        prepares=True,
+    ),
 }
 README = """# {name}
 
@@ -60,7 +73,8 @@ README = """# {name}
 
     python -m pytest            # the task is fit (pip install pytest{install})
     diloco check task.py        # its tensors, memory, and what is unusual
-    python train.py             # train it on this machine; Ctrl-C stops in order, the report is in runs/
+    diloco up                   # train it on this machine; Ctrl-C stops in order, the report is in runs/
+    python train.py             # the same from Python
 
 `task.py` has {parts}; `settings.py` has tokens, learners and settings.
 Take the weights with `diloco export runs/... model.safetensors`.
@@ -84,10 +98,28 @@ def init(
     except OSError as error:
         raise RunError(f"{folder}: could not be created: {error}") from None
     first = f"{project.missing()} && " if project.missing() else ""
-    print(f"{folder}: {project.about}; next: {first}cd {folder} && python train.py")
+    if project.prepares:
+        first += _prepared(folder, project)
+    print(f"{folder}: {project.about}; next: {first}cd {folder} && diloco up")
+
+
+def _prepared(folder: Path, project: TemplateInfo) -> str:
+    """Make the files with which a project begins; return the command that makes them, where that is not possible yet.
+
+    Raises:
+        RunError: they cannot be made.
+    """
+    if project.missing():
+        return f"python {folder / PREPARE} && "
+    ended = subprocess.run([sys.executable, PREPARE], cwd=folder, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        words = ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"]
+        raise RunError(f"{folder / PREPARE}: failed: {words[-1]}")
+    print(ended.stdout, end="")
+    return ""
 
 
 def _readme(name: str, project: TemplateInfo) -> str:
     install = f"; {project.install}" if project.install else ""
-    parts = "the model and its loss, `images.py` the data" if IMAGES in project.folders else "the model, its loss and its data"
+    parts = "the model and its loss, `images.py` the data" if IMAGES in project.folders else project.parts
     return README.format(name=name, about=project.about[0].upper() + project.about[1:], install=install, parts=parts)

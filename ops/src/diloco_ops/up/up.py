@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import shutil
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,14 +31,18 @@ from diloco.wire.subjects import Subjects
 from diloco_ops import inputs
 from diloco_ops.broker.server import CONNECT_TIMEOUT_S
 from diloco_ops.checkpoints.manifest import RunCheckpoint
+from diloco_ops.finetune import harness, memory_need, model_options
+from diloco_ops.finetune.harness import EVERY_MINUTES, EvalArgs, EvalEvery, EvalTasks
+from diloco_ops.finetune.model_options import AllowCode, ChosenModel, Lora, Model, ModelRequest, Qlora
+from diloco_ops.prerequisites import check_installed, check_server, slow_factors
 from diloco_ops.publish import owner
 from diloco_ops.reading import local_runs
 from diloco_ops.track.trackers import TRACKERS
-from diloco_ops.track.trackers import check as check_trackers
 from diloco_ops.up import compiling, continuing, origin, pages, resume, task_check
 from diloco_ops.up.environment import check_least, metrics_addresses, per_process
 from diloco_ops.up.launch import Launcher, LaunchRequest, service_count
 from diloco_ops.up.progress_lines import progress_line
+from diloco_ops.up.project import settings_here
 from diloco_ops.up.run_summary import summarise
 from diloco_ops.up.supervise import ServiceFailed
 from diloco_ops.up.up_options import (
@@ -65,7 +67,6 @@ from diloco_ops.up.up_options import (
 
 MAX_LEARNERS = 4096
 DEFAULT_PRESET = "decoupled"
-SERVICES = {name: name.replace("_", "-") for name in ("diloco_learner", "diloco_syncer", "diloco_coordinator")}
 
 
 def up(
@@ -80,6 +81,13 @@ def up(
     preset: Preset = DEFAULT_PRESET,
     set_: Set = None,
     task: TaskOptions = None,
+    model: Model = None,
+    lora: Lora = None,
+    qlora: Qlora = None,
+    allow_code: AllowCode = None,
+    eval_: EvalTasks = None,
+    eval_every: EvalEvery = EVERY_MINUTES,
+    eval_args: EvalArgs = None,
     resume_from: ResumeFrom = None,
     resume_at: ResumeAt = None,
     continue_from: Annotated[Path | None, typer.Option("--continue", help="Finished run that a new run continues.")] = None,
@@ -101,41 +109,36 @@ def up(
 ) -> int:
     """Train one model with several learners, syncers and a coordinator on this machine."""
     given = {"learners": learners, "shards": shards, "tokens": tokens, "seed": seed, "log.archive": archive or None}
-    overrides = overrides_of(set_, task) | {key: value for key, value in given.items() if value is not None}
+    chosen = model_options.choose(ModelRequest(model, lora, qlora, allow_code))
+    overrides = overrides_of(set_, task, chosen) | {key: value for key, value in given.items() if value is not None}
     path = run_dir or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     check_installed(track or [])
+    evaluations = harness.asked(eval_, eval_every, eval_args)
     source, directory = _source(_CameFrom(resume_from, resume_at, continue_from), path, preset, overrides, data, nats_url)
     directory = inputs.beginning_with(directory, init, names, source)
-    _check_server(nats_url, directory.settings)
-    slowed = _slow_factors(slow or [], directory.learner_names)
+    check_server(nats_url, directory.settings)
+    slowed = slow_factors(slow or [], directory.learner_names)
     directory = _shaped(directory, devices_per_learner, processes_per_learner, least_processes)
     directory = _with_torch(directory, torch or [], torch_processes)
     metrics = metrics_addresses(service_count(directory, standbys, coordinators))
     with locked_run(directory, source, resume_at, nats_url, quiet=json_) as (directory, resumed):
         served = pages.addresses(page or (pages.NOWHERE if json_ else pages.ANYWHERE), coordinators)
         asked = LaunchRequest(
-            standbys=standbys,
-            coordinators=coordinators,
-            embedded=nats_url is None,
-            quiet=json_,
-            plain=plain,
-            track=track or [],
-            pages=served,
-            open=open_,
-            metrics=metrics,
-        )
+            standbys=standbys, coordinators=coordinators, embedded=nats_url is None, quiet=json_, plain=plain,
+            track=track or [], pages=served, open=open_, metrics=metrics, harness=evaluations,
+        )  # fmt: skip
         report = asyncio.run((launcher := Launcher(directory, slowed, asked)).run(resumed))
     return tell_end(report, directory, json_, launcher.services.failures.values())
 
 
-def overrides_of(set_: list[str] | None, options: list[str] | None) -> dict[str, Any]:
-    """Return the settings that ``--set`` and ``--task`` give, the options of a task as settings of the run.
+def overrides_of(set_: list[str] | None, options: list[str] | None, chosen: ChosenModel | None = None) -> dict[str, Any]:
+    """Return the settings that ``--set`` and ``--task`` give, over those of a chosen model; a task's options are settings.
 
     Raises:
         SettingsError: one is no assignment.
     """
     given = {f"task.options.{key}": value for key, value in parse_assignments(options or [], "--task", "width=64").items()}
-    return parse_assignments(set_ or []) | given
+    return ({} if chosen is None else chosen.settings) | parse_assignments(set_ or []) | given
 
 
 @dataclass(frozen=True)
@@ -168,6 +171,8 @@ def _source(
         return _resumed(came_from.resume, came_from.resume_at, path, preset, overrides, data, nats_url)
     if came_from.continued is not None:
         return _continued(came_from.continued, path, preset, overrides, data, nats_url)
+    if not (path / "run.json").exists():
+        overrides = settings_here(overrides, Path())
     settings = run_settings(preset, overrides, "diloco up")
     return None, directory_of(path, settings, bool(overrides) or preset != DEFAULT_PRESET, data, nats_url)
 
@@ -192,6 +197,7 @@ def locked_run(
     existed, resumed = directory.path.exists(), (directory.path / "run.json").exists()
     with compiling.kernels_compiled(quiet=quiet):
         if not resumed:
+            memory_need.say(directory, quiet=quiet)
             with progress_line("checking the task and its data", quiet=quiet):
                 directory = _checked(directory, source, nats_url)
     directory = origin.noted(directory)
@@ -290,47 +296,6 @@ def tell_end(report: dict[str, Any] | None, directory: RunDirectory, json_: bool
         name, failure = next(iter(failed.items()))
         raise DilocoError(f"run {report['run']} has ended, but no learner trained to its end: {name}: {failure}")
     return 0
-
-
-def check_installed(track: list[str]) -> None:
-    """Check that the services are installed, and what is to track the run.
-
-    Raises:
-        DilocoError: some are not; they are named.
-    """
-    check_trackers(track, "--track")
-    if missing := [name for module, name in SERVICES.items() if find_spec(module) is None]:
-        raise DilocoError(f"diloco up: not installed: {', '.join(missing)}; install all of it with: pip install 'diloco[all]'")
-
-
-def _check_server(nats_url: str | None, settings: RunSettings) -> None:
-    """Check that a server that was given is enough for the run.
-
-    Raises:
-        SettingsError: it is no address; or the run has regions, each of which needs a server.
-    """
-    names, address = settings.regions.names, None if nats_url is None else checked(nats_url)
-    if address is not None and names:
-        raise SettingsError(
-            f"--nats {shown(address)}: is one server, but the run has the regions {', '.join(names)}: leave it out, which "
-            "starts a server for each region, or train without regions: --set 'regions.names=[]'"
-        )
-
-
-def _slow_factors(items: list[str], names: list[str]) -> dict[str, float]:
-    factors = {}
-    for item in items:
-        name, _, text = item.partition("=")
-        try:
-            factor = float(text)
-        except ValueError:
-            factor = 0.0
-        if not 1 <= factor < math.inf:
-            raise SettingsError(f"--slow {item}: expected LEARNER=FACTOR with a factor of at least 1, for example learner-3=5")
-        if name not in names:
-            raise SettingsError(f"--slow {item}: no learner {name!r}; the learners are {names[0]} to {names[-1]}")
-        factors[name] = factor
-    return factors
 
 
 def directory_of(

@@ -29,8 +29,8 @@ TokenBudget = Annotated[
 Data = Annotated[
     str | None,
     typer.Option(
-        help="File or folder of text, a place of either (s3://, gs://, az://, hf://, https://), or data as your task reads "
-        "it; default: Python's standard library."
+        help="File or folder of text, conversations for --model, a place (s3://, gs://, az://, hf://, https://), or what "
+        "your task reads; default: Python's standard library."
     ),
 ]
 Preset = Annotated[str, typer.Option(help=f"{', '.join(PRESETS)}.")]

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from diloco.core.log.chain import WrongEntries
 from diloco.core.log.fold import Replica
+from diloco.core.tensors.built_in import BUILT_IN
 from diloco.core.tensors.float_mode import exact
 from diloco.core.tensors.fragments import TensorSpec
 from diloco.errors import FormatError, HashError, MachineError, RunError, SettingsError
@@ -34,11 +35,9 @@ from diloco.settings.places import has_scheme, parse_place
 from diloco.weights_files import naming, tying
 from diloco.weights_files.naming import Names, Naming
 from diloco_ops.reading import run_reader
-from diloco_ops.reading.asking import ask
 from diloco_ops.reading.local_runs import newest_run
 from diloco_ops.reading.run_reader import RunReader
-from diloco_ops.up.environment import learner_environment
-from diloco_ops.weights import in_place, orbax_weights, peft_weights, scratch, weights_file
+from diloco_ops.weights import in_place, model_files, orbax_weights, peft_weights, scratch, weights_file
 from diloco_ops.weights.versions import LATEST, Versions, WantedVersion, choose_versions, parsed_version, stated, version_of
 from diloco_ops.weights.weights_file import SHARD_BYTES, Precision, Weights
 from diloco_report.units import model_size, size
@@ -47,7 +46,7 @@ M_MMAP_THRESHOLD, BUFFER_BYTES = -3, 128 << 10  # glibc's mallopt; buffers of pa
 TASK = "diloco_task"  # in a file's metadata: the settings of the task, as JSON
 
 Vector = NDArray[np.float32]
-AskTask = Callable[[RunReader], dict[str, Any]]
+AskTask = Callable[[RunReader], model_files.ModelFacts]
 Format = Literal["safetensors", "hf", "peft", "orbax"]
 FormatOption = Annotated[
     Format,
@@ -159,11 +158,6 @@ def _check_options(format_: Format, names: Path | None, config: Path | None, sha
             raise SettingsError(f"{option} {given}: is for --format {' and '.join(formats)}")
     if format_ == "peft" and names is not None:
         raise SettingsError(f"--names {names}: leave it out with --format peft, whose names are those of peft's files")
-    if format_ == "peft" and config is None:
-        raise SettingsError(
-            "--format peft: needs --config FILE, the adapter_config.json; model.peft_config['default'].save_pretrained(FOLDER) "
-            "writes it"
-        )
 
 
 def _give_buffers_back() -> None:
@@ -216,14 +210,14 @@ async def export_versions(
 ) -> list[int]:
     """Write a run's weights as of these versions into a draft that is not there yet; return the version of each fragment.
 
-    ``ask_task`` returns what the run's task says of its files; by default :func:`said_by_task`.
+    ``ask_task`` returns what the run's task says of its files; by default :func:`model_files.facts_of`.
 
     Raises:
         MachineError, RunError: as :func:`write`.
         SettingsError, ServiceFailed: the names or the configuration do not fit, or the task does not say them.
         OSError: they cannot be written.
     """
-    with await asyncio.to_thread(_opened, seen, draft, asked, versions, ask_task or said_by_task) as weights:
+    with await asyncio.to_thread(_opened, seen, draft, asked, versions, ask_task or model_files.facts_of) as weights:
         return await write(seen, weights, versions, asked.average, scratch.in_folder(draft.parent))
 
 
@@ -239,29 +233,79 @@ def _opened(
     metadata, tensors = metadata_of(seen, versions, asked.average), seen.map.tensors
     config = None if asked.config is None else naming.read_object(asked.config, f"--config {asked.config}")[0]
     if asked.format == "peft":
-        assert config is not None, "it was asked for"
-        named = peft_weights.adapter_naming(tensors, config, f"--config {asked.config}")
-        return peft_weights.peft(draft, named, asked.precision, metadata, config)
+        return _adapter(seen, draft, asked, metadata, config, ask_task=ask_task)
     names = _given_names(tensors, asked.names)
     if asked.format == "hf":
-        if names is None or config is None:
-            said = ask_task(seen)
-            names = Names(said["names"] or {}, "task: names()") if names is None else names
-            config = said["config"] if config is None else config
-        if config is None:
-            raise SettingsError(
-                f"task.name = {seen.run.created.task.name!r}: has no config() for Hugging Face's libraries: give a "
-                "config.json with --config FILE"
-            )
-        named = Naming(tensors, names)
-        _check_tied(named, config, "task: config()" if asked.config is None else f"--config {asked.config}")
-        draft.mkdir()
-        shard_bytes = asked.shard_bytes or SHARD_BYTES
-        return weights_file.hugging_face(draft, named, asked.precision, metadata, config, shard_bytes)
+        return _model_folder(seen, draft, asked, metadata, config, names, ask_task=ask_task)
     named = Naming(tensors, names or Names({}, ""))
     if asked.format == "orbax":
         return orbax_weights.orbax(draft, named, asked.precision, metadata)
     return weights_file.one_file(draft, named, asked.precision, metadata)
+
+
+def _adapter(
+    seen: RunReader,
+    draft: Path,
+    asked: ExportRequest,
+    metadata: Mapping[str, str],
+    config: dict[str, Any] | None,
+    *,
+    ask_task: AskTask,
+) -> AbstractContextManager[Weights]:
+    """Return the weights of an adapter to be written, by the configuration that was given or that the run's task has."""
+    said = model_files.ModelFacts() if config is not None or _is_loops(seen) else ask_task(seen)
+    source = "task: adapter_config()" if config is None else f"--config {asked.config}"
+    config = said.adapter_config if config is None else config
+    if config is None:
+        raise SettingsError(
+            "--format peft: needs --config FILE, the adapter_config.json; model.peft_config['default'].save_pretrained(FOLDER) "
+            "writes it"
+        )
+    named = peft_weights.adapter_naming(seen.map.tensors, config, source)
+    written = peft_weights.peft(draft, named, asked.precision, metadata, config)
+    return model_files.with_companions(draft, written, seen, said, "peft")
+
+
+def _is_loops(seen: RunReader) -> bool:
+    """Whether the run's task says nothing of its model: learners are loops that joined, and the task is the built-in one."""
+    return seen.run.created.task.name == BUILT_IN
+
+
+def _model_folder(
+    seen: RunReader,
+    draft: Path,
+    asked: ExportRequest,
+    metadata: Mapping[str, str],
+    config: Mapping[str, Any] | None,
+    names: Names | None,
+    *,
+    ask_task: AskTask,
+) -> AbstractContextManager[Weights]:
+    """Return the weights of a whole model to be written, as Hugging Face's libraries read it."""
+    tensors, said = seen.map.tensors, model_files.ModelFacts()
+    if names is None or config is None:
+        said = ask_task(seen)
+        if said.adapter_config is not None:
+            model_files.check_mergeable(asked.precision)
+            adapter = draft.with_name(f"{draft.name}.adapter")
+            shutil.rmtree(adapter, ignore_errors=True)
+            named = peft_weights.adapter_naming(tensors, said.adapter_config, "task: adapter_config()")
+            written = peft_weights.peft(adapter, named, "float32", metadata, said.adapter_config)
+            whole = model_files.merged(draft, seen, written, adapter, asked.precision)
+            return model_files.with_companions(draft, whole, seen, said, "hf")
+        names = Names(said.names or {}, "task: names()") if names is None else names
+        config = said.config if config is None else config
+    if config is None:
+        raise SettingsError(
+            f"task.name = {seen.run.created.task.name!r}: has no config() for Hugging Face's libraries: give a "
+            "config.json with --config FILE"
+        )
+    named = Naming(tensors, names)
+    _check_tied(named, config, "task: config()" if asked.config is None else f"--config {asked.config}")
+    draft.mkdir()
+    shard_bytes, config = asked.shard_bytes or SHARD_BYTES, model_files.config_in(config, asked.precision)
+    written = weights_file.hugging_face(draft, named, asked.precision, metadata, config, shard_bytes)
+    return model_files.with_companions(draft, written, seen, said, "hf")
 
 
 def _given_names(tensors: Sequence[TensorSpec], names: Path | None) -> Names | None:
@@ -293,16 +337,6 @@ def _check_tied(named: Naming, config: Mapping[str, Any], source: str) -> None:
             f"{source}: {tying.KEY} is true, but the model's head {head!r} is trained by itself, and Hugging "
             f"Face's libraries would replace it by the embedding {embedding!r}: set {tying.KEY} to false"
         )
-
-
-def said_by_task(seen: RunReader) -> dict[str, Any]:
-    """Return what a run's task says of its files: ``names`` and ``config``, None where it says nothing.
-
-    Raises:
-        ServiceFailed: it cannot be made.
-    """
-    request = {"settings": seen.run.created.model_dump(), "data": seen.directory.data}
-    return ask("hugging_face", request, learner_environment(0, 1, None))
 
 
 @contextmanager

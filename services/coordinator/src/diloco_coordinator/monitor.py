@@ -5,6 +5,7 @@ Pure: no clock, no network, no file.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -291,8 +292,7 @@ class Monitor:
             "tokens_processed": processed,
             "tokens_merged": self.tokens_merged(),
             "epochs": self.settings.epochs(self.tokens_merged()),
-            "parameters": self.map.parameters,
-            "state_values": self.map.state_values,
+            **_sizes(self.map, self.settings),
             "versions": sum(self.versions),
             "rounds": sum(heartbeat.rounds for heartbeat, _ in self.shards.values()),
             "eta_s": self.pace.left_s(left),
@@ -406,6 +406,23 @@ class Monitor:
                 "bytes_out": sum(size for (source, _), size in borders.items() if source == name),
             }
         return regions
+
+
+def _sizes(fragment_map: FragmentMap, settings: RunSettings) -> dict[str, Any]:
+    """Return the sizes of a run's model, by the keys of the status."""
+    found = {"parameters": fragment_map.parameters, "state_values": fragment_map.state_values}
+    return found | {"frozen": _frozen(fragment_map, settings)}
+
+
+def _frozen(fragment_map: FragmentMap, settings: RunSettings) -> dict[str, Any] | None:
+    """Return what all learners have alike and no message has, such as the base of an adapter; None: there is nothing."""
+    if not fragment_map.fixed:
+        return None
+    values = sum(math.prod(each.shape) for each in fragment_map.fixed)
+    return {
+        "model": settings.task.options.get("model"), "tensors": len(fragment_map.fixed), "values": values,
+        "hash": fragment_map.fixed_digest.hex(),
+    }  # fmt: skip
 
 
 def _mean(fragment_map: FragmentMap, tokens: Mapping[int, int]) -> int:

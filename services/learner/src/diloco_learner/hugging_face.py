@@ -1,7 +1,7 @@
 """``python -m diloco_learner.hugging_face``: a task's names and configuration for Hugging Face's libraries.
 
-Reads ``{"settings": ..., "data": ...}`` from stdin. Prints ``{"names": ..., "config": ...}``: the task's ``names()`` and
-``config()``, null where it has none.
+Reads ``{"settings": ..., "data": ...}`` from stdin. Prints ``{"names": ..., "config": ..., "adapter_config": ..., "files":
+...}``: the task's members of these names, null where it has none.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from diloco_learner import frameworks
 from diloco_learner.api import members
 from diloco_learner.task_api import said_of_files
 
+MEMBERS = ("names", "config", "adapter_config", "files")
+
 
 def said(settings: RunSettings, data: str | None) -> dict[str, Any]:
-    """Return the names map and the configuration of a run's model.
+    """Return the names map and the configuration of a run's model, that of its adapter, and the files beside its weights.
 
     Raises:
         SettingsError: one of them is no mapping that JSON has; or the task cannot be made.
@@ -28,7 +30,7 @@ def said(settings: RunSettings, data: str | None) -> dict[str, Any]:
     """
     with members.users_errors(settings.task):
         task = frameworks.load(settings.task, data, LearnerSettings(name="files").cache_dir).task
-        return {member: said_of_files(task, member) for member in ("names", "config")}
+        return {member: said_of_files(task, member) for member in MEMBERS}
 
 
 def _main() -> None:

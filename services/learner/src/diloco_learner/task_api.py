@@ -196,7 +196,7 @@ def check_called(task: Any, required: Collection[str], called: Mapping[str, tupl
 
 
 def said_of_files(task: object, member: str) -> dict[str, Any] | None:
-    """Return a task's ``names()`` or ``config()``, of files of Hugging Face's libraries; None: it has no such member.
+    """Return a task's ``names()``, ``config()`` or the like, of files of Hugging Face's libraries; None: it says nothing.
 
     Raises:
         SettingsError: it is no mapping that JSON has.
@@ -205,6 +205,8 @@ def said_of_files(task: object, member: str) -> dict[str, Any] | None:
     if function is None:
         return None
     said = function()
+    if said is None:
+        return None
     try:
         if not isinstance(said, Mapping):
             raise TypeError(f"it is a {type(said).__name__}")

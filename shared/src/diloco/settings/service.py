@@ -278,6 +278,9 @@ class LearnerSettings(ServiceSettings):
     mesh: MeshSettings = Field(MeshSettings(), description="axes of the mesh of its devices")
     processes: ProcessesSettings = Field(ProcessesSettings(), description="processes that form this learner")
     slow: float = Field(1.0, ge=1, description="every step takes this many times as long, by sleeping (for experiments)")
+    allow_code: str = Field(
+        "", description="model whose repository may run Python code of its own on this machine, by the name that `model` has"
+    )
 
     @field_validator("data", "init")
     @classmethod
@@ -294,6 +297,11 @@ class TorchLearnerSettings(LearnerSettings):
 
     task: str | None = Field(
         None, description="only for diloco-torch-learner: MODULE:MAKE of a torch task, if the run's task is written for JAX"
+    )
+    model: str | None = Field(
+        None,
+        description="only for diloco-torch-learner, in a run of `diloco up --model`: folder of the model on this machine, if "
+        "it is not where the run's settings say",
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from diloco.core.run import tape
 from diloco.core.tensors.fragments import FragmentMap
 from diloco.settings.run import TaskSettings
 from diloco.settings.service import TorchLearnerSettings
+from diloco.weights_files.model_folder import ALLOW_CODE
 from diloco_learner.api.members import users_errors
 from diloco_learner.pytorch.island import TorchIsland
 from diloco_learner.pytorch.processes.process_mesh import Processes
@@ -37,8 +39,10 @@ def machine() -> tape.Machine:
 
 
 def own_task(settings: TorchLearnerSettings, run: TaskSettings) -> TaskSettings:
-    """Return a run's task settings with the name of the task by which this learner makes the model."""
-    return run if settings.task is None else run.model_copy(update={"name": settings.task})
+    """Return a run's task settings with the task by which this learner makes the model, and where its files are here."""
+    name = run.name if settings.task is None else settings.task
+    options = run.options if settings.model is None else {**run.options, "model": settings.model}
+    return run.model_copy(update={"name": name, "options": options})
 
 
 def begin(process: LearnerProcess, settings: TorchLearnerSettings, processes: Processes) -> TorchBeginning:
@@ -51,6 +55,8 @@ def begin(process: LearnerProcess, settings: TorchLearnerSettings, processes: Pr
     process.exporter.starting = "its task to be created"
     run = process.run.created
     own = run.model_copy(update={"task": own_task(settings, run.task)})
+    if settings.allow_code:
+        os.environ[ALLOW_CODE] = settings.allow_code  # a task has the run's settings, and this machine's owner decides
     with users_errors(own.task):
         task = load_task(own.task, settings.data)
         island = TorchIsland(task, own, processes)

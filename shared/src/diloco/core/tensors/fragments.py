@@ -220,6 +220,11 @@ class FragmentMap:
         return sum(tensor.size for tensor in self.tensors if tensor.state)
 
     @cached_property
+    def fixed_digest(self) -> bytes:
+        """BLAKE3 (32 bytes) of the fixed tensors: of their paths, types, shapes and the hashes of their values."""
+        return blake3(msgspec.msgpack.encode([_fixed_entry(each) for each in self.fixed])).digest()
+
+    @cached_property
     def digest(self) -> bytes:
         """BLAKE3 (32 bytes) of tensors and pieces: equal maps, equal digest."""
         return blake3(self.pack()).digest()
@@ -227,7 +232,7 @@ class FragmentMap:
     def pack(self) -> bytes:
         """Return the tensors, fragment count and strategy as msgpack; the pieces follow from them."""
         tensors = [_entry(tensor) for tensor in self.tensors]
-        fixed = [[each.path, each.dtype, list(each.shape), each.hash] for each in self.fixed]
+        fixed = [_fixed_entry(each) for each in self.fixed]
         return msgspec.msgpack.encode([tensors, len(self.fragments), self.strategy, *([fixed] if fixed else [])])
 
     def empty(self) -> dict[str, NDArray[np.float32]]:
@@ -252,6 +257,10 @@ def unpack_map(data: bytes) -> FragmentMap:
         return build_map(specs, found.count, found.strategy, fixed)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, SettingsError) as error:
         raise FormatError(f"fragment map: {error}") from None
+
+
+def _fixed_entry(fixed: FixedSpec) -> list[object]:
+    return [fixed.path, fixed.dtype, list(fixed.shape), fixed.hash]
 
 
 def _entry(tensor: TensorSpec) -> list[object]:
