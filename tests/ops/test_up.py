@@ -22,7 +22,14 @@ from diloco_ops.up.run_summary import on_missed
 def test_a_run_that_is_too_short_is_told_so_before_it_begins(
     preset: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    facts = {"step_tokens": 2048, "units": None, "framework": "jax", "mix": None, "map": None}  # 915 steps of each learner
+    facts = {
+        "step_tokens": 2048,
+        "units": None,
+        "framework": "jax",
+        "mix": None,
+        "map": None,
+        "notes": [],
+    }  # 915 steps of each learner
     monkeypatch.setattr(task_check, "ask", lambda *_: facts)
     task_check.check_task(RunDirectory(tmp_path, "run", "", None, run_settings(preset)))
     told = capsys.readouterr().err
