@@ -17,7 +17,7 @@ from tests.made.tiny_models import VOCABULARY, libraries, write_chats, write_lla
 from diloco.errors import AdmissionError, DataError, SettingsError
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
-from diloco.weights_files.model_folder import open_model
+from diloco.storage.model_folder import open_model
 from diloco_learner import frameworks
 from diloco_learner.api.options import filled
 from diloco_learner.causal_lm import CausalLmOptions

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from diloco.errors import SettingsError
 from diloco.settings.presets import run_settings
 from diloco.settings.run import TaskSettings
-from diloco.weights_files.model_folder import open_model
+from diloco.storage.model_folder import open_model
 from diloco_ops.finetune import memory_need, model_options
 from diloco_ops.finetune.elsewhere import learner_text, model_of
 from diloco_ops.finetune.model_options import TASK, ModelRequest

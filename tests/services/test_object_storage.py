@@ -19,6 +19,7 @@ from diloco.settings import folders
 from diloco.settings.places import parse_place
 from diloco.storage import cloud_store
 from diloco.storage.fetching import RANGE_BYTES, fetched
+from diloco.storage.model_folder import open_model
 from diloco.storage.object_store import PART_BYTES, ObjectStore
 from diloco.storage.opening import open_store
 from diloco_ops.checkpoints import in_bucket
@@ -67,6 +68,22 @@ def test_a_bucket_takes_parts_gives_ranges_and_creates_once(tmp_path: Path) -> N
         store.put("owner", b"you", create=True)
     store.delete(["owner", "folder/large"])
     assert [each.key for each in store.list("")] == ["made"]
+
+
+def test_a_model_at_a_place_is_that_of_its_copy(tmp_path: Path) -> None:
+    files = {
+        "config.json": b'{"model_type": "llama", "max_position_embeddings": 64}',
+        "tokenizer.json": b"{}",
+        "weights.bin": b"a pickle",
+    }
+    (tmp_path / "copy").mkdir()
+    store = store_of("models")
+    for name, content in files.items():
+        (tmp_path / "copy" / name).write_bytes(content)
+        store.put(f"tiny/{name}", content)
+    found, copy = open_model("s3://models/tiny"), open_model(str(tmp_path / "copy"))
+    assert (found.name, found.positions, found.tokenizer_digest()) == ("s3://models/tiny", 64, copy.tokenizer_digest())
+    assert sorted(path.name for path in found.path.iterdir()) == ["config.json", "tokenizer.json"], "a pickle is not brought"
 
 
 def test_what_is_refused_is_said_in_one_line_without_keys(weed: str, monkeypatch: pytest.MonkeyPatch) -> None:

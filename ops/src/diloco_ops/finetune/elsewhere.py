@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from diloco.settings.run import TaskSettings
-from diloco.weights_files import model_folder
+from diloco.storage import model_folder
+from diloco.storage.fetching import is_remote
 from diloco_ops.finetune.model_options import TASK
 
 PROGRAM = "diloco-torch-learner"
@@ -38,7 +39,9 @@ def learner_text(run: str, url: str, task: TaskSettings, reach: str) -> str:
         values["model"] = f"PATH OF YOUR COPY OF {Path(model).name}"
     lines = [f"    {key} = {json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
     needs = ["pip install 'diloco[finetune]'" + (" bitsandbytes" if task.options.get("dtype") == "4bit" else "")]
-    if not is_path:
+    if is_remote(model):
+        needs.append(f"credentials that may read {model} (docs/storage.md), and pip install 'diloco[storage]'")
+    elif not is_path:
         needs.append(f"for a private or gated {model}: HF_TOKEN in the environment")
     if url.startswith("tls:"):
         needs.append('identity = "FILE", which `diloco keys add` makes')

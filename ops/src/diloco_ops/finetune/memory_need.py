@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from diloco.service.rundir import RunDirectory
-from diloco.weights_files.model_folder import ModelFolder, open_model
+from diloco.storage.model_folder import ModelFolder, open_model
 from diloco_ops.doctor.machine import available_bytes
 from diloco_ops.finetune.elsewhere import model_of
 from diloco_ops.up.environment import gpus

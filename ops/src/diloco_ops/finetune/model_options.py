@@ -14,7 +14,7 @@ import typer
 
 from diloco.errors import SettingsError
 from diloco.settings.validation import nearest
-from diloco.weights_files.model_folder import ALLOW_CODE, ModelFolder, open_model
+from diloco.storage.model_folder import ALLOW_CODE, ModelFolder, open_model
 
 TASK = "diloco_learner.causal_lm:make"
 LONGEST = 1024  # tokens of a row where nothing else is said

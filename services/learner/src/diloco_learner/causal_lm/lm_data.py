@@ -15,9 +15,10 @@ from diloco.errors import DataError, SettingsError
 from diloco.process import files
 from diloco.settings import folders
 from diloco.settings.run import TaskSettings
+from diloco.storage import model_folder
 from diloco.storage.fetching import local_path
-from diloco.weights_files import model_folder, naming
-from diloco.weights_files.model_folder import ModelFolder
+from diloco.storage.model_folder import ModelFolder
+from diloco.weights_files import naming
 from diloco_learner.causal_lm.options import CausalLmOptions
 from diloco_learner.chats.chats import Chats, PackedRows, is_chats
 from diloco_learner.mix.mix import Mix, is_mix

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from diloco.errors import AdmissionError, SettingsError
 from diloco.settings.run import TaskSettings
-from diloco.weights_files import model_folder
+from diloco.storage import model_folder
 from diloco_learner.causal_lm import modeling
 from diloco_learner.causal_lm.lm_data import CausalLmData, open_data
 from diloco_learner.causal_lm.options import CausalLmOptions

@@ -15,7 +15,7 @@ from diloco.errors import SettingsError
 from diloco.process import observe
 from diloco.settings.run import RunSettings
 from diloco.settings.validation import parse
-from diloco.weights_files import model_folder
+from diloco.storage import model_folder
 from diloco_learner.api import options
 from diloco_learner.causal_lm import modeling
 from diloco_learner.causal_lm.options import CausalLmOptions

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from diloco.errors import DilocoError, SettingsError
-from diloco.weights_files.model_folder import ALLOW_CODE, ModelFolder
+from diloco.storage.model_folder import ALLOW_CODE, ModelFolder
 from diloco_learner.causal_lm.options import EVERY_LINEAR, CausalLmOptions
 
 NEEDED = ("transformers", "tokenizers")

@@ -13,7 +13,7 @@ from diloco.core.run import tape
 from diloco.core.tensors.fragments import FragmentMap
 from diloco.settings.run import TaskSettings
 from diloco.settings.service import TorchLearnerSettings
-from diloco.weights_files.model_folder import ALLOW_CODE
+from diloco.storage.model_folder import ALLOW_CODE
 from diloco_learner.api.members import users_errors
 from diloco_learner.pytorch.island import TorchIsland
 from diloco_learner.pytorch.processes.process_mesh import Processes

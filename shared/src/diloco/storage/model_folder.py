@@ -17,6 +17,7 @@ from typing import Any
 from blake3 import blake3
 
 from diloco.errors import DilocoError, SettingsError
+from diloco.storage.fetching import fetched, is_remote
 from diloco.weights_files import naming
 
 CONFIG, TOKENIZER, TOKENIZER_CONFIG, TEMPLATE = "config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
@@ -179,14 +180,17 @@ def _tensors(file: Path, name: str) -> Iterator[tuple[str, str, list[int]]]:
 
 
 def open_model(name: str) -> ModelFolder:
-    """Return the folder of a model: a path of this machine, or ``NAME`` or ``NAME@REVISION`` of the hub.
+    """Return the folder of a model: a path of this machine, a place, or ``NAME`` or ``NAME@REVISION`` of the hub.
 
-    A repository is downloaded if it is not in the hub's cache.
+    A repository is downloaded if it is not in the hub's cache, and what a place has if it is not in ours.
 
     Raises:
         SettingsError: there is neither; the repository is gated or missing, or there is no network and no copy of it.
         DilocoError: ``huggingface_hub`` is not installed.
+        ObjectStoreError: the place cannot be read.
     """
+    if is_remote(name):
+        return ModelFolder(name, fetched(name, only=PATTERNS))
     path = Path(name).expanduser()
     if path.is_dir():
         return ModelFolder(name, path)
