@@ -22,7 +22,7 @@ from diloco_ops.up.run_summary import on_missed
 def test_a_run_that_is_too_short_is_told_so_before_it_begins(
     preset: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    facts = {
+    facts: dict[str, Any] = {
         "step_tokens": 2048,
         "units": None,
         "framework": "jax",
