@@ -173,5 +173,7 @@ def show(result: Result) -> None:
     print(f"ratio {result['ratio']:.4f}{between}: {'within' if result['passed'] else 'above'} {WITHIN:.0%} of one process")
 
 
+SCRIPT = Script(__doc__, Bench(compare, show))
+
 if __name__ == "__main__":
-    Script(__doc__, Bench(compare, show)).run()
+    SCRIPT.run()
