@@ -104,7 +104,7 @@ def test_a_task_that_ends_its_process_is_named(diloco: Diloco, tmp_path: Path, m
     (tmp_path / "leaving.py").write_text("import os\ndef make(settings, data):\n    print('[]', flush=True)\n    os._exit(0)\n")
     ended = diloco("check", "leaving.py")
     assert (ended.code, ended.err) == (
-        1, "diloco: diloco_learner.examine ended without an answer: the task has ended the process, by os._exit or the like\n"
+        1, "diloco: diloco_learner.examine ended without an answer: the task ended the process, for example by os._exit\n"
     )  # fmt: skip
 
 

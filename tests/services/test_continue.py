@@ -266,7 +266,7 @@ def test_a_checkpoint_and_a_folder_are_no_runs(diloco: Diloco) -> None:
     (Path("checkpoint") / MANIFEST).write_text("{}")
     ended = diloco("up", "--continue", "checkpoint", "--tokens", "9", "--run-dir", "new")
     assert ended.code == 5
-    assert "goes on with its own token budget: diloco up --resume checkpoint" in ended.err
+    assert "continues with its own token budget: diloco up --resume checkpoint" in ended.err
     ended = diloco("up", "--continue", "nowhere", "--tokens", "9", "--run-dir", "new")
     assert ended.code == 5
     assert "not a run's directory" in ended.err

@@ -13,6 +13,7 @@ import importlib, pkgutil, sys
 TRAINERS = ("accelerate", "lightning", "transformers")
 FRAMEWORKS = ("jax", "jaxlib", "optax", "torch", "diloco_learner")
 OF_A_TRAINER = {f"diloco.integrations.{name}" for name in (*TRAINERS, "torch_data")}  # each imports its own
+OF_A_STORE = {"diloco.storage.cloud_store", "diloco.storage.hub_store"}  # each imports the store's library
 
 class Forbid:
     def find_spec(self, name, path=None, target=None):
@@ -23,7 +24,7 @@ sys.meta_path.insert(0, Forbid())
 count = 0
 for package in ("diloco", "diloco_syncer", "diloco_coordinator"):
     for module in pkgutil.walk_packages(importlib.import_module(package).__path__, package + "."):
-        if not module.name.endswith("__main__") and module.name not in OF_A_TRAINER:
+        if not module.name.endswith("__main__") and module.name not in OF_A_TRAINER | OF_A_STORE:
             importlib.import_module(module.name)
             count += 1
 print(count)

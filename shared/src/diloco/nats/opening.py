@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import math
 import re
@@ -113,6 +114,9 @@ class Opening:
             await asyncio.sleep(ASK_AGAIN_S if self._refused.is_set() and self._refusals >= REFUSALS else RETRY_S)
             self.client = Client(self.identity)
             self._refused.clear()
+        if self.client.lacks_limit:  # a server may tell the account's limit a moment after it has let the client in
+            with contextlib.suppress(nats.errors.Error, TimeoutError):
+                await self.client.flush(FLUSH_TIMEOUT_S)
         if self.client.lacks_limit:
             self.log.warning("server_without_limits", connection=self.name, reason=_NO_LIMIT)
         return self.client

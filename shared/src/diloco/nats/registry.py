@@ -22,7 +22,9 @@ from diloco.transport import Fence, Stored
 ATTEMPTS = 6  # half a minute in all: as long as a cluster may need to elect a leader
 MAX_WRITTEN_BYTES = MAX_VALUE_BYTES - HEADER_BYTES  # the stream takes no message, headers included, that no reader would take
 
-_NO_MESSAGE = 10037  # error code of the JetStream API
+# error codes of the JetStream API
+_NO_MESSAGE = 10037
+_NO_PEERS = 10005
 
 T = TypeVar("T")
 
@@ -63,6 +65,10 @@ class Registry:
         except nats.js.errors.NotFoundError:
             raise BrokerError(f"bucket {bucket}: does not exist on the server") from None
         except nats.js.errors.APIError as error:
+            if error.err_code == _NO_PEERS:  # a cluster that has just begun, or of which a server is away
+                raise AppendUncertainError(
+                    f"bucket {bucket}: the cluster does not have {replicas} servers for it now: start the others"
+                ) from None
             if error.err_code != OTHER_CONFIGURATION or not await _keeps(api, config):
                 raise BrokerError(f"bucket {bucket}: {error.description} (code {error.err_code})") from None
         except (nats.errors.Error, TimeoutError) as error:
