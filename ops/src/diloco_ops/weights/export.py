@@ -37,6 +37,7 @@ from diloco.weights_files.naming import Names, Naming
 from diloco_ops.reading import run_reader
 from diloco_ops.reading.local_runs import newest_run
 from diloco_ops.reading.run_reader import RunReader
+from diloco_ops.up.supervise import ServiceFailed
 from diloco_ops.weights import in_place, model_files, orbax_weights, peft_weights, scratch, weights_file
 from diloco_ops.weights.versions import LATEST, Versions, WantedVersion, choose_versions, parsed_version, stated, version_of
 from diloco_ops.weights.weights_file import SHARD_BYTES, Precision, Weights
@@ -253,13 +254,18 @@ def _adapter(
     ask_task: AskTask,
 ) -> AbstractContextManager[Weights]:
     """Return the weights of an adapter to be written, by the configuration that was given or that the run's task has."""
-    said = model_files.ModelFacts() if config is not None or _is_loops(seen) else ask_task(seen)
     source = "task: adapter_config()" if config is None else f"--config {asked.config}"
+    said, why = model_files.ModelFacts(), ""
+    if config is None and not _is_loops(seen):
+        try:
+            said = ask_task(seen)
+        except (SettingsError, ServiceFailed) as error:
+            why = f"; the run's task does not give it: {error}"
     config = said.adapter_config if config is None else config
     if config is None:
         raise SettingsError(
             "--format peft: needs --config FILE, the adapter_config.json; model.peft_config['default'].save_pretrained(FOLDER) "
-            "writes it"
+            f"writes it{why}"
         )
     named = peft_weights.adapter_naming(seen.map.tensors, config, source)
     written = peft_weights.peft(draft, named, asked.precision, metadata, config)
