@@ -368,8 +368,7 @@ class ServiceExamination:
         if self.role == "learner" and self.settings.name in self._run.now.excluded:
             return verdicts.excluded(name, self.settings.name)
         if self.role == "coordinator":
-            own, there = self.settings.settings.model_dump(), settings.model_dump()
-            difference = creation.first_difference(own, there)
+            difference = creation.difference_from(self.settings.settings, settings.model_dump())
             if difference:
                 return Check("run", "failed", difference, "the settings of the run", "correct them, or choose another run name")
         return verdicts.run(name, settings, self._map)

@@ -328,6 +328,6 @@ async def _check_settings(transport: NatsTransport, directory: RunDirectory) -> 
     if stored is None:
         raise RunError(f"{directory.path}: its server has no settings of run {directory.name!r}")
     theirs = creation.settings_of(directory.name, stored[0])
-    difference = creation.first_difference(directory.settings.for_members().model_dump(), theirs)
+    difference = creation.difference_from(directory.settings, theirs)
     if difference:
         raise RunError(f"{directory.path}: its run.json differs from the settings on its server: {difference}")

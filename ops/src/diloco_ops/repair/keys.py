@@ -123,7 +123,7 @@ class LiveBucket:
         match key:
             case "run":
                 settings = parse(RunSettings, creation.settings_of(self.name, value), f"run {self.name!r}")
-                difference = creation.first_difference(self.directory.settings.model_dump(), settings.model_dump())
+                difference = creation.difference_from(self.directory.settings, settings.model_dump())
                 if difference and settings.digest() != self.directory.settings.digest():
                     raise FormatError(f"it has other settings than {self.directory.path}/run.json: {difference}")
             case "protocol":

@@ -137,7 +137,7 @@ async def create(
             return KnownRun(name, settings, registry, transport.authority)
         stored = await registry.get("run")
     await check_protocol(registry, name)  # the right to write may have ended
-    difference = first_difference(settings.for_members().model_dump(), settings_of(name, stored[0]) if stored else {})
+    difference = difference_from(settings, settings_of(name, stored[0]) if stored else {})
     if difference:
         raise RunError(
             f"run {name!r} exists on the server with another setting: {difference}; resume it with its own settings, or "
@@ -282,6 +282,11 @@ async def find_map(run: KnownRun) -> FragmentMap:
                     f"{__version__} ({error}); update diloco, or use diloco repair RUN --key map"
                 ) from None
         await asyncio.sleep(POLL_S)
+
+
+def difference_from(settings: RunSettings, stored: dict[str, object]) -> str | None:
+    """Return the first difference of a run's settings from those that are stored with it; None: there is none."""
+    return first_difference(settings.for_members().model_dump(), stored)
 
 
 def first_difference(ours: dict[str, object], theirs: dict[str, object], prefix: str = "") -> str | None:
