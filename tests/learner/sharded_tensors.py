@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import random
 import sys
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from tests.made.rank_rows import put_together
 from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -29,16 +29,7 @@ def gathered(rank: int, params: TorchParameters, fragments: list[Fragment]) -> l
     distributed.all_gather_object(boxes, params.boxes())
     layouts = row_layouts(fragments, boxes, carriers([fragment.size for fragment in fragments], world))
     params.deal(layouts)
-    found = []
-    for fragment, layout in zip(fragments, layouts, strict=True):
-        vectors: list[Any] = [None] * world
-        distributed.all_gather_object(vectors, layout.read[rank].take(params.snapshot(fragment).to_host()))
-        together = np.full(fragment.size, np.nan, np.float32)
-        for rows, values in zip(layout.read, vectors, strict=True):
-            rows.put(values, together)
-        assert sum(rows.size for rows in layout.read) == fragment.size, "each value once"
-        found.append(together)
-    return found
+    return put_together(fragments, layouts, rank, lambda fragment: params.snapshot(fragment).to_host())
 
 
 def values_of(tensors: dict[str, torch.Tensor], fragment: Fragment) -> NDArray[np.float32]:

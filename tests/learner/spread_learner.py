@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from tests.made.rank_rows import put_together
 from torch import distributed, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -171,16 +172,7 @@ def gathered(island: TorchIsland, place: int) -> NDArray[np.float32]:
     world, fragments = distributed.get_world_size(), island.fragments().fragments
     dealt = carriers([fragment.size for fragment in fragments], world)
     layouts = island.deal_rows(fragments, dealt)
-    together = []
-    for fragment, layout in zip(fragments, layouts, strict=True):
-        said: list[Any] = [None] * world
-        distributed.all_gather_object(said, layout.read[place].take(island.read(fragment).to_host()))
-        vector = np.full(fragment.size, np.nan, np.float32)
-        for rows, values in zip(layout.read, said, strict=True):
-            rows.put(values, vector)
-        assert sum(rows.size for rows in layout.read) == fragment.size, "each value once"
-        together.append(vector)
-    return np.concatenate(together)
+    return np.concatenate(put_together(fragments, layouts, place, lambda fragment: island.read(fragment).to_host()))
 
 
 def values_of(island: TorchIsland) -> NDArray[np.float32]:

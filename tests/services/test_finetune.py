@@ -11,14 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.made.fixtures import Diloco
+from tests.made.founded_runs import found_run
 from tests.made.tiny_models import libraries, write_chats, write_llama
-from tests.pace import DEADLINE_S
 
-from diloco.control import creation, genesis
-from diloco.log.log import Log
-from diloco.nats.transport import NatsTransport
-from diloco.process.observe import get_logger
-from diloco.service.rundir import RunDirectory
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
 from diloco_learner import frameworks
@@ -54,16 +49,7 @@ async def founded(server: Server, path: Path, settings: RunSettings, data: str) 
     batch = next(task.batches(0, 1, 0, 0))
     for _ in range(2):
         island.begin_step(batch, 0.01).wait()
-    directory = RunDirectory(path, "run", server.url, data, settings)
-    directory.save()
-    link = await NatsTransport.open(server.url, server.url, "test", get_logger(), DEADLINE_S)
-    run = await creation.create(link, directory.name, settings)
-    fragments = island.fragments()
-    await run.registry.create("map", fragments.pack())
-    log = Log(link, run.name, run.identity, fragments, run.created)
-    hashes = [await log.writer.append_first(one.index, island.read(one).to_host()) for one in fragments.fragments]
-    await log.writer.conclude("test", run.created.digest(), hashes, genesis.decision(run))
-    await link.close()
+    await found_run(server, path, settings, data, island)
     return island._module.eval()
 
 

@@ -12,14 +12,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from tests.made.fixtures import Diloco
-from tests.pace import DEADLINE_S
+from tests.made.founded_runs import found_run
+from tests.made.tiny_models import libraries
 
-from diloco.control import creation, genesis
 from diloco.errors import SettingsError
-from diloco.log.log import Log
-from diloco.nats.transport import NatsTransport
-from diloco.process.observe import get_logger
-from diloco.service.rundir import RunDirectory
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
 from diloco_learner.check import PlannedRun, check
@@ -40,11 +36,6 @@ def _examples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(EXAMPLES))
 
 
-def torch_and_transformers() -> tuple[Any, Any]:
-    reason = "torch and transformers are not installed: make torch"
-    return pytest.importorskip("torch", reason=reason), pytest.importorskip("transformers", reason=reason)
-
-
 @pytest.fixture
 def text(tmp_path: Path) -> str:
     """Data of a few batches: torch takes its time for each."""
@@ -60,16 +51,7 @@ def island_of(settings: RunSettings, text: str) -> Island:
 async def founded(server: Server, path: Path, settings: RunSettings, text: str) -> Island:
     """Write the log of a run as its founder does: version 0 of what the task makes. Return the founder's model."""
     island = island_of(settings, text)
-    directory = RunDirectory(path, "run", server.url, text, settings)
-    directory.save()
-    link = await NatsTransport.open(server.url, server.url, "test", get_logger(), DEADLINE_S)
-    run = await creation.create(link, directory.name, settings)
-    fragments = island.fragments()
-    await run.registry.create("map", fragments.pack())
-    log = Log(link, run.name, run.identity, fragments, run.created)
-    hashes = [await log.writer.append_first(one.index, island.read(one).to_host()) for one in fragments.fragments]
-    await log.writer.conclude("test", run.created.digest(), hashes, genesis.decision(run))
-    await link.close()
+    await found_run(server, path, settings, text, island)
     return island
 
 
@@ -82,7 +64,7 @@ def loss_by_torch(torch: Any, model: Any, batches: Any) -> float:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_transformers_gives_the_logits_of_an_exported_llama(tied: bool, text: str, tmp_path: Path, diloco: Diloco) -> None:
-    torch, transformers = torch_and_transformers()
+    torch, transformers = libraries()
     settings = run_settings(overrides=SMALL | {"task.options.tied": tied})
     server = Server(tmp_path / "nats")
     server.start()
@@ -105,7 +87,7 @@ def test_transformers_gives_the_logits_of_an_exported_llama(tied: bool, text: st
 
 
 def test_a_run_begins_with_weights_that_transformers_wrote(text: str, tmp_path: Path) -> None:
-    torch, transformers = torch_and_transformers()
+    torch, transformers = libraries()
     settings = run_settings(overrides=SMALL)
     island = island_of(settings, text)
     torch.manual_seed(1)

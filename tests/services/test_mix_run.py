@@ -8,10 +8,11 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -151,14 +152,12 @@ def test_a_task_of_one_s_own_and_a_learner_of_two_processes_train_on_a_mix(tmp_p
     assert set(report["data"]["epochs"]) == {"verse", "prose"}
 
 
-@pytest.mark.slow
-def test_a_killed_learner_goes_on_exactly_and_its_training_is_replayed(diloco: Diloco, tmp_path: Path) -> None:
-    write_mix(tmp_path)
-    directory = tmp_path / "run"
+def train_and_kill(diloco: Diloco, directory: Path, data: Path, settings: Mapping[str, Any], *, step_tokens: int) -> None:
+    """Train two learners until the run is over; one is killed once it has saved itself, and goes on from there."""
     arguments = [
-        *("--run-dir", str(directory), "--data", str(tmp_path / "mix.toml"), "--learners", "2", "--shards", "1", "--plain"),
+        *("--run-dir", str(directory), "--data", str(data), "--learners", "2", "--shards", "1", "--plain"),
         *("--tokens", str(10**9), "--slow", "learner-1=3"),
-        *(f"--set={key}={value}" for key, value in SETTINGS.items()),
+        *(f"--set={key}={value}" for key, value in settings.items()),
     ]
     with ended_process([DILOCO, "up", *arguments], os.environ | {"DILOCO_CHECKPOINT_S": "0.5"}) as up:
         waits_until(up, lambda: any((directory / "checkpoints").glob("learner-1*.safetensors")))
@@ -168,9 +167,16 @@ def test_a_killed_learner_goes_on_exactly_and_its_training_is_replayed(diloco: D
         waits_until(up, lambda: '"checkpoint_restored"' in (directory / "logs" / "learner-1.jsonl").read_text())
         taken = json.loads((directory / "status.json").read_text())["tokens_processed"]
         for steps in (1000, 10_000, 100_000):  # the run goes on while the command begins
-            if diloco("set", str(directory), f"tokens={taken + steps * TOKENS_PER_STEP}").code == 0:
+            if diloco("set", str(directory), f"tokens={taken + steps * step_tokens}").code == 0:
                 break
         assert up.wait(2 * DEADLINE_S) == 0  # the run, and its report
+
+
+@pytest.mark.slow
+def test_a_killed_learner_goes_on_exactly_and_its_training_is_replayed(diloco: Diloco, tmp_path: Path) -> None:
+    write_mix(tmp_path)
+    directory = tmp_path / "run"
+    train_and_kill(diloco, directory, tmp_path / "mix.toml", SETTINGS, step_tokens=TOKENS_PER_STEP)
 
     report = json.loads((directory / "report.json").read_text())
     assert report["units"] == "nats per token"
@@ -229,25 +235,9 @@ def test_a_killed_learner_goes_on_in_conversations_and_its_training_is_replayed(
     directory = tmp_path / "run"
     settings = {key: value for key, value in SETTINGS.items() if key.startswith(("fragments", "round", "inner", "liveness"))}
     settings |= {"task.name": "answers:make", "task.context": 64, "task.batch": 4}
-    arguments = [
-        *("--run-dir", str(directory), "--data", str(tmp_path / "chats.jsonl"), "--learners", "2", "--shards", "1", "--plain"),
-        *("--tokens", str(10**9), "--slow", "learner-1=3"),
-        *(f"--set={key}={value}" for key, value in settings.items()),
-    ]
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.syspath_prepend(str(tmp_path))  # the command repeats the training in this process
-    monkeypatch.setenv("DILOCO_CHECKPOINT_S", "0.5")
-    with ended_process([DILOCO, "up", *arguments], dict(os.environ)) as up:
-        waits_until(up, lambda: any((directory / "checkpoints").glob("learner-1*.safetensors")))
-        victim = process_of(directory, "learner-1")
-        assert victim is not None
-        victim.kill()
-        waits_until(up, lambda: '"checkpoint_restored"' in (directory / "logs" / "learner-1.jsonl").read_text())
-        taken = json.loads((directory / "status.json").read_text())["tokens_processed"]
-        for steps in (1000, 10_000, 100_000):  # the run goes on while the command begins
-            if diloco("set", str(directory), f"tokens={taken + steps * 4 * 64}").code == 0:
-                break
-        assert up.wait(2 * DEADLINE_S) == 0
+    train_and_kill(diloco, directory, tmp_path / "chats.jsonl", settings, step_tokens=4 * 64)
 
     report = json.loads((directory / "report.json").read_text())
     assert set(report["values"]) == {"val_loss/chats"}

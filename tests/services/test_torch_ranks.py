@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.made.fixtures import Launch
+from tests.made.joining_processes import beside_services, ended
 from tests.made.rank_processes import rank_environments
 from tests.pace import DEADLINE_S
 from tests.services.cluster import Cluster, Folded, check_accounts, fold_fragments, small
@@ -26,11 +27,10 @@ OF_JAX = Path(__file__).with_name("jax_loop.py")
 
 
 class Ranks:
-    """Starts the ranks of loops, and ends those that a test has left."""
+    """Starts the ranks of loops."""
 
-    def __init__(self, cluster: Cluster, folder: Path) -> None:
-        self.cluster, self.folder = cluster, folder
-        self.started: list[asyncio.subprocess.Process] = []
+    def __init__(self, cluster: Cluster, folder: Path, started: list[asyncio.subprocess.Process]) -> None:
+        self.cluster, self.folder, self.started = cluster, folder, started
 
     def out(self, name: str) -> Path:
         return self.folder / f"{name}.json"
@@ -59,24 +59,8 @@ class Ranks:
 @asynccontextmanager
 async def ranks_of(cluster: Cluster, folder: Path) -> AsyncIterator[Ranks]:
     """Begin the run's services, and yield what starts ranks."""
-    cluster.coordinator()
-    cluster.syncers()
-    await cluster.link()
-    ranks = Ranks(cluster, folder)
-    try:
-        yield ranks
-    finally:
-        for process in ranks.started:
-            if process.returncode is None:
-                process.kill()
-            await process.communicate()
-
-
-async def ended(*processes: asyncio.subprocess.Process) -> list[tuple[int | None, str]]:
-    """Return the exit code of each process, and what it said on stderr."""
-    async with asyncio.timeout(DEADLINE_S):
-        said = await asyncio.gather(*(process.communicate() for process in processes))
-    return [(process.returncode, err.decode()) for process, (_, err) in zip(processes, said, strict=True)]
+    async with beside_services(cluster) as started:
+        yield Ranks(cluster, folder, started)
 
 
 async def all_step(*processes: asyncio.subprocess.Process) -> list[str]:

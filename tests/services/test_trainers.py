@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from tests.made.fixtures import Diloco, Launch
+from tests.made.joining_processes import beside_services, ended
 from tests.pace import DEADLINE_S
 from tests.services.cluster import Cluster, check_accounts, small
 
@@ -30,9 +31,8 @@ pytest.importorskip("accelerate", reason="accelerate is not installed: make torc
 class Training:
     """The trainings of a run, each in a process of its own; a folder has what they write."""
 
-    def __init__(self, cluster: Cluster, folder: Path) -> None:
-        self.cluster, self.folder = cluster, folder
-        self.started: list[asyncio.subprocess.Process] = []
+    def __init__(self, cluster: Cluster, folder: Path, started: list[asyncio.subprocess.Process]) -> None:
+        self.cluster, self.folder, self.started = cluster, folder, started
 
     async def start(self, kind: str, *more: str) -> asyncio.subprocess.Process:
         pipe, out = asyncio.subprocess.PIPE, str(self.folder / "out.json")
@@ -43,7 +43,7 @@ class Training:
 
     async def train(self, kind: str) -> dict[str, Any]:
         """Train to the end of the run; return what came of it."""
-        code, err = await ended(await self.start(kind))
+        [(code, err)] = await ended(await self.start(kind))
         assert code == 0, err
         await self.cluster.ended()
         found: dict[str, Any] = json.loads((self.folder / "out.json").read_text())
@@ -62,24 +62,8 @@ class Training:
 @asynccontextmanager
 async def training_in(cluster: Cluster, folder: Path) -> AsyncIterator[Training]:
     """Begin the run's services, and yield what trains in it."""
-    cluster.coordinator()
-    cluster.syncers()
-    await cluster.link()
-    training = Training(cluster, folder)
-    try:
-        yield training
-    finally:
-        for process in training.started:
-            if process.returncode is None:
-                process.kill()
-            await process.communicate()
-
-
-async def ended(process: asyncio.subprocess.Process) -> tuple[int | None, str]:
-    """Return a process's exit code, and what it said on stderr."""
-    async with asyncio.timeout(DEADLINE_S):
-        _, err = await process.communicate()
-    return process.returncode, err.decode()
+    async with beside_services(cluster) as started:
+        yield Training(cluster, folder, started)
 
 
 @pytest.mark.parametrize("kind", ["lightning", "accelerate"])
@@ -123,7 +107,7 @@ async def test_a_trainer_that_was_killed_goes_on_from_its_checkpoint_as_the_same
 
 async def test_a_trainer_that_fails_ends_though_no_callback_is_told(launch: Launch, tmp_path: Path) -> None:
     async with training_in(launch(small(learners=1, tokens=64 * 200)), tmp_path) as training:
-        code, err = await ended(await training.start("failing"))
+        [(code, err)] = await ended(await training.start("failing"))
     assert code == 1
     assert "ValueError: the data are at fault" in err
 
