@@ -41,7 +41,7 @@ FOUND = (
 
 
 def conversations(count: int) -> Iterator[list[dict[str, str]]]:
-    """Yield conversations of one to three questions and answers."""
+    """Yield conversations. Each has one to three questions with their answers."""
     drawn = random.Random(0)
     texts = [path.read_text(errors="replace") for path, size in text_files(None)[:100] if size > CHARACTERS[1]]
 

@@ -114,7 +114,7 @@ def write_questions(file: Path) -> None:
 
 
 def alone(settings: RunSettings, chats: Path) -> float:
-    """Return the held-out loss of one process that trains with these settings until their tokens are used up."""
+    """Train one process on the settings' token budget, and return its held-out loss."""
     island = island_of(settings, chats)
     train(island, settings, lambda _, tokens: tokens >= settings.tokens)
     loss: float = island.evaluation().loss

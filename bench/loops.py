@@ -48,8 +48,9 @@ def ranks(
 ) -> Result:
     """Measure what a run costs each rank of a loop whose parameters are sharded over ranks (FSDP2), of which steps are asleep.
 
-    A single rank has a plain module. Beside the loop is a learner of one process. For each rank and step: processor time of the
-    process, processor time of the loop's thread in `run.step`, the time in it by the clock, and bytes to and from the server.
+    With one rank the module is not sharded. A learner with one process trains beside the loop. The result has for each rank and
+    step: processor time of the process, processor time and wall time of the loop's thread in `run.step`, and bytes to and from
+    the server.
     """
     given = {"learners": 2, "shards": 1, "tokens": ENDLESS, "fragments.count": fragments, "round.steps": steps}
     rows: list[Result] = []
@@ -162,7 +163,7 @@ def kills(
     step_s: float = 0.05,
     keep: Keep = None,
 ) -> Result:
-    """Kill random ranks of a loop at random moments, while it joins or steps, beside a learner of one process.
+    """Kill random ranks of a loop at random moments, while it joins or steps. A learner with one process trains beside it.
 
     After each kill the loop begins again with all its ranks. In the end the run's budget is set so that it ends.
     Exit code 1 unless all other ranks have ended after each kill, the tokens of each learner are merged or lost, and
