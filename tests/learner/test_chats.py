@@ -329,6 +329,20 @@ def test_a_mix_of_conversations_is_no_mix_of_texts(make: MakeChats, tmp_path: Pa
     assert not is_chats(str(tmp_path / "mix.toml"))
 
 
+def test_a_folder_is_what_most_of_its_bytes_are(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.mkdir()
+    (text / "story.txt").write_text("once upon a time " * 20)
+    (text / "package.json").write_text('{"name": "story"}')
+    assert not is_chats(str(text))
+    conversations = tmp_path / "conversations"
+    conversations.mkdir()
+    (conversations / "a.jsonl").write_text('{"prompt": "Hello!", "completion": "Good morning."}\n' * 20)
+    (conversations / "README.md").write_text("Greetings.\n")
+    assert is_chats(str(conversations))
+    assert not is_chats(str(tmp_path / "empty"))
+
+
 def test_a_run_that_goes_over_a_source_too_often_is_refused(make: MakeChats, tmp_path: Path) -> None:
     chats = make(data=mix_of(tmp_path, MIX + "most_epochs = 2\n"))
     tokens = chats.settings.sources["b"].tokens

@@ -48,22 +48,22 @@ def test_an_optimizer_books_the_steps_that_it_takes_and_no_others() -> None:
 
 
 def test_tokens_of_a_step_may_be_fewer_than_at_join() -> None:
-    stated, ended = [16, 3, 1, 16, 9, 5], list[int]()
+    stated, ended = [16, 3, 1, 16, 0, 9, 5], list[int]()
 
     def loop(run: Any) -> None:
         for tokens in stated:
             run.step(run.params, loss=1.0, tokens=tokens)
-        with pytest.raises(SettingsError, match=r"step: tokens = 17: expected 1 to 16, the tokens of diloco\.join"):
+        with pytest.raises(SettingsError, match=r"step: tokens = 17: expected 0 to 16, the tokens of diloco\.join"):
             run.step(run.params, tokens=17)
-        with pytest.raises(SettingsError, match="step: tokens = 0: expected 1 to 16"):
-            run.step(run.params, tokens=0)
+        with pytest.raises(SettingsError, match="step: tokens = -1: expected 0 to 16"):
+            run.step(run.params, tokens=-1)
         ended.append(run.steps)
 
     with VirtualRun({"tokens": 4096, "learners": 1}) as virtual:
         virtual.add_loop("ann", loop, params=lambda: {"w": np.zeros(8, np.float32)}, data="own", tokens=TOKENS)
         virtual.advance(until=lambda: bool(ended))
         assert ended == [len(stated)]
-        assert virtual.accounts("ann").tokens == sum(stated)
+        assert virtual.accounts("ann").tokens == sum(stated) + 1  # the step without tokens is booked as one token
 
 
 def test_batches_that_the_run_deals_may_count_fewer_than_at_join() -> None:
@@ -71,7 +71,7 @@ def test_batches_that_the_run_deals_may_count_fewer_than_at_join() -> None:
 
     def loop(run: Any) -> None:
         for number in run.batches(lambda share, shares, seed, start: iter(range(start, 1000))):
-            with pytest.raises(SettingsError, match="step: tokens = 17: expected 1 to 16"):
+            with pytest.raises(SettingsError, match="step: tokens = 17: expected 0 to 16"):
                 run.step(run.params, tokens=17)
             counted.append(TOKENS if number % 3 == 0 else number % 3)
             run.step(run.params, tokens=None if number % 3 == 0 else number % 3)

@@ -18,7 +18,7 @@ from diloco.settings.run import MixedSource, MixSettings, RunSettings, TaskSetti
 from diloco.storage.fetching import TOKENIZER_FILES, local_path
 from diloco_learner.chats import stored
 from diloco_learner.chats.chat_tokenizer import ChatTokenizer
-from diloco_learner.chats.lines import chat_files, is_chat_file
+from diloco_learner.chats.lines import chat_files, is_chat_file, is_chat_folder
 from diloco_learner.chats.stored import SourceCounts, StoredChats, StoredRows
 from diloco_learner.mix import agreement, file
 from diloco_learner.mix.drafts import locked
@@ -274,7 +274,7 @@ class Chats:
 
 
 def is_chats(data: str | None) -> bool:
-    """Return whether data are conversations: such a file, a folder with one, or a ``mix.toml`` of sources of kind ``chats``.
+    """Return whether data are conversations: such a file, a folder of them, or a ``mix.toml`` of sources of kind ``chats``.
 
     Raises:
         SettingsError, DataError: a ``mix.toml`` cannot be read.
@@ -284,12 +284,7 @@ def is_chats(data: str | None) -> bool:
     if is_mix(data):
         return any(table.kind == CHATS for table in file.read(local_path(data)).sources.values())
     path = local_path(data)
-    if not path.is_dir():
-        return is_chat_file(path)
-    try:
-        return bool(chat_files(path))
-    except DataError:
-        return False
+    return is_chat_folder(path) if path.is_dir() else is_chat_file(path)
 
 
 def _tables(data: str, cache_dir: Path) -> dict[str, SourceTable]:

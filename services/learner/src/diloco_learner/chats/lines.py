@@ -58,6 +58,24 @@ def chat_files(root: Path) -> list[Path]:
     return sorted(found, key=lambda path: path.relative_to(root).as_posix())
 
 
+def is_chat_folder(root: Path) -> bool:
+    """Return whether files of conversations are at least half of the bytes of a folder, without its hidden files.
+
+    A folder of text may have a configuration in ``.json``, and a folder of conversations a description. A folder that cannot
+    be read counts as text: the reader of text says why.
+    """
+    chats_bytes = others_bytes = 0
+    try:
+        for path in _walk(root):
+            if is_chat_file(path):
+                chats_bytes += path.stat().st_size
+            else:
+                others_bytes += path.stat().st_size
+    except OSError:
+        return False
+    return chats_bytes > 0 and chats_bytes >= others_bytes
+
+
 def read_lines(path: Path, name: str) -> Iterator[Line]:
     """Yield the lines of a file that are not blank; ``name`` is the file's in their places.
 

@@ -7,6 +7,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from blake3 import blake3
 
+from diloco.core.learner.accounts import LEAST_TOKENS
 from diloco.errors import SettingsError
 from diloco.settings.run import MAX_NAME, NAME_PATTERN
 from diloco.settings.service import LearnerSettings
@@ -71,15 +72,17 @@ def check_loss(loss: Any, what: str = "step: loss") -> None:
 
 
 def tokens_of(said: int | None, most: int) -> int:
-    """Return the tokens of a step, of which a loop has ``said`` how many (None: the ``most``, as at join).
+    """Return the tokens that a step is booked with, of which a loop has ``said`` how many (None: the ``most``, as at join).
+
+    The protocol has no step without tokens, so a step of zero tokens is booked as one token.
 
     Raises:
-        SettingsError: they are none, or more than at join.
+        SettingsError: they are fewer than zero, or more than at join.
     """
     if said is None:
         return most
-    if not 0 < said <= most:
+    if not 0 <= said <= most:
         raise SettingsError(
-            f"step: tokens = {said}: expected 1 to {most}, the tokens of diloco.join: join with the most that a step may have"
+            f"step: tokens = {said}: expected 0 to {most}, the tokens of diloco.join: join with the most that a step may have"
         )
-    return said
+    return max(LEAST_TOKENS, said)

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias
 
-from diloco.core.learner.accounts import STUCK_STEPS, StepDone
+from diloco.core.learner.accounts import LEAST_TOKENS, STUCK_STEPS, StepDone
 from diloco.core.learner.fragment_state import HostReader, Reader
 from diloco.core.learner.schedule import Moment, learning_rate
 from diloco.core.run.pace import MovingAverage
@@ -36,9 +36,6 @@ SHOW_EVERY_S = 4.0  # between two steps whose gradients' norm is read from the d
 LEAD_BOUNDARIES = 2.0
 LEAD_ERRORS = 2.0
 LEAD_SHARE_MAX = 0.3
-LEAST_TOKENS = (
-    1  # of a step, as the protocol has it: one whose loss counts nothing is booked with so many, and has their weight
-)
 LOOK_AHEAD_SHARE = 0.5  # of a step: the other half is for the decision's way, and for others to make their batch
 
 LookAhead: TypeAlias = Callable[[StepDone | None, tuple[int, int]], None]

@@ -12,6 +12,7 @@ from diloco.core.log.chain import Chain
 from diloco.core.run.pace import MovingAverage
 from diloco.wire.entries import Cursor
 
+LEAST_TOKENS = 1  # of a step, as the protocol has it: a step that counts nothing is booked with so many, and has their weight
 STUCK_STEPS = 10  # without a finite loss, one after the other: a bad batch or two are none of a person's business
 STUCK = (
     f"the loss or gradients of its last {STUCK_STEPS} or more steps were not finite, and such a step changes nothing: "
