@@ -51,11 +51,14 @@ torchtitan: .venv-torchtitan/ready  ## install torchtitan into .venv-torchtitan,
 .venv-oldest-torch/ready: .venv/ready requirements/oldest-torch.txt
 	$(call APART,oldest-torch,-r requirements.txt -r requirements/oldest-torch.txt,$(DISTRIBUTIONS))
 
+.venv-lm-eval/ready: .venv/ready requirements/lm-eval.txt
+	$(call APART,lm-eval,-r requirements/lm-eval.txt)
+
 # $(call APART,NAME,REQUIREMENTS,DISTRIBUTIONS)
 define APART
 $(STEP) 'making .venv-$(1)' 'uv venv -q --allow-existing --python $(PYTHON) .venv-$(1)'
 $(STEP) 'installing the packages of requirements/$(1).txt' '$(INTO_APART) --no-deps --require-hashes $(2)'
-$(STEP) "installing this project's own packages there" '$(INTO_APART) --no-build-isolation --no-deps $(3:%=-e %)'
+$(if $(3),$(STEP) "installing this project's own packages there" '$(INTO_APART) --no-build-isolation --no-deps $(3:%=-e %)')
 @touch $@
 endef
 INTO_APART = uv pip install -q --python $(@D)/bin/python
@@ -76,7 +79,7 @@ test-services: setup  ## run all tests that start processes
 test-all: setup  ## run both, and tests that take long
 	$(GATE) test-all
 
-test-extras: torch extras  ## run the tests that need optional libraries
+test-extras: torch extras .venv-lm-eval/ready  ## run the tests that need optional libraries
 	$(GATE) test-extras
 
 # the tests of loops and tasks of PyTorch, with the oldest PyTorch that services/learner/pyproject.toml allows
@@ -146,6 +149,7 @@ requirements:  ## choose the newest versions of all packages, and write the requ
 	$(COMPILE_IMAGE) --group examples -o requirements/examples.txt
 	$(COMPILE) shared/pyproject.toml --group torchtitan -o requirements/torchtitan.txt
 	$(COMPILE_IMAGE) --excludes requirements/torch-without.txt --group oldest-torch -o requirements/oldest-torch.txt
+	$(COMPILE) -c requirements/torch.txt --excludes requirements/torch-without.txt --group lm-eval -o requirements/lm-eval.txt
 	$(COMPILE) -c requirements.txt services/learner/pyproject.toml --extra data -o requirements/data.txt
 	$(COMPILE_IMAGE) ops/pyproject.toml --extra orbax -o requirements/orbax.txt
 	$(COMPILE_IMAGE) -c requirements/data.txt shared/pyproject.toml --extra storage --group object-servers -o requirements/storage.txt
