@@ -37,10 +37,11 @@ def rank_main(pipe: Connection, url: str, rank: int, ranks: int, port: int, para
     layers = SquareLayers(parameters, _meet(rank, ranks, port))
     layers.step(layers.batch(1))  # the ranks connect at their first collective
     observe.configure(f"{ISLAND}-{rank}", RUN, level="warning", fmt="console", file=None)
+    join = diloco.join  # all that it imports is here before the rank says so
     pipe.send("here")
     pipe.recv()
     began_s = time.monotonic()
-    with diloco.join(url, run=RUN, name=ISLAND, params=layers.module, tokens=STEP_TOKENS, data="own") as run:
+    with join(url, run=RUN, name=ISLAND, params=layers.module, tokens=STEP_TOKENS, data="own") as run:
         pipe.send(time.monotonic() - began_s)
         _sleep_in_steps(pipe, layers, run, step_s)
 

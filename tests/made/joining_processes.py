@@ -16,6 +16,13 @@ async def beside_services(cluster: Cluster) -> AsyncIterator[list[asyncio.subpro
     cluster.coordinator()
     cluster.syncers()
     await cluster.link()
+    async with ended_at_last() as started:
+        yield started
+
+
+@asynccontextmanager
+async def ended_at_last() -> AsyncIterator[list[asyncio.subprocess.Process]]:
+    """Yield a list for processes; those that still run at the end are killed."""
     started: list[asyncio.subprocess.Process] = []
     try:
         yield started

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.made.fixtures import Launch
-from tests.made.joining_processes import beside_services, ended
+from tests.made.joining_processes import beside_services, ended, ended_at_last
 from tests.made.rank_processes import rank_environments
 from tests.pace import DEADLINE_S
 from tests.services.cluster import Cluster, Folded, check_accounts, fold_fragments, small
@@ -65,12 +65,17 @@ async def ranks_of(cluster: Cluster, folder: Path) -> AsyncIterator[Ranks]:
 
 async def all_step(*processes: asyncio.subprocess.Process) -> list[str]:
     """Wait until each process has taken a step; return what it has said until then."""
+    return await all_say("stepping\n", *processes)
+
+
+async def all_say(what: str, *processes: asyncio.subprocess.Process) -> list[str]:
+    """Wait until each process has printed a line with this; return what it has said until then."""
     said = []
     async with asyncio.timeout(DEADLINE_S):
         for process in processes:
             assert process.stdout is not None
             lines = list[bytes]()
-            while not lines or lines[-1] != b"stepping\n":
+            while not lines or what.encode() not in lines[-1]:
                 lines.append(await process.stdout.readline())
                 assert not process.stdout.at_eof(), lines
             said.append(b"".join(lines).decode())
@@ -153,6 +158,18 @@ async def test_a_rank_that_is_killed_ends_the_others_and_all_begin_again_togethe
         assert "learner island, process 0: process 1 is gone" in err or "by peer" in err, err
         await ranks.start("fsdp", 2, "island")
         await until_merged(cluster, "island", 2)
+
+
+async def test_a_rank_that_is_killed_while_all_join_ends_the_others(launch: Launch, tmp_path: Path) -> None:
+    cluster = launch(small(learners=1))
+    await cluster.link()
+    async with ended_at_last() as started:
+        island = await Ranks(cluster, tmp_path, started).start("ddp", 2, "island")
+        await all_say("waiting_for_run", *island)  # none of the run's services is there to make it
+        island[1].kill()
+        (code, err), _ = await ended(*island)
+        assert code == 1, err
+        assert "IslandError: rank 0 of 2: rank 1 was lost while all ranks joined: no sign of life from it for 10 s" in err
 
 
 async def until_merged(cluster: Cluster, name: str, incarnations: int) -> None:

@@ -132,11 +132,21 @@ class LoopRanks(Protocol):
             SettingsError: it cannot be found out.
         """
 
+    def joining(self, silent_s: float) -> AbstractContextManager[None]:
+        """Return a context in which a rank that gives no sign of life for so long is taken as lost."""
+
+    def check(self) -> None:
+        """Look for signs of life of all ranks that join.
+
+        Raises:
+            IslandError: one was lost.
+        """
+
     def exchange(self, stage: str, said: bytes, within_s: float) -> list[bytes]:
         """Send a message to all other ranks, and return the messages by rank.
 
         Raises:
-            IslandError: some have said nothing in time.
+            IslandError: some have said nothing in time, or one was lost while the ranks join.
         """
 
     def tell(self, stage: str, said: bytes) -> None:

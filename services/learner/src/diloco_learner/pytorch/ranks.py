@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -15,8 +18,10 @@ from torch import distributed
 
 from diloco.errors import IslandError, SettingsError
 from diloco.processes.meeting import free_port
+from diloco_learner.pytorch.rank_signs import RankSigns
 
 LOOPBACK = "127.0.0.1"
+LOOK_S = 0.05  # between two looks for what another rank has said
 _joins = itertools.count()  # all ranks join equally often
 
 
@@ -27,6 +32,7 @@ class TorchRanks:
         self.rank, self.count = rank, count
         default = distributed.distributed_c10d._get_default_store()  # noqa: SLF001 - there is no other way to it
         self._store = distributed.PrefixStore(f"diloco-{next(_joins)}", default)
+        self._signs: RankSigns | None = None  # while the ranks join
 
     @property
     def software(self) -> dict[str, str]:
@@ -52,11 +58,29 @@ class TorchRanks:
             ) from None
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
+    @contextmanager
+    def joining(self, silent_s: float) -> Iterator[None]:
+        """Give signs of life to the other ranks, and take one that gives none for so long as lost."""
+        with RankSigns(self._store, self.rank, self.count, silent_s) as self._signs:
+            try:
+                yield
+            finally:
+                self._signs = None
+
+    def check(self) -> None:
+        """Look for signs of life of all ranks that join.
+
+        Raises:
+            IslandError: one was lost.
+        """
+        if self._signs is not None:
+            self._signs.check()
+
     def exchange(self, stage: str, said: bytes, within_s: float) -> list[bytes]:
         """Say something to all other ranks, and return by rank what each has said.
 
         Raises:
-            IslandError: some have said nothing in time.
+            IslandError: some have said nothing in time, or one was lost while the ranks join.
         """
         self.tell(stage, said)
         return [self._await(stage, rank, within_s) for rank in range(self.count)]
@@ -74,8 +98,12 @@ class TorchRanks:
         return self._await(stage, 0, within_s)
 
     def _await(self, stage: str, rank: int, within_s: float) -> bytes:
+        over_s = time.monotonic() + within_s
         try:
-            self._store.wait([f"{stage}/{rank}"], timedelta(seconds=within_s))
+            while self._signs is not None and time.monotonic() < over_s and not self._store.check([f"{stage}/{rank}"]):
+                self._signs.check()
+                time.sleep(LOOK_S)
+            self._store.wait([f"{stage}/{rank}"], timedelta(seconds=max(LOOK_S, over_s - time.monotonic())))
         except distributed.DistError as error:
             raise IslandError(
                 f"rank {self.rank} of {self.count}: rank {rank} has not come to {stage!r} within {within_s:g} s "

@@ -23,7 +23,7 @@ from diloco.service import skeleton
 from diloco.settings.service import LearnerSettings, ProcessesSettings
 from diloco.transport import Transport
 from diloco_learner.api.model import JoinedParameters, RankedParameters
-from diloco_learner.run.loop_ranks import RankSaid, make_side, read_said, together
+from diloco_learner.run.loop_ranks import RankSaid, make_side, read_said, together, while_all_live
 from diloco_learner.run.loop_sides import LoneLoopSide, LoopSide
 from diloco_learner.run.loop_state import RESTS, LoopState, agreed_moment, packed, placeholder, unpacked
 from diloco_learner.run.surroundings import Surroundings
@@ -108,15 +108,21 @@ class LoopEntrance:
             RunError: there is no such run.
             SettingsError: its learners offer gradients, the identity does not fit, or the state does not.
             AdmissionError: its model is another one, or its steps are to be smaller.
+            IslandError: a rank does not come, or is lost.
         """
         wait = around.run
         self.parameters.take(self.parameters.tree)  # a checkpoint may have brought other tensors since
         if self.state is not None:
             self.state.check_values(*self.place, self.parameters.fingerprint())
         fixed, ranked = self.parameters.fixed(), self.parameters.ranked
-        said = () if ranked is None else self._tell_ranks(ranked, fixed)
-        goes_on = bool(agreed_moment([its.moment for its in said])) if said else self.state is not None
-        side = wait(self._make_side(around, stack, fixed, ranked, said))
+        if ranked is None:
+            goes_on = self.state is not None
+            side = wait(self._make_side(around, stack, fixed, None, ()))
+        else:
+            with ranked.ranks.joining(self.settings.processes.silent_s):
+                said = self._tell_ranks(ranked, fixed)
+                goes_on = bool(agreed_moment([its.moment for its in said]))
+                side = wait(while_all_live(ranked.ranks, self._make_side(around, stack, fixed, ranked, said)))
         stack.callback(lambda: wait(side.close()))
         member, read = side.member, self.parameters.snapshot
         if member is not None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
@@ -16,6 +17,7 @@ from diloco.core.tensors.rows import LEADER, RowLayout
 from diloco.errors import SettingsError
 from diloco.nats.transport import NatsTransport
 from diloco.process.observe import Logger
+from diloco.process.tasks import end
 from diloco.process.telemetry import Telemetry
 from diloco.processes.follower import Follower
 from diloco.processes.group import Group, common_facts
@@ -25,10 +27,13 @@ from diloco.processes.proving import OPEN
 from diloco.settings.service import LearnerSettings
 from diloco.transport import Transport
 from diloco.wire.process_messages import facts
-from diloco_learner.api.model import RankedParameters
+from diloco_learner.api.model import LoopRanks, RankedParameters
 from diloco_learner.run.loop_sides import FollowingLoopSide, LeadingLoopSide, LoopSide
 
+LOOK_S = 1.0  # between two looks whether all ranks live
+
 S = TypeVar("S", TensorSpec, FixedSpec)
+T = TypeVar("T")
 
 
 class RankSaid(msgspec.Struct, frozen=True):
@@ -109,6 +114,26 @@ def _other_values(spec: FixedSpec, rank: int, known: FixedSpec, known_by: int) -
         f"join: frozen parameter {spec.path!r} has other values in rank {rank} than in rank {known_by}: load the "
         "same checkpoint in all ranks"
     )
+
+
+async def while_all_live(ranks: LoopRanks, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of work, which is cancelled if a rank is lost.
+
+    Raises:
+        IslandError: a rank was lost while all ranks join.
+    """
+    working, looking = asyncio.ensure_future(work), asyncio.ensure_future(_until_lost(ranks))
+    try:
+        await asyncio.wait((working, looking), return_when=asyncio.FIRST_COMPLETED)
+        return await (working if working.done() else looking)
+    finally:
+        await end(working, looking)
+
+
+async def _until_lost(ranks: LoopRanks) -> NoReturn:
+    while True:
+        await asyncio.to_thread(ranks.check)
+        await asyncio.sleep(LOOK_S)
 
 
 async def make_side(
