@@ -17,7 +17,7 @@ from tests.made.tiny_models import VOCABULARY, libraries, write_chats, write_lla
 from diloco.errors import AdmissionError, DataError, SettingsError
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
-from diloco.storage.model_folder import open_model
+from diloco.storage.model_folder import check_data, open_model
 from diloco_learner import frameworks
 from diloco_learner.api.options import filled
 from diloco_learner.causal_lm import CausalLmOptions
@@ -338,3 +338,12 @@ def test_rows_longer_than_the_model_was_made_for_are_refused(llama: Path) -> Non
 def test_data_has_to_be_named(llama: Path) -> None:
     with pytest.raises(DataError, match="needs --data, a file of conversations"):
         _ = task_of(settings_of(llama), None).data
+
+
+def test_data_that_is_not_there_is_said_before_anything_is_loaded(llama: Path, tmp_path: Path) -> None:
+    missing = tmp_path / "chats.jsonl"
+    with pytest.raises(DataError, match=f"--data {missing}: there is no such file or folder"):
+        check_data(str(llama), str(missing))
+    missing.write_text("")
+    assert check_data(str(llama), str(missing)) == str(missing)
+    assert check_data(str(llama), "s3://bucket/chats") == "s3://bucket/chats", "its reader looks for it"

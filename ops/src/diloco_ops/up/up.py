@@ -27,6 +27,7 @@ from diloco.settings.loading import parse_assignments
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
 from diloco.settings.time_limits import check_time_limits
+from diloco.storage.model_folder import check_data
 from diloco.wire.subjects import Subjects
 from diloco_ops import inputs
 from diloco_ops.broker.server import CONNECT_TIMEOUT_S
@@ -115,6 +116,8 @@ def up(
     check_installed(track or [])
     evaluations = harness.asked(eval_, eval_every, eval_args)
     source, directory = _source(_CameFrom(resume_from, resume_at, continue_from), path, preset, overrides, data, nats_url)
+    if chosen is not None:
+        check_data(chosen.folder.name, directory.data)
     directory = inputs.beginning_with(directory, init, names, source)
     check_server(nats_url, directory.settings)
     slowed = slow_factors(slow or [], directory.learner_names)

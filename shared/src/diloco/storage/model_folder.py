@@ -16,7 +16,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from diloco.errors import DilocoError, SettingsError
+from diloco.errors import DataError, DilocoError, SettingsError
 from diloco.storage.fetching import fetched, is_remote
 from diloco.weights_files import naming
 
@@ -200,6 +200,19 @@ def open_model(name: str) -> ModelFolder:
     if HUB_NAME.fullmatch(repository) is None:
         raise SettingsError(f"--model {name}: there is no such folder")
     return ModelFolder(name, _downloaded(repository, revision))
+
+
+def check_data(model: str, data: str | None) -> str:
+    """Return the data to train a model on, once they are known to be named and, on this machine, to be there.
+
+    Raises:
+        DataError: they are not.
+    """
+    if data is None:
+        raise DataError(f"--model {model}: needs --data, a file of conversations (.jsonl), or a file or folder of text")
+    if not is_remote(data) and not Path(data).exists():
+        raise DataError(f"--data {data}: there is no such file or folder; expected a file of conversations, or text")
+    return data
 
 
 def _downloaded(name: str, revision: str) -> Path:

@@ -71,8 +71,7 @@ def open_data(settings: TaskSettings, data: str | None, folder: ModelFolder, opt
         DataError: there is none, or it cannot be read.
         SettingsError: the mix has another tokenizer than the model.
     """
-    if data is None:
-        raise DataError(f"--model {options.model}: needs --data, a file of conversations (.jsonl), or a file or folder of text")
+    data = model_folder.check_data(options.model, data)
     data = data if is_mix(data) else str(local_path(data))
     if is_chats(data):
         return Conversations(settings, data, folder, options)
