@@ -11,7 +11,7 @@ import numpy as np
 from diloco.errors import SettingsError
 from diloco_lab.experiment import curve_picture, curves, seed_picture
 from diloco_lab.experiment.record import ExperimentRecord
-from diloco_lab.experiment.runner import Results
+from diloco_lab.experiment.runner import STOP_SEEDS, Results, stopped
 from diloco_lab.experiment.spec import Experiment, LossClaim
 from diloco_lab.experiment.statistics import Paired, paired, seeds_for
 from diloco_lab.experiment.tuning import wording
@@ -56,6 +56,15 @@ def verdicts(experiment: Experiment, results: Results) -> list[ClaimVerdict]:
         if found is not None:
             judged.append(ClaimVerdict(claim, found, None if found.bound is None else found.bound <= claim.below))
     return judged
+
+
+def stops(experiment: Experiment, results: Results) -> list[str]:
+    """Return a sentence for each arm that was not played on all seeds because of its first ones."""
+    said: list[str] = []
+    for arm, above in stopped(experiment, results).items():
+        why = "diverged in each" if above is None else f"ended {_percent(above)} above {' and '.join(experiment.bars)}, or more"
+        said.append(f"{arm} stopped after {STOP_SEEDS} seeds: it {why}.")
+    return said
 
 
 def compared(results: Results, arm: str, bar: str) -> Paired | None:
@@ -106,6 +115,7 @@ def markdown(record: ExperimentRecord) -> str:
     experiment, results = record.played, record.results
     lines = [experiment.question, "", *table(head(experiment), rows(experiment, results)), ""]
     lines += [f"* {verdict.sentence()}" for verdict in verdicts(experiment, results)]
+    lines += [f"* {sentence}" for sentence in stops(experiment, results)]
     lines += [f"* {arm}, seed {seed}, failed: {reason}" for (arm, seed), reason in sorted(results.failed.items())]
     lines += [f"* {arm}: {how}." for arm, how in record.chosen.items()]
     if record.asked.curves is not None:
