@@ -10,6 +10,7 @@ import numpy as np
 
 from diloco.errors import SettingsError
 from diloco_lab.experiment import curve_picture, curves, seed_picture
+from diloco_lab.experiment.generation import GENERATION, remark
 from diloco_lab.experiment.record import ExperimentRecord
 from diloco_lab.experiment.runner import STOP_SEEDS, Results, stopped
 from diloco_lab.experiment.spec import Experiment, LossClaim
@@ -41,11 +42,11 @@ class ClaimVerdict:
         )
 
     def number(self) -> str:
-        """Return the mean difference, its bound, and the claim."""
+        """Return the mean difference with half of its 95 % interval, its one-sided bound, and the claim."""
         found = self.paired
-        bound = "no bound" if found.bound is None else f"at most {_signed(found.bound)}"
         pairs = f"{found.pairs} pairs" if found.pairs > 1 else "1 pair"
-        return f"{_signed(found.mean)}, {bound} with 95 % ({pairs}); claimed: at most {_signed(self.claim.below)}"
+        bound = "no bound" if found.bound is None else f"at most {_signed(found.bound)} with 95 %"
+        return f"{_above(found)} ({pairs}), {bound}; claimed: at most {_signed(self.claim.below)}"
 
 
 def verdicts(experiment: Experiment, results: Results) -> list[ClaimVerdict]:
@@ -114,7 +115,10 @@ def markdown(record: ExperimentRecord) -> str:
     """Return the page: question, table, sentences, what was tried to tune the arms, and where and when it was measured."""
     experiment, results = record.played, record.results
     lines = [experiment.question, "", *table(head(experiment), rows(experiment, results)), ""]
-    lines += [f"* {verdict.sentence()}" for verdict in verdicts(experiment, results)]
+    if record.generation == GENERATION:
+        lines += [f"* {verdict.sentence()}" for verdict in verdicts(experiment, results)]
+    else:
+        lines += [f"* {remark(record.generation)}: `diloco lab run {record.name}` plays them again."]
     lines += [f"* {sentence}" for sentence in stops(experiment, results)]
     lines += [f"* {arm}, seed {seed}, failed: {reason}" for (arm, seed), reason in sorted(results.failed.items())]
     lines += [f"* {arm}: {how}." for arm, how in record.chosen.items()]
