@@ -178,7 +178,8 @@ class _Playing:
         first = experiment.model_copy(update={"seeds": runner.STOP_SEEDS})
         results = self.play(name, first, later * len(experiment.arms))
         out = runner.stopped(experiment, results)
-        _console.print(*(f"* {sentence}" for sentence in answer.stops(experiment, results)), sep="\n", highlight=False)
+        for sentence in answer.stops(experiment, results):
+            _console.print(f"* {sentence}", highlight=False)
         kept = {arm: value for arm, value in experiment.arms.items() if arm not in out}
         begin = experiment.first_seed + runner.STOP_SEEDS
         rest = self.play(name, experiment.model_copy(update={"arms": kept, "first_seed": begin, "seeds": later}))
