@@ -13,6 +13,7 @@ from diloco.settings.run import RunSettings
 from diloco_lab.commands import experiment as commands
 from diloco_lab.experiment import answer, record, runner, spec
 from diloco_lab.experiment.methods import Measured
+from diloco_lab.experiment.runner import Results
 from diloco_lab.experiment.spec import Arm
 from diloco_lab.experiment.store import TrialStore
 
@@ -78,6 +79,15 @@ def test_an_arm_far_above_every_bar_is_not_played_further_and_the_page_says_so(t
     assert "* diverging stopped after 2 seeds: it diverged in each." in page
     assert "| diverging | 0 | - |" in page
     assert playing.play_arms("stopping", experiment).measured == results.measured, "the stored trials give the same answer"
+
+
+def test_an_experiment_of_two_seeds_stops_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "stopping.toml"
+    file.write_text(STOPPING.replace("seeds = 3", "seeds = 2"))
+    ended = Results({("near", seed): Measured(1.0, 1, 1.0) for seed in (0, 1)}, {})
+    ended.measured |= {("bad", seed): Measured(2.0, 1, 1.0) for seed in (0, 1)}
+    assert runner.stopped(spec.load(str(file)), ended) == {}
+    assert "bad" in runner.stopped(spec.load(str(file)).model_copy(update={"seeds": 3}), ended)
 
 
 def test_without_the_rule_every_arm_gets_all_seeds(tmp_path: Path) -> None:

@@ -66,9 +66,9 @@ class Results:
 def stopped(experiment: Experiment, results: Results) -> dict[str, float | None]:
     """Return the arms that stop after their first two seeds, and how far they end above the nearest bar there.
 
-    Without ``stop_above`` no arm stops. None: both trials diverged.
+    Without ``stop_above``, or with no more seeds than that, no arm stops. None: both trials diverged.
     """
-    if experiment.stop_above is None:
+    if experiment.stop_above is None or experiment.seeds <= STOP_SEEDS:
         return {}
     first, later = experiment.seed_range[:STOP_SEEDS], experiment.seed_range[STOP_SEEDS:]
     found: dict[str, float | None] = {}
@@ -81,17 +81,18 @@ def stopped(experiment: Experiment, results: Results) -> dict[str, float | None]
         if not any(seed in losses for seed in first):
             found[name] = None
             continue
-        nearest = min((_above(results, name, bar, first) for bar in experiment.bars), default=0.0)
+        above = [_above(results, name, bar, first) for bar in experiment.bars]
+        nearest = min((each for each in above if each is not None), default=0.0)
         if nearest > experiment.stop_above:
             found[name] = nearest
     return found
 
 
-def _above(results: Results, arm: str, bar: str, seeds: Sequence[int]) -> float:
-    """Return the mean relative difference over the seeds that both have ended; 0: there are none."""
+def _above(results: Results, arm: str, bar: str, seeds: Sequence[int]) -> float | None:
+    """Return the mean relative difference over the seeds that both have ended; None: there are none."""
     one, other = results.losses(arm), results.losses(bar)
     differences = [one[seed] / other[seed] - 1 for seed in seeds if seed in one and seed in other]
-    return sum(differences) / len(differences) if differences else 0.0
+    return sum(differences) / len(differences) if differences else None
 
 
 def jobs(experiment: Experiment, store: TrialStore, data: str | None) -> Iterator[TrialJob]:
