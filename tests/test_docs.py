@@ -285,9 +285,9 @@ def test_tests_that_the_page_on_security_names_exist() -> None:
 
 def test_numbers_of_the_page_on_quality_are_those_of_the_trials() -> None:
     number = r"[+-]\d+\.\d"
-    quoted = re.findall(rf"{number} ± \d+\.\d %|{number} %, at most {number} % with 95 % \(\d+ pairs\)", QUALITY.read_text())
+    quoted = re.findall(rf"{number} ± \d+\.\d %(?: \(\d+ pairs\), at most {number} % with 95 %)?", QUALITY.read_text())
     trials = "".join(page.read_text() for page in sorted(QUALITY.with_suffix("").glob("*.md")))
-    assert len(quoted) > 20
+    assert len(quoted) > 10
     assert [text for text in quoted if text not in trials] == []
 
 

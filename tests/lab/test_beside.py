@@ -11,6 +11,7 @@ import pytest
 
 from diloco.errors import FormatError
 from diloco_lab.experiment import beside
+from diloco_lab.experiment.generation import GENERATION
 from diloco_ops.compare.compare_command import read_all
 
 PUBLISHED = Path(__file__).parents[2] / "docs" / "quality" / "bars.results.json"
@@ -42,6 +43,14 @@ def test_each_arm_that_has_ended_is_an_entry_with_the_means_of_its_seeds() -> No
     assert alone.tokens == pytest.approx(sum(trial["tokens"] for trial in trials("data-parallel-muon")) / 8)
     assert alone.time is None
     assert all(entry.arm for entry in entries.values())
+
+
+@pytest.mark.parametrize(("generation", "said"), [(1, True), (GENERATION, False)])
+def test_losses_of_other_rules_are_named(tmp_path: Path, generation: int, said: bool) -> None:
+    path = tmp_path / "bars.results.json"
+    path.write_text(json.dumps(json.loads(PUBLISHED.read_text()) | {"generation": generation}))
+    for entry, _ in beside.read(path):
+        assert any(f"of generation {generation}" in note for note in entry.notes) == said
 
 
 def test_a_file_that_holds_no_results_is_named(tmp_path: Path) -> None:

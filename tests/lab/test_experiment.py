@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from diloco.errors import FormatError, SettingsError
 from diloco.settings.run import RunSettings
 from diloco_lab.commands.experiment import lab
-from diloco_lab.experiment import answer, findings, record, spec, tuning
+from diloco_lab.experiment import answer, record, spec, tuning
 from diloco_lab.experiment.methods import Measured
 from diloco_lab.experiment.runner import ENVIRONMENT, Results, jobs, pool
 from diloco_lab.experiment.spec import Arm, SettingsChange
@@ -301,44 +301,6 @@ def test_only_tuned_data_parallel_arms_of_one_size_are_a_reference(tiny: Path) -
     )
     other = Results(played.measured | {("ours", 0): measured(1.0)}, {})
     assert record.ExperimentRecord("tiny", spec.load(str(tiny)), found, other, {}, "aa").reference() is None
-
-
-@pytest.mark.parametrize("finding", findings.load(), ids=lambda finding: finding.said[:40])
-def test_every_finding_of_the_papers_has_its_claim_or_the_reason_that_it_has_none(finding: findings.Finding) -> None:
-    if finding.experiment is None:
-        assert finding.untested
-    else:
-        assert finding.claim(spec.load(finding.experiment)).below <= 0.1
-
-
-def test_findings_are_judged_by_results_of_the_arms_as_they_are(tmp_path: Path) -> None:
-    experiment, page = spec.load("mixed"), tmp_path / "page.md"
-    # the bound of -10 % and -10 % is below any claim, that of +10 % and +10 % above
-    known = {"equal": 2.0, "half-18-percent-slower": 1.8, "one-5-times-slower": 2.2}
-    played = Results({(arm, seed): measured(loss) for arm, loss in known.items() for seed in (0, 1)}, {})
-    page.write_text("<!-- findings -->\noutdated\n<!-- end -->\n\nBehind it.\n")
-    (tmp_path / "page").mkdir()
-    file = tmp_path / "page" / f"mixed{record.SUFFIX}"
-
-    def judged(changed: dict[str, object]) -> list[str]:
-        asked = experiment.model_copy(update=changed)
-        file.write_text(record.ExperimentRecord("mixed", asked, [], played, {}).encode())
-        assert CliRunner().invoke(lab, ["page", str(page)]).exit_code == 0
-        rows = [
-            [cell.strip() for cell in line.split("|")] for line in page.read_text().splitlines() if "Mixed hardware" in line
-        ]
-        return [row[2] for row in rows]
-
-    assert judged({}) == ["confirmed", "**not confirmed**"]
-    assert "-10.0 %, at most -10.0 % with 95 % (2 pairs); claimed: at most +1.0 %" in page.read_text()
-    assert page.read_text().endswith("<!-- end -->\n\nBehind it.\n")
-    assert "outdated" not in page.read_text()
-    other_pace = experiment.arms | {"one-5-times-slower": Arm(pace=PaceSpec(factors=[1.0, 4.0]))}
-    assert judged({"arms": other_pace}) == ["confirmed", "not played"]
-    assert judged({"settings": {"tokens": 1000}}) == ["not played", "not played"]
-    file.unlink()
-    assert CliRunner().invoke(lab, ["page", str(page)]).exit_code == 0
-    assert page.read_text().count("| not played |") > 2
 
 
 @pytest.mark.services

@@ -40,8 +40,8 @@ def list_() -> None:
         table.add_column(column)
     for name in spec.named():
         experiment = spec.load(name)
-        search = tuning.search(experiment)
-        trials = sum(one.seeds * len(one.arms) for one in (search, curves.spread(experiment)) if one is not None)
+        spread = curves.spread(experiment)
+        trials = tuning.trials_of(experiment) + spread.seeds * len(spread.arms)
         table.add_row(name, str(trials), experiment.question)
     Console().print(table)
 
@@ -166,6 +166,25 @@ class _Playing:
 
         return runner.play_all(experiment, self.store, self.data, self.pool, done)
 
+    def play_arms(self, name: str, experiment: spec.Experiment) -> Results:
+        """Play an experiment's arms; those that its first seeds stop are not played on the others.
+
+        Raises:
+            SettingsError: as :meth:`play`.
+        """
+        later = experiment.seeds - runner.STOP_SEEDS
+        if experiment.stop_above is None or later <= 0:
+            return self.play(name, experiment)
+        first = experiment.model_copy(update={"seeds": runner.STOP_SEEDS})
+        results = self.play(name, first, later * len(experiment.arms))
+        out = runner.stopped(experiment, results)
+        for sentence in answer.stops(experiment, results):
+            _console.print(f"* {sentence}", highlight=False)
+        kept = {arm: value for arm, value in experiment.arms.items() if arm not in out}
+        begin = experiment.first_seed + runner.STOP_SEEDS
+        rest = self.play(name, experiment.model_copy(update={"arms": kept, "first_seed": begin, "seeds": later}))
+        return Results(results.measured | rest.measured, results.failed | rest.failed)
+
     def _allow(self, name: str, experiment: spec.Experiment, missing: list[TrialJob], follows: int) -> None:
         costs = runner.costs(experiment, self.data, self.pool)
         total_s = sum(costs[job.arm].trial_s for job in missing) / self.jobs
@@ -185,16 +204,18 @@ class _Playing:
 
 def _run(name: str, experiment: spec.Experiment, playing: _Playing) -> list[dict[str, object]]:
     _console.print(f"[bold]{name}[/]: {experiment.question}")
-    found: list[tuning.Tried] = []
-    search, asked = tuning.search(experiment), experiment
-    if search is not None:
-        found = tuning.tried(experiment, playing.play(name, search, experiment.seeds * len(experiment.arms)))
+    found, asked = list[tuning.Tried](), experiment
+    while (search := tuning.search(experiment, found)) is not None:
+        left = tuning.trials_of(experiment) - (len(found) + len(search.arms)) * experiment.tuning_seeds
+        played = playing.play(name, search, left + experiment.seeds * len(experiment.arms))
+        found += tuning.tried(experiment, played, found)
+    if found:
         choices = tuning.choose(experiment, found)
         for choice in choices:
             _console.print(f"* {choice.sentence()}", highlight=False)
         experiment = tuning.settled(experiment, choices)
     experiment = curves.spread(experiment)
-    results = playing.play(name, experiment)
+    results = playing.play_arms(name, experiment)
     record = ExperimentRecord(
         name=name,
         asked=asked,

@@ -10,8 +10,9 @@ import numpy as np
 
 from diloco.errors import SettingsError
 from diloco_lab.experiment import curve_picture, curves, seed_picture
+from diloco_lab.experiment.generation import GENERATION, remark
 from diloco_lab.experiment.record import ExperimentRecord
-from diloco_lab.experiment.runner import Results
+from diloco_lab.experiment.runner import STOP_SEEDS, Results, stopped
 from diloco_lab.experiment.spec import Experiment, LossClaim
 from diloco_lab.experiment.statistics import Paired, paired, seeds_for
 from diloco_lab.experiment.tuning import wording
@@ -41,11 +42,11 @@ class ClaimVerdict:
         )
 
     def number(self) -> str:
-        """Return the mean difference, its bound, and the claim."""
+        """Return the mean difference with half of its 95 % interval, its one-sided bound, and the claim."""
         found = self.paired
-        bound = "no bound" if found.bound is None else f"at most {_signed(found.bound)}"
         pairs = f"{found.pairs} pairs" if found.pairs > 1 else "1 pair"
-        return f"{_signed(found.mean)}, {bound} with 95 % ({pairs}); claimed: at most {_signed(self.claim.below)}"
+        bound = "no bound" if found.bound is None else f"at most {_signed(found.bound)} with 95 %"
+        return f"{_above(found)} ({pairs}), {bound}; claimed: at most {_signed(self.claim.below)}"
 
 
 def verdicts(experiment: Experiment, results: Results) -> list[ClaimVerdict]:
@@ -56,6 +57,15 @@ def verdicts(experiment: Experiment, results: Results) -> list[ClaimVerdict]:
         if found is not None:
             judged.append(ClaimVerdict(claim, found, None if found.bound is None else found.bound <= claim.below))
     return judged
+
+
+def stops(experiment: Experiment, results: Results) -> list[str]:
+    """Return a sentence for each arm that was not played on all seeds because of its first ones."""
+    said: list[str] = []
+    for arm, above in stopped(experiment, results).items():
+        why = "diverged in each" if above is None else f"ended {_percent(above)} above {' and '.join(experiment.bars)}, or more"
+        said.append(f"{arm} stopped after {STOP_SEEDS} seeds: it {why}.")
+    return said
 
 
 def compared(results: Results, arm: str, bar: str) -> Paired | None:
@@ -105,7 +115,11 @@ def markdown(record: ExperimentRecord) -> str:
     """Return the page: question, table, sentences, what was tried to tune the arms, and where and when it was measured."""
     experiment, results = record.played, record.results
     lines = [experiment.question, "", *table(head(experiment), rows(experiment, results)), ""]
-    lines += [f"* {verdict.sentence()}" for verdict in verdicts(experiment, results)]
+    if record.generation == GENERATION:
+        lines += [f"* {verdict.sentence()}" for verdict in verdicts(experiment, results)]
+    else:
+        lines += [f"* {remark(record.generation)}: `diloco lab run {record.name}` plays them again."]
+    lines += [f"* {sentence}" for sentence in stops(experiment, results)]
     lines += [f"* {arm}, seed {seed}, failed: {reason}" for (arm, seed), reason in sorted(results.failed.items())]
     lines += [f"* {arm}: {how}." for arm, how in record.chosen.items()]
     if record.asked.curves is not None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from diloco_lab.experiment import record
 from diloco_lab.experiment.curves import parameters_of
+from diloco_lab.experiment.generation import GENERATION, remark
 from diloco_lab.experiment.methods import Measured
 from diloco_lab.experiment.record import ExperimentRecord
 from diloco_learner.text import UNITS
@@ -39,6 +40,7 @@ def _arm(found: ExperimentRecord, name: str, path: Path) -> ComparedRun:
     all_sent = None if sent is None else sent * settings.learners
     values = dict(flat(settings.model_dump()))
     values |= {"lab.method": arm.method, "lab.pace": arm.pace.said()}
+    old = [] if found.generation == GENERATION else [remark(found.generation)]
     return ComparedRun(
         name=f"{found.name}: {name}",
         source=str(path),
@@ -59,7 +61,7 @@ def _arm(found: ExperimentRecord, name: str, path: Path) -> ComparedRun:
         },
         settings=values,
         changes=[f"after {100 * change.after:.0f} % of the tokens: {change.settings}" for change in arm.changes],
-        notes=["an experiment keeps the ends of its trials alone, not their curves, and no bytes received"],
+        notes=["an experiment keeps the ends of its trials alone, not their curves, and no bytes received", *old],
         arm=True,
     )
 

@@ -11,14 +11,16 @@ from diloco_lab.experiment import answer, findings, record
 from diloco_lab.experiment.record import SUFFIX
 
 _FINDINGS = re.compile(r"(<!-- findings -->\n).*?(<!-- end -->)", re.DOTALL)
+_ANSWERS = re.compile(r"(<!-- answers -->\n).*?(<!-- end -->)", re.DOTALL)
 _BLOCK = re.compile(r"(<!-- lab: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def fill(page: str, shown_in: Path, folder: Path) -> tuple[str, dict[Path, str]]:
     """Return a page with its blocks made from the raw results in ``folder``, and the pictures that it shows, by path.
 
-    A block is all between ``<!-- lab: NAME -->`` and ``<!-- end -->``. Between ``<!-- findings -->`` and ``<!-- end -->`` is
-    the table of the papers' findings. Links to pictures are relative to ``shown_in``, the folder of the page.
+    A block is all between ``<!-- lab: NAME -->`` and ``<!-- end -->``. Between ``<!-- findings -->`` and ``<!-- end -->`` are
+    the tables of the papers' findings. After ``<!-- answers -->`` is the table of those that have a question of their own.
+    Links to pictures are relative to ``shown_in``, the folder of the page.
 
     Raises:
         FormatError: an experiment's results are missing, or no results.
@@ -37,5 +39,6 @@ def fill(page: str, shown_in: Path, folder: Path) -> tuple[str, dict[Path, str]]
         shown = f"![losses of {name} {what}]({os.path.relpath(folder / name, shown_in)}.svg)\n"
         return f"{block[1]}{answer.markdown(known)}\n{shown}{block[3]}"
 
-    page = _FINDINGS.sub(lambda block: f"{block[1]}{findings.table(folder)}{block[2]}", page)
+    page = _FINDINGS.sub(lambda block: f"{block[1]}{findings.tables(folder)}{block[2]}", page)
+    page = _ANSWERS.sub(lambda block: f"{block[1]}{findings.summary(folder)}{block[2]}", page)
     return _BLOCK.sub(made, page), pictures

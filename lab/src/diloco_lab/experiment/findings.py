@@ -11,10 +11,16 @@ from diloco.errors import SettingsError
 from diloco.settings.loading import read_toml
 from diloco.settings.validation import parse
 from diloco_lab.experiment import answer, record, spec
+from diloco_lab.experiment.answer import ClaimVerdict
+from diloco_lab.experiment.curves import parameters_of
+from diloco_lab.experiment.generation import GENERATION
+from diloco_lab.experiment.record import ExperimentRecord
+from diloco_lab.experiment.runner import Results, stopped
 from diloco_lab.experiment.spec import Experiment, LossClaim
 
-HEAD = ("finding", "here", "by", "measured")
-WORDS = {True: "confirmed", False: "**not confirmed**", None: "undecided"}
+HEAD = ("finding", "published", "verdict", "here", "arms", "model and mechanism")
+SUMMARY_HEAD = ("question", "verdict", "here", "by")
+REASONS = {"untestable": "not testable here", "unplayed": "not played", "simulated": "simulated"}  # field: verdict
 
 
 class _Table(BaseModel):
@@ -22,22 +28,32 @@ class _Table(BaseModel):
 
 
 class Finding(_Table):
-    """One finding: the claim that asks for it by an experiment's name and two arms, or the reason that nothing can."""
+    """One finding: the claim that tests it, by an experiment's name and two arms, or the reason why no claim does."""
 
-    said: str = Field(min_length=1, max_length=200)
+    said: str = Field(min_length=1, max_length=200, description="the paper's statement, and where it stands")
+    published: str = Field("-", max_length=200, description="the paper's figure")
+    short: str | None = Field(None, max_length=120, description="the question that it answers on the summary page")
     experiment: str | None = None
     arm: str = ""
     against: str = ""
-    untested: str | None = None
+    mechanism: str = Field("", max_length=300, description="what was played to test it, and what was left out")
+    untestable: str | None = Field(None, description="it takes what two cores do not have")
+    unplayed: str | None = Field(None, description="it could be played, but was not")
+    simulated: str | None = Field(None, description="no training tests it; where it is computed")
 
     @model_validator(mode="after")
     def _one(self) -> Finding:
-        if (self.experiment is None) == (self.untested is None):
-            raise ValueError(f"{self.said!r}: give an experiment with arm and against, or the reason why it is untested")
+        given = [name for name in ("experiment", *REASONS) if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(
+                f"{self.said!r}: give one of experiment, {', '.join(REASONS)}, not {' and '.join(given) or 'none'}"
+            )
+        if self.experiment is not None and not self.mechanism:
+            raise ValueError(f"{self.said!r}: name the mechanism by which {self.experiment!r} tests it")
         return self
 
     def claim(self, experiment: Experiment) -> LossClaim:
-        """Return the claim that asks for it.
+        """Return the claim that tests it.
 
         Raises:
             SettingsError: there is none.
@@ -50,41 +66,104 @@ class Finding(_Table):
         )
 
 
+class FindingGroup(_Table):
+    """Findings on one subject."""
+
+    name: str = Field(min_length=1, max_length=60)
+    findings: list[Finding] = Field(min_length=1)
+
+
 class _File(_Table):
-    findings: list[Finding]
+    groups: list[FindingGroup]
 
 
-def load() -> list[Finding]:
+def load() -> list[FindingGroup]:
     """Return all findings."""
     path = Path(str(resources.files("diloco_lab") / "findings.toml"))
-    return parse(_File, read_toml(path), str(path)).findings
+    return parse(_File, read_toml(path), str(path)).groups
 
 
-def table(folder: Path) -> str:
-    """Return a table of all findings, judged by the raw results in ``folder``.
+def tables(folder: Path) -> str:
+    """Return the tables of all findings, one a group, judged by the raw results in ``folder``.
 
     Raises:
         FormatError: results are no results.
-        SettingsError: a finding names an experiment or a claim that there is not.
+        SettingsError: a finding names an experiment or a claim that does not exist.
     """
-    rows = [(finding.said, *_judged(finding, folder)) for finding in load()]
-    return "\n".join(answer.table(HEAD, rows)) + "\n"
+    parts: list[str] = []
+    for group in load():
+        rows = [(finding.said, finding.published, *_judged(finding, folder)) for finding in group.findings]
+        parts.append(f"## {group.name}\n\n" + "\n".join(answer.table(HEAD, rows)) + "\n")
+    return "\n" + "\n".join(parts) + "\n"
 
 
-def _judged(finding: Finding, folder: Path) -> tuple[str, str, str]:
-    """Return verdict, experiment, and the number that it is judged by."""
-    if finding.experiment is None:
-        return "not tested", "-", finding.untested or ""
-    name, experiment = f"`{finding.experiment}`", spec.load(finding.experiment)
+def summary(folder: Path) -> str:
+    """Return the table of the findings that have a question for the summary page. Raises as :func:`tables`."""
+    rows: list[tuple[str, str, str, str]] = []
+    for finding in (finding for group in load() for finding in group.findings if finding.short is not None):
+        verdict, here, *_ = _judged(finding, folder)
+        by = "-" if finding.experiment is None else f"`{finding.experiment}`"
+        rows.append((finding.short or "", verdict, here.partition(";")[0] if finding.experiment is not None else "-", by))
+    return "\n".join(answer.table(SUMMARY_HEAD, rows)) + "\n"
+
+
+def _judged(finding: Finding, folder: Path) -> tuple[str, str, str, str]:
+    """Return verdict, figure, arms, and model and mechanism."""
+    for name, verdict in REASONS.items():
+        reason: str | None = getattr(finding, name)
+        if reason is not None:
+            return verdict, reason, "-", "-"
+    assert finding.experiment is not None
+    experiment = spec.load(finding.experiment)
     claim, path = finding.claim(experiment), folder / f"{finding.experiment}{record.SUFFIX}"
+    arms = f"`{claim.arm}` against `{claim.against}` of `{finding.experiment}`"
     known = record.read(path) if path.is_file() else None
     if known is None or not _same(experiment, known.asked, claim):
-        return "not played", name, "-"
-    judged = answer.verdicts(experiment.model_copy(update={"claims": [claim]}), known.results)
-    if not judged:
-        return "undecided", name, "no pair of seeds"
-    [verdict] = judged
-    return WORDS[verdict.holds], name, verdict.number()
+        return "not played", "-", arms, finding.mechanism
+    verdict, here = _compared(known, claim)
+    return verdict, here, arms, f"{_size(known.played, claim.arm)}; {finding.mechanism}"
+
+
+def _compared(known: ExperimentRecord, claim: LossClaim) -> tuple[str, str]:
+    """Return a claim's verdict, and the figure with all that is left out of it."""
+    ended = answer.verdicts(known.played.model_copy(update={"claims": [claim]}), known.results)
+    notes = _left_out(known.played, known.results, claim)
+    if not ended:
+        return "too few pairs", "; ".join(["no pair of seeds", *notes])
+    [found] = ended
+    here = "; ".join([found.number(), *notes])
+    return (_verdict(found), here) if known.generation == GENERATION else ("not judged: earlier rules", here)
+
+
+def _verdict(found: ClaimVerdict) -> str:
+    """Return the verdict: *opposite* where the arm that should be better is worse with 95 %."""
+    if found.paired.bound is None:
+        return "too few pairs"
+    if found.holds:
+        return "confirmed"
+    lower = 2 * found.paired.mean - found.paired.bound  # one-sided, as the bound
+    return "**opposite**" if found.claim.below <= 0 < lower else "**not confirmed** at this size"
+
+
+def _left_out(experiment: Experiment, results: Results, claim: LossClaim) -> list[str]:
+    """Return notes on trials of the claim's arms that are in no average."""
+    notes: list[str] = []
+    for arm in (claim.arm, claim.against):
+        diverged = sum(measured.loss is None for (name, _), measured in results.measured.items() if name == arm)
+        failed = sum(name == arm for name, _ in results.failed)
+        for number, what in ((diverged, "diverged"), (failed, "failed")):
+            if number:
+                notes.append(f"{number} trial{'s' if number > 1 else ''} of `{arm}` {what}")
+        if arm in stopped(experiment, results):
+            notes.append(f"`{arm}` was stopped after its first seeds")
+    return notes
+
+
+def _size(experiment: Experiment, arm: str) -> str:
+    """Return an arm's parameters, tokens and learners."""
+    settings = experiment.settings_of(arm, experiment.first_seed)
+    parameters = f"{parameters_of(settings) / 1e6:.2f}M parameters, " if settings.task.name == "gpt" else ""
+    return f"{parameters}{settings.tokens / 1e6:.1f}M tokens, {settings.learners} learners"
 
 
 def _same(experiment: Experiment, played: Experiment, claim: LossClaim) -> bool:

@@ -14,6 +14,7 @@ import msgspec
 from diloco.errors import FormatError
 from diloco.settings.validation import parse
 from diloco_lab.experiment.curves import spread
+from diloco_lab.experiment.generation import GENERATION
 from diloco_lab.experiment.methods import Measured
 from diloco_lab.experiment.runner import Results
 from diloco_lab.experiment.spec import Experiment
@@ -42,13 +43,14 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     trials: list[PlayedTrial]
     where: dict[str, str]
     text: str | None = None
+    generation: int = 1
 
 
 class ExperimentRecord(msgspec.Struct, frozen=True):
     """An experiment as it was played.
 
     ``asked``: as its file has it, with the values to try. ``where``: date, code and machine. ``text``: the hash of the text of
-    all arms; None: it is not known.
+    all arms; None: it is not known. ``generation``: that of the losses (:mod:`diloco_lab.experiment.generation`).
     """
 
     name: str
@@ -57,6 +59,7 @@ class ExperimentRecord(msgspec.Struct, frozen=True):
     results: Results
     where: dict[str, str]
     text: str | None = None
+    generation: int = GENERATION
 
     @property
     def choices(self) -> list[TunedArm]:
@@ -102,6 +105,7 @@ class ExperimentRecord(msgspec.Struct, frozen=True):
             trials=trials,
             where=self.where,
             text=self.text,
+            generation=self.generation,
         )
         return msgspec.json.format(msgspec.json.encode(said), indent=1).decode() + "\n"
 
@@ -153,4 +157,5 @@ def read(path: Path) -> ExperimentRecord:
         results=results,
         where=found.where,
         text=found.text,
+        generation=found.generation,
     )

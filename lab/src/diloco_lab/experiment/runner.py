@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +25,7 @@ from diloco_lab.experiment.store import TrialStore
 from diloco_ops.up.environment import ONE_THREAD
 
 ENVIRONMENT = ONE_THREAD | {"NUMBA_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
+STOP_SEEDS = 2  # after which an arm may stop
 PROBE_STEPS = 6  # whose median is a step's length
 BYTES_PER_PARAMETER = 48  # generous: 16 for a model with gradient and AdamW, up to 26 for a learner's protocol side
 FIXED_BYTES = 600 << 20  # of a process: JAX, its programs, the text
@@ -60,6 +61,38 @@ class Results:
         """Return the final losses of an arm by seed, without those that diverged."""
         known = {seed: measured.loss for (name, seed), measured in self.measured.items() if name == arm}
         return {seed: loss for seed, loss in known.items() if loss is not None}
+
+
+def stopped(experiment: Experiment, results: Results) -> dict[str, float | None]:
+    """Return the arms that stop after their first two seeds, and how far they end above the nearest bar there.
+
+    Without ``stop_above``, or with no more seeds than that, no arm stops. None: both trials diverged.
+    """
+    if experiment.stop_above is None or experiment.seeds <= STOP_SEEDS:
+        return {}
+    first, later = experiment.seed_range[:STOP_SEEDS], experiment.seed_range[STOP_SEEDS:]
+    found: dict[str, float | None] = {}
+    for name in experiment.arms:
+        ended = all((name, seed) in results.measured for seed in first)
+        went_on = any((name, seed) in results.measured for seed in later)
+        if name in experiment.bars or not ended or went_on:
+            continue
+        losses = results.losses(name)
+        if not any(seed in losses for seed in first):
+            found[name] = None
+            continue
+        above = [_above(results, name, bar, first) for bar in experiment.bars]
+        nearest = min((each for each in above if each is not None), default=0.0)
+        if nearest > experiment.stop_above:
+            found[name] = nearest
+    return found
+
+
+def _above(results: Results, arm: str, bar: str, seeds: Sequence[int]) -> float | None:
+    """Return the mean relative difference over the seeds that both have ended; None: there are none."""
+    one, other = results.losses(arm), results.losses(bar)
+    differences = [one[seed] / other[seed] - 1 for seed in seeds if seed in one and seed in other]
+    return sum(differences) / len(differences) if differences else None
 
 
 def jobs(experiment: Experiment, store: TrialStore, data: str | None) -> Iterator[TrialJob]:

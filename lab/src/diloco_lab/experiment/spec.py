@@ -46,6 +46,11 @@ class Arm(_Table):
         max_length=3,
         description="settings whose best values are looked for first: those to try, in all combinations",
     )
+    in_turn: bool = Field(
+        False,
+        description="tuned settings are searched one after another, the others at the best values so far: fewer trials than "
+        "all combinations",
+    )
     chosen: str | None = Field(
         None,
         min_length=1,
@@ -86,9 +91,30 @@ class Arm(_Table):
                 raise ValueError(f"values of {name} to try must rise: {values}")
         return tuned
 
+    @model_validator(mode="after")
+    def _search_in_turn_has_a_start(self) -> Arm:
+        if self.in_turn and not self.tuned:
+            raise ValueError("in_turn: the arm has no tuned settings to search; give tuned, or leave in_turn out")
+        for name, values in self.tuned.items() if self.in_turn else ():
+            if self.settings.get(name) not in values:
+                raise ValueError(f"in_turn: set {name} in settings to the value that the search starts from, one of {values}")
+        return self
+
     def combinations(self) -> list[dict[str, float]]:
-        """Return the values to try; a single empty one where there is nothing to tune."""
+        """Return the values to try; a single empty one where there is nothing to tune.
+
+        Of a search in turn: those around its start. There are as many trials, but settings that were searched before may have
+        other values (:func:`diloco_lab.experiment.tuning.untried`).
+        """
+        if self.in_turn:
+            start = self.start()
+            others = [start | {name: value} for name, values in self.tuned.items() for value in values if value != start[name]]
+            return [start, *others]
         return [dict(zip(self.tuned, values, strict=True)) for values in product(*self.tuned.values())]
+
+    def start(self) -> dict[str, float]:
+        """Return the values from which a search in turn starts."""
+        return {name: float(self.settings[name]) for name in self.tuned}
 
 
 class LossClaim(_Table):
@@ -123,6 +149,12 @@ class Experiment(_Table):
     settings: dict[str, Any] = Field({}, description="a run's settings, of all arms")
     arms: dict[str, Arm] = Field(min_length=1, max_length=64)
     bars: list[str] = Field([], max_length=4, description="arms with which every arm is compared")
+    stop_above: float | None = Field(
+        None,
+        gt=0,
+        le=10,
+        description="an arm whose first two seeds end this much (relative, on average) above every bar is not played further",
+    )
     claims: list[LossClaim] = Field([], max_length=64)
     curves: Curves | None = None
 
@@ -132,6 +164,12 @@ class Experiment(_Table):
             raise ValueError(
                 "curves: arms are not tuned at each size, and claims are not of curves; leave tuned and claims out"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _stops_at_bars(self) -> Experiment:
+        if self.stop_above is not None and not self.bars:
+            raise ValueError("stop_above: there is no bar to compare with; name arms in bars, or leave stop_above out")
         return self
 
     @model_validator(mode="after")

@@ -1,15 +1,19 @@
-"""The search for an arm's best settings, before it is judged: all combinations of its values, over seeds of their own."""
+"""The search for an arm's best settings, before it is judged: over seeds that judge no arm.
+
+A search tries all combinations of an arm's values, or one setting after another (``in_turn``). The second needs three plus two
+plus two trials for three settings of three values instead of 27, and misses a best combination that no single change leads to.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
 
 from diloco_lab.experiment.runner import Results
-from diloco_lab.experiment.spec import Experiment
+from diloco_lab.experiment.spec import Arm, Experiment
 
 FIRST_SEED = 1000  # of the search: a choice that was made by the seeds that judge it would flatter it
 
@@ -52,13 +56,16 @@ def wording(values: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:g}" for name, value in values.items())
 
 
-def search(experiment: Experiment) -> Experiment | None:
-    """Return the experiment that plays an experiment's combinations, each as an arm; None: nothing is tuned."""
+def search(experiment: Experiment, found: Sequence[Tried] = ()) -> Experiment | None:
+    """Return the experiment that plays the combinations to try next, each as an arm; None: nothing is left to try.
+
+    ``found``: the combinations that were tried before, which decide what a search in turn tries next.
+    """
     arms = {
-        f"{name}: {wording(values)}": arm.model_copy(update={"settings": arm.settings | values, "tuned": {}})
+        f"{name}: {wording(values)}": arm.model_copy(update={"settings": arm.settings | values, "tuned": {}, "in_turn": False})
         for name, arm in experiment.arms.items()
         if arm.tuned
-        for values in arm.combinations()
+        for values in untried(arm, [one for one in found if one.arm == name])
     }
     if not arms:
         return None
@@ -66,8 +73,28 @@ def search(experiment: Experiment) -> Experiment | None:
     return experiment.model_copy(update=changed)
 
 
-def tried(experiment: Experiment, results: Results) -> list[Tried]:
-    """Return all combinations with the losses that their trials had."""
+def untried(arm: Arm, found: Sequence[Tried]) -> list[dict[str, float]]:
+    """Return the combinations that an arm's search tries next, given those that it has tried."""
+    known = [one.values for one in found]
+    if not arm.in_turn:
+        return [values for values in arm.combinations() if values not in known]
+    best = arm.start()
+    for name, tries in arm.tuned.items():
+        around = [best | {name: value} for value in tries]
+        missing = [values for values in around if values not in known]
+        if missing:
+            return missing
+        best = min((one for one in found if one.values in around), key=lambda one: one.mean).values
+    return []
+
+
+def trials_of(experiment: Experiment) -> int:
+    """Return the number of trials of the whole search."""
+    return sum(len(arm.combinations()) for arm in experiment.arms.values() if arm.tuned) * experiment.tuning_seeds
+
+
+def tried(experiment: Experiment, results: Results, found: Sequence[Tried] = ()) -> list[Tried]:
+    """Return the combinations that :func:`search` names after ``found``, with the losses that their trials had."""
     seeds = range(FIRST_SEED, FIRST_SEED + experiment.tuning_seeds)
 
     def loss(arm: str, seed: int) -> float | None:
@@ -78,7 +105,7 @@ def tried(experiment: Experiment, results: Results) -> list[Tried]:
         Tried(name, values, [loss(f"{name}: {wording(values)}", seed) for seed in seeds])
         for name, arm in experiment.arms.items()
         if arm.tuned
-        for values in arm.combinations()
+        for values in untried(arm, [one for one in found if one.arm == name])
     ]
 
 
@@ -100,5 +127,5 @@ def settled(experiment: Experiment, choices: list[TunedArm]) -> Experiment:
     arms = dict(experiment.arms)
     for choice in choices:
         arm = arms[choice.arm]
-        arms[choice.arm] = arm.model_copy(update={"settings": arm.settings | choice.values, "tuned": {}})
+        arms[choice.arm] = arm.model_copy(update={"settings": arm.settings | choice.values, "tuned": {}, "in_turn": False})
     return experiment.model_copy(update={"arms": arms})
