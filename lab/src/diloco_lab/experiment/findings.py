@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib import resources
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -28,6 +29,7 @@ class Finding(_Table):
     experiment: str | None = None
     arm: str = ""
     against: str = ""
+    of: Literal["loss", "time"] = "loss"
     untested: str | None = None
 
     @model_validator(mode="after")
@@ -43,7 +45,7 @@ class Finding(_Table):
             SettingsError: there is none.
         """
         for claim in experiment.claims:
-            if (claim.arm, claim.against) == (self.arm, self.against):
+            if (claim.arm, claim.against, claim.of) == (self.arm, self.against, self.of):
                 return claim
         raise SettingsError(
             f"finding {self.said!r}: experiment {self.experiment!r} makes no claim about {self.arm!r} against {self.against!r}"

@@ -57,6 +57,10 @@ class Arm(_Table):
         [], max_length=32, description="made while a decoupled run goes on, one after another"
     )
 
+    sample_s: float | None = Field(
+        None, gt=0, le=1e6, description="virtual seconds between two losses of the global model, for claims about time"
+    )
+
     @field_validator("changes")
     @classmethod
     def _in_order(cls, changes: list[SettingsChange]) -> list[SettingsChange]:
@@ -92,11 +96,15 @@ class Arm(_Table):
 
 
 class LossClaim(_Table):
-    """``arm`` ends at most ``below`` (relative) above ``against``: so says the one-sided 95 % bound over paired seeds."""
+    """``arm`` ends at most ``below`` (relative) above ``against``: so says the one-sided 95 % bound over paired seeds.
+
+    ``of`` time, the claim is about the virtual time until the loss that both reach: the higher one of their ends.
+    """
 
     arm: str
     against: str
     below: float = Field(ge=-1, le=10)
+    of: Literal["loss", "time"] = "loss"
 
 
 class Curves(_Table):
@@ -186,6 +194,10 @@ def load(name: str) -> Experiment:
     for claim in experiment.claims:
         check(claim.arm)
         check(claim.against)
+        if claim.of == "time" and not all(experiment.arms[arm].sample_s for arm in (claim.arm, claim.against)):
+            raise SettingsError(
+                f"{path}: a claim of time about {claim.arm} and {claim.against} needs losses along the way: set their sample_s"
+            )
     return experiment
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Annotated, Any
@@ -10,9 +11,11 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from diloco.errors import SettingsError
 from diloco.settings.validation import nearest
-from diloco_lab.paces import recording, stalls
+from diloco_lab.paces import recording, slices, stalls
 from diloco_lab.paces.recording import Recording
+from diloco_lab.paces.slices import SlicedMachine
 from diloco_lab.paces.times import Paces, steady
+from diloco_lab.simulator.cluster import MAX_SLICES
 
 Seconds = Annotated[float, Field(ge=0, le=1e7)]
 STEP_S = 0.1  # the usual step of a small model on a CPU; only ratios to the heartbeat and grace times matter
@@ -36,6 +39,10 @@ class PaceSpec(BaseModel):
     tape: str | None = Field(
         None, min_length=1, max_length=400, description="a failure tape's name, or its file: its freezes make steps longer"
     )
+    slices: int | None = Field(
+        None, ge=1, le=MAX_SLICES, description="of all learners together, that the tape takes away: batches shrink with them"
+    )
+    elastic: bool = Field(True, description="whether a learner goes on without lost slices, or begins again on spare ones")
     tape_step_s: float = Field(
         STEP_S, gt=0, le=3600, description="a step of the learners that the tape is of: its times are as many steps here"
     )
@@ -46,6 +53,10 @@ class PaceSpec(BaseModel):
             raise ValueError("pace: factors are of steady steps, and recorded ones have their own; leave one of them out")
         if self.recorded is not None and self.tape is not None:
             raise ValueError("pace: a recording has the failures of its own run; leave out tape or recorded")
+        if self.slices is not None and self.tape is None:
+            raise ValueError(f"pace: slices = {self.slices} are those of a tape; name one with tape, or leave out slices")
+        if self.slices is None and not self.elastic:
+            raise ValueError("pace: elastic = false is of learners with slices; give their number with slices, and a tape")
         for name, away in self.away.items():
             recording.check_away(f"pace.away, {name}", away)
         return self
@@ -74,10 +85,8 @@ class PaceSpec(BaseModel):
         Raises:
             SettingsError: the recording cannot be had or is of another number of learners, or a learner is not known.
         """
-        mean_s = self.step_s or STEP_S
         if self.recording is None:
-            steps_s = [mean_s * self.factors[index % len(self.factors)] for index in range(learners)]
-            found = Paces([steady(step_s) for step_s in steps_s])
+            found = Paces([steady(step_s) for step_s in self._steps_s(learners)])
         else:
             found = self.recording.paces(self.step_s)
         if len(found.learners) != learners:
@@ -89,11 +98,29 @@ class PaceSpec(BaseModel):
         for name in self.away:
             if name not in names:
                 raise SettingsError(f"pace.away: no {name!r}{nearest(name, names)}; there are {names[0]} to {names[-1]}")
-        if self.failures is not None:
-            of_tape = stalls.of(self.failures, str(self.tape), names, mean_s / self.tape_step_s)
-            found = replace(found, learners=[replace(p, stalls=of_tape[n]) for n, p in zip(names, found.learners, strict=True)])
+        found = self._failing(found, names)
         changed = [replace(p, away=self.away[n]) if n in self.away else p for n, p in zip(names, found.learners, strict=True)]
         return replace(found, learners=changed)
+
+    def _steps_s(self, learners: int) -> list[float]:
+        return [(self.step_s or STEP_S) * self.factors[index % len(self.factors)] for index in range(learners)]
+
+    def _failing(self, found: Paces, names: Sequence[str]) -> Paces:
+        """Return the times with the tape's failures."""
+        if self.failures is None:
+            return found
+        scale = (self.step_s or STEP_S) / self.tape_step_s
+        if self.slices is None:
+            of_tape = stalls.of(self.failures, str(self.tape), names, scale)
+            return replace(found, learners=[replace(p, stalls=of_tape[n]) for n, p in zip(names, found.learners, strict=True)])
+
+        def machines(steps_s: Sequence[float]) -> list[SlicedMachine]:
+            text, each_s = str(self.failures), [step_s / scale for step_s in steps_s]
+            return slices.machines(text, str(self.tape), self.slices or 0, each_s, scale, elastic=self.elastic)
+
+        steps_s = self._steps_s(len(names))
+        learners = [replace(pace, machine=own) for pace, own in zip(found.learners, machines(steps_s), strict=True)]
+        return replace(found, learners=learners, whole=machines([max(steps_s)])[0])
 
     def said(self) -> dict[str, Any]:
         """Return all that it says, with the content of recording and tape."""

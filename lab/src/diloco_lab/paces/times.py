@@ -5,8 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from diloco_lab.paces.slices import SlicedMachine
 
 AT_ONCE = (0.0,)
+
+
+@dataclass(frozen=True)
+class TimedStep:
+    """How long a step takes, and how much of that is work: ``useful_s``, less the part of slices that are lost.
+
+    ``share``: of the learner's slices, those whose rows count.
+    """
+
+    step_s: float
+    useful_s: float
+    share: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -19,6 +35,7 @@ class VirtualPace:
         begins_s: when its process joins the run.
         away: times (from, until), in order: its process is killed, and another one of its name joins.
         stalls: (from, for so long), in order: the step under way takes that much longer.
+        machine: slices that fail, whose times are those of its steps; None: it has none.
     """
 
     steps: Sequence[float]
@@ -26,6 +43,7 @@ class VirtualPace:
     begins_s: float = 0.0
     away: Sequence[tuple[float, float]] = ()
     stalls: Sequence[tuple[float, float]] = ()
+    machine: SlicedMachine | None = None
 
 
 def steady(step_s: float) -> VirtualPace:
@@ -38,10 +56,12 @@ class Paces:
     """The times of all of a trial's processes; of ``learners`` there is one each.
 
     ``commits``: how much longer a syncer's record takes to the server than any other message, one after another.
+    ``whole``: the slices of all learners as one machine, which data-parallel training needs; None: there are none.
     """
 
     learners: Sequence[VirtualPace]
     commits: Sequence[float] = AT_ONCE
+    whole: SlicedMachine | None = None
 
 
 class Clock:
