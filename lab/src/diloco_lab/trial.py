@@ -60,7 +60,8 @@ class Result:
             their process was killed; neither, with a learner at the end.
         shares: of the versions, by learner: in how many it is.
         bytes_up: sent by a learner, on average.
-        goodput: share of the learners' time in which they trained, lost slices left out. Absences are not their time.
+        goodput: share of the learners' time until the last step in which they trained, lost slices left out. Absences are not
+            their time.
         history: losses of the global model as training went on.
         state_hashes: by fragment, of every version in order.
         virtual_s, wall_s: the run's time, and this machine's.
@@ -123,7 +124,7 @@ class _Training(World):
         paces = trial.paces.learners
         self.members: list[Member | None] = [None] * len(paces)
         self.trained = 0  # tokens
-        self.useful_s = 0.0  # of all learners
+        self.useful_s = self.trained_s = 0.0  # of all learners; when the last step of one ended
         self.rows = [RowShare() for _ in paces]
         self.steps, self.offers = [clock_of(pace) for pace in paces], [Clock(pace.offers) for pace in paces]
         self.commits, self.subjects = Clock(trial.paces.commits), Subjects(RUN)
@@ -208,7 +209,7 @@ class _Training(World):
             await asyncio.sleep(timed.step_s)
             done = replace(counted_step(output, batch, tokens), loss=output.wait(), busy_s=timed.step_s, most=most)
             self.trained += done.tokens
-            self.useful_s += timed.useful_s
+            self.useful_s, self.trained_s = self.useful_s + timed.useful_s, self.now_s
             batch = next(feed)
         await member.close()
 
@@ -261,7 +262,7 @@ class _Training(World):
             held=held,
             shares=[float(np.mean([learner.name in members for members in versions])) for learner in self.learners],
             bytes_up=float(np.mean([member.transport.bytes_out for member in members])),
-            goodput=self.useful_s / sum(present_s(pace, self.now_s) for pace in self.trial.paces.learners),
+            goodput=self.useful_s / sum(present_s(pace, self.trained_s) for pace in self.trial.paces.learners),
             history=self.history,
             state_hashes=[[entry.state_hash for entry in entries] for entries in records],
             virtual_s=self.now_s,

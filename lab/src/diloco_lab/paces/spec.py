@@ -14,11 +14,36 @@ from diloco.settings.validation import nearest
 from diloco_lab.paces import recording, slices, stalls
 from diloco_lab.paces.recording import Recording
 from diloco_lab.paces.slices import SlicedMachine
-from diloco_lab.paces.times import Paces, steady
+from diloco_lab.paces.times import Paces, VirtualPace, steady
 from diloco_lab.simulator.cluster import MAX_SLICES
 
-Seconds = Annotated[float, Field(ge=0, le=1e7)]
+MOST_S = 1e7  # four months: as long as a trial may last
+Seconds = Annotated[float, Field(ge=0, le=MOST_S)]
 STEP_S = 0.1  # the usual step of a small model on a CPU; only ratios to the heartbeat and grace times matter
+
+
+class Visitors(BaseModel):
+    """Learners that join in mid-run, stay for a while, and leave: once, or day after day. They are killed when they leave."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    count: int = Field(ge=1, le=4096, description="the last so many of the arm's learners")
+    joins_s: Seconds = Field(description="when they come for the first time")
+    stays_s: float = Field(gt=0, le=MOST_S, description="for how long, each time")
+    away_s: Seconds = Field(0.0, description="for how long they are away in between")
+    times: int = Field(1, ge=1, le=1000, description="how often they come")
+
+    @model_validator(mode="after")
+    def _away_in_between(self) -> Visitors:
+        if self.times > 1 and not self.away_s:
+            raise ValueError(f"pace.visitors: times = {self.times} stays need a time between them; set away_s, or times = 1")
+        return self
+
+    def pace(self, usual: VirtualPace) -> VirtualPace:
+        """Return the pace of such a learner: the ``usual`` one while it is there."""
+        leaves_s = [self.joins_s + self.stays_s + time * (self.stays_s + self.away_s) for time in range(self.times)]
+        returns_s = [*(left_s + self.away_s for left_s in leaves_s[:-1]), leaves_s[-1] + MOST_S]
+        return replace(usual, begins_s=self.joins_s, away=tuple(zip(leaves_s, returns_s, strict=True)))
 
 
 class PaceSpec(BaseModel):
@@ -36,6 +61,7 @@ class PaceSpec(BaseModel):
     away: dict[str, list[tuple[Seconds, Seconds]]] = Field(
         {}, max_length=4096, description="by learner: [from, until], killed and back, in virtual seconds"
     )
+    visitors: Visitors | None = Field(None, description="learners that come and go")
     tape: str | None = Field(
         None, min_length=1, max_length=400, description="a failure tape's name, or its file: its freezes make steps longer"
     )
@@ -98,9 +124,24 @@ class PaceSpec(BaseModel):
         for name in self.away:
             if name not in names:
                 raise SettingsError(f"pace.away: no {name!r}{nearest(name, names)}; there are {names[0]} to {names[-1]}")
-        found = self._failing(found, names)
+        found = self._visited(self._failing(found, names), names)
         changed = [replace(p, away=self.away[n]) if n in self.away else p for n, p in zip(names, found.learners, strict=True)]
         return replace(found, learners=changed)
+
+    def _visited(self, found: Paces, names: Sequence[str]) -> Paces:
+        """Return the times with those of visitors, who are the last ones."""
+        if self.visitors is None:
+            return found
+        staying = len(names) - self.visitors.count
+        if staying < 1:
+            raise SettingsError(
+                f"pace.visitors.count = {self.visitors.count}: the arm has {len(names)} learners, and one at least stays"
+            )
+        twice = [name for name in names[staying:] if name in self.away]
+        if twice:
+            raise SettingsError(f"pace.away: {twice[0]} is one of the {self.visitors.count} visitors; leave it out of away")
+        visiting = [self.visitors.pace(pace) for pace in found.learners[staying:]]
+        return replace(found, learners=[*found.learners[:staying], *visiting])
 
     def _steps_s(self, learners: int) -> list[float]:
         return [(self.step_s or STEP_S) * self.factors[index % len(self.factors)] for index in range(learners)]
