@@ -8,6 +8,7 @@ machine takes for it. So a trial is the same each time, and what happens between
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,6 +35,7 @@ from diloco.wire.entries import Record
 from diloco.wire.subjects import Subjects
 from diloco_lab.batches import RowShare, take_rows
 from diloco_lab.loss_history import LossPoint, point
+from diloco_lab.paces.dropped import DroppingTransport
 from diloco_lab.paces.step_clocks import clock_of, present_s
 from diloco_lab.paces.times import Clock, Paces
 from diloco_learner.data.feed import BatchFeed
@@ -280,6 +282,13 @@ class _Learner(VirtualProcess):
     def __init__(self, world: _Training, index: int) -> None:
         super().__init__(world, f"learner-{index}", CONTROL, partial(world.learn, index))
         self.index, self._members = index, world.members
+        self._offers, self._share = world.subjects.offer("*"), world.trial.paces.dropped
+        self._chance = random.Random(f"{world.settings.seed}/{self.name}/offers")
+
+    def at_start(self) -> None:
+        """Lose some of its offers, if the paces say so."""
+        if self._share:
+            self.transport = DroppingTransport(self, self._offers, self._share, self._chance)
 
     def crash(self, why: str) -> None:
         """Kill it at once: what it held is lost."""

@@ -49,7 +49,7 @@ def play(arm: Arm, settings: RunSettings, data: str | None = None) -> Measured:
     task = load_task(settings.task, data)
     if arm.method == "decoupled":
         changes = [(change.after, change.settings) for change in arm.changes]
-        result = Trial(settings, task, arm.pace.paces(settings.learners), changes, arm.sample_s).play()
+        result = Trial(settings, task, arm.pace.paces(settings.learners, settings.seed), changes, arm.sample_s).play()
         return Measured(
             loss=_finite(result.loss),
             tokens=result.tokens,
@@ -66,7 +66,7 @@ def play(arm: Arm, settings: RunSettings, data: str | None = None) -> Measured:
         )
     began_s = time.perf_counter()
     shares = range(settings.learners) if arm.method == "data-parallel" else [0]
-    found = OneModel(settings, task, shares, arm.pace.paces(settings.learners), arm.sample_s).train()
+    found = OneModel(settings, task, shares, arm.pace.paces(settings.learners, settings.seed), arm.sample_s).train()
     return Measured(
         loss=_finite(found.loss),
         tokens=found.tokens,

@@ -14,7 +14,7 @@ from diloco.settings.validation import nearest
 from diloco_lab.paces import recording, slices, stalls
 from diloco_lab.paces.recording import Recording
 from diloco_lab.paces.slices import SlicedMachine
-from diloco_lab.paces.times import Paces, VirtualPace, steady
+from diloco_lab.paces.times import Paces, VirtualPace, varying
 from diloco_lab.simulator.cluster import MAX_SLICES
 
 MOST_S = 1e7  # four months: as long as a trial may last
@@ -57,10 +57,17 @@ class PaceSpec(BaseModel):
     factors: list[Annotated[float, Field(ge=1, le=1000)]] = Field(
         [1.0], min_length=1, max_length=4096, description="times as long, learner by learner, and from the beginning again"
     )
+    jitter: float = Field(
+        0.0, ge=0, le=1, description="standard deviation of steady steps, relative: each is drawn from a normal distribution"
+    )
+    offers_s: float = Field(
+        0.0, ge=0, le=3600, description="longest time of an offer to the server, each drawn evenly between 0 and it"
+    )
     recorded: str | None = Field(None, min_length=1, max_length=400, description="a recording's name, or its file")
     away: dict[str, list[tuple[Seconds, Seconds]]] = Field(
         {}, max_length=4096, description="by learner: [from, until], killed and back, in virtual seconds"
     )
+    dropped: float = Field(0.0, ge=0, lt=1, description="share of offers that are lost on their way, at random by seed")
     visitors: Visitors | None = Field(None, description="learners that come and go")
     tape: str | None = Field(
         None, min_length=1, max_length=400, description="a failure tape's name, or its file: its freezes make steps longer"
@@ -77,6 +84,8 @@ class PaceSpec(BaseModel):
     def _one_way(self) -> PaceSpec:
         if self.recorded is not None and self.factors != [1.0]:
             raise ValueError("pace: factors are of steady steps, and recorded ones have their own; leave one of them out")
+        if (self.jitter or self.offers_s) and (self.recorded is not None or self.slices is not None):
+            raise ValueError("pace: jitter and offers_s are of steady steps; leave them out, or recorded and slices")
         if self.recorded is not None and self.tape is not None:
             raise ValueError("pace: a recording has the failures of its own run; leave out tape or recorded")
         if self.slices is not None and self.tape is None:
@@ -105,14 +114,15 @@ class PaceSpec(BaseModel):
         """
         return None if self.tape is None else stalls.read(self.tape)
 
-    def paces(self, learners: int) -> Paces:
-        """Return the times of so many learners.
+    def paces(self, learners: int, seed: int = 0) -> Paces:
+        """Return the times of so many learners; ``seed`` draws those of steps that vary.
 
         Raises:
             SettingsError: the recording cannot be had or is of another number of learners, or a learner is not known.
         """
         if self.recording is None:
-            found = Paces([steady(step_s) for step_s in self._steps_s(learners)])
+            steps_s = self._steps_s(learners)
+            found = Paces([varying(step_s, self.jitter, self.offers_s, (seed, index)) for index, step_s in enumerate(steps_s)])
         else:
             found = self.recording.paces(self.step_s)
         if len(found.learners) != learners:
@@ -126,7 +136,7 @@ class PaceSpec(BaseModel):
                 raise SettingsError(f"pace.away: no {name!r}{nearest(name, names)}; there are {names[0]} to {names[-1]}")
         found = self._visited(self._failing(found, names), names)
         changed = [replace(p, away=self.away[n]) if n in self.away else p for n, p in zip(names, found.learners, strict=True)]
-        return replace(found, learners=changed)
+        return replace(found, learners=changed, dropped=self.dropped)
 
     def _visited(self, found: Paces, names: Sequence[str]) -> Paces:
         """Return the times with those of visitors, who are the last ones."""

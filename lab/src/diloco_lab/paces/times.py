@@ -7,10 +7,15 @@ from dataclasses import dataclass
 from itertools import cycle
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from diloco_lab.simulator.lifetime import SHORTEST
+
 if TYPE_CHECKING:
     from diloco_lab.paces.slices import SlicedMachine
 
 AT_ONCE = (0.0,)
+DRAWN = 4096  # times of a kind, before they are repeated
 
 
 @dataclass(frozen=True)
@@ -51,17 +56,33 @@ def steady(step_s: float) -> VirtualPace:
     return VirtualPace([step_s])
 
 
+def varying(step_s: float, spread: float, offers_s: float, seed: Sequence[int]) -> VirtualPace:
+    """Return the pace of a machine whose times vary by chance.
+
+    Its steps are drawn from a normal distribution, of which ``spread`` is the relative deviation, and its offers evenly
+    between 0 and ``offers_s``.
+    """
+    if not spread and not offers_s:
+        return steady(step_s)
+    rng = np.random.default_rng(seed)
+    factors = np.maximum(rng.normal(1.0, spread, DRAWN if spread else 1), SHORTEST)
+    offers = rng.uniform(0.0, offers_s, DRAWN if offers_s else 1)
+    return VirtualPace(tuple((step_s * factors).tolist()), tuple(offers.tolist()))
+
+
 @dataclass(frozen=True)
 class Paces:
     """The times of all of a trial's processes; of ``learners`` there is one each.
 
     ``commits``: how much longer a syncer's record takes to the server than any other message, one after another.
+    ``dropped``: the share of offers that are lost on their way, at random.
     ``whole``: the slices of all learners as one machine, which data-parallel training needs; None: there are none.
     """
 
     learners: Sequence[VirtualPace]
     commits: Sequence[float] = AT_ONCE
     whole: SlicedMachine | None = None
+    dropped: float = 0.0
 
 
 class Clock:
