@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 from tests.made.tiny_trials import STEP_TOKENS, play_tiny
 
+from diloco_lab.experiment.spec import Arm
 from diloco_lab.paces.spec import PaceSpec
+
+
+def test_only_a_run_has_offers_that_can_be_lost() -> None:
+    with pytest.raises(ValueError, match="dropped and offers_s need a method with offers, which 'data-parallel' is not"):
+        Arm(method="data-parallel", pace=PaceSpec(dropped=0.5))
 
 
 @pytest.mark.slow

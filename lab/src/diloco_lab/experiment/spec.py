@@ -75,6 +75,14 @@ class Arm(_Table):
         return self
 
     @model_validator(mode="after")
+    def _offers_are_of_a_run(self) -> Arm:
+        if self.method != "decoupled" and (self.pace.dropped or self.pace.offers_s):
+            raise ValueError(
+                f"pace: dropped and offers_s need a method with offers, which {self.method!r} is not; leave them out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _chosen_once(self) -> Arm:
         if self.chosen is not None and self.tuned:
             raise ValueError(
