@@ -21,11 +21,12 @@ class Images:
 
     units = Units("image", "nats per image")
     tokens_per_batch = rows_per_batch = 64
+    noise = 2.0  # standard deviation, where a prototype's is 1; with 8 classes overlap
 
     def images(self, seed: tuple[int, ...]) -> dict[str, Any]:
         rng = np.random.default_rng(seed)
         y = rng.integers(CLASSES, size=self.rows_per_batch)
-        x = PROTOTYPES[y] + 2 * rng.normal(size=(len(y), SIDE, SIDE, 1))
+        x = PROTOTYPES[y] + self.noise * rng.normal(size=(len(y), SIDE, SIDE, 1))
         return {"x": x.astype(np.float32), "y": y.astype(np.int32)}
 
     def batches(self, share: int, shares: int, seed: int, start: int) -> Iterator[dict[str, Any]]:

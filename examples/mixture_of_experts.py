@@ -21,11 +21,12 @@ from diloco_learner.tensors import Tensor
 class Options:
     experts: int = 4
     width: int = 64
+    noise: float = Images.noise
 
 
 class MixtureOfExperts(Images):
     def __init__(self, options: Options) -> None:
-        self.options = options
+        self.options, self.noise = options, options.noise
 
     def init(self, key: jax.Array) -> Any:
         count, width, size = self.options.experts, self.options.width, SIDE * SIDE

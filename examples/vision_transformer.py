@@ -5,6 +5,7 @@ PYTHONPATH=examples diloco up --set task.name=vision_transformer:make --set frag
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -22,8 +23,14 @@ def norm(x: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
 
 
+@dataclass(frozen=True)
+class Options:
+    noise: float = Images.noise
+
+
 class VisionTransformer(Images):
-    def __init__(self, settings: TaskSettings) -> None:
+    def __init__(self, settings: TaskSettings, options: Options) -> None:
+        self.noise = options.noise
         self.layers, self.width, self.heads = settings.layers, settings.width, settings.heads
 
     def init(self, key: jax.Array) -> Any:
@@ -54,5 +61,5 @@ class VisionTransformer(Images):
         return Tensor(kind="matrix", parts=(self.width,) * 3 if path.endswith("qkv") else ())
 
 
-def make(settings: TaskSettings, data: str | None) -> VisionTransformer:
-    return VisionTransformer(settings)
+def make(settings: TaskSettings, data: str | None, options: Options) -> VisionTransformer:
+    return VisionTransformer(settings, options)

@@ -218,8 +218,9 @@ def test_every_arm_is_compared_with_the_bars(tiny: Path) -> None:
     tiny.write_text(TINY.replace("seeds = 3", 'seeds = 3\nbars = ["equal"]'))
     experiment = spec.load(str(tiny))
     # +2 %, 0 %, +1 %: 1 % and 4.303 * 1 % / sqrt(3) = 2.5 %
-    equal, slow = answer.rows(experiment, results([1.0, 2.0, 3.0], [1.02, 2.0, 3.03]))
-    place = answer.head(experiment).index("above equal")
+    ended = results([1.0, 2.0, 3.0], [1.02, 2.0, 3.03])
+    equal, slow = answer.rows(experiment, ended)
+    place = answer.head(experiment, ended).index("above equal")
     assert (equal[place], slow[place]) == ("-", "+1.0 ± 2.5 %")
 
 

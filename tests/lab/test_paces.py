@@ -132,6 +132,22 @@ def test_lives_on_a_tape_become_one_learner_that_was_away_in_between() -> None:
         recorder.learner(Path("run"), "learner-1", [Life(Start(1, 1, (0,)), sent_ms=[7])], 0, 0.5)
 
 
+def test_steps_that_vary_are_drawn_by_seed_and_learner() -> None:
+    first, slow = PaceSpec(factors=[1.0, 1.18], jitter=0.1).paces(2, seed=3).learners
+    assert np.mean(first.steps) == pytest.approx(0.1, rel=0.01)
+    assert np.std(first.steps) == pytest.approx(0.01, rel=0.05)
+    assert np.mean(slow.steps) == pytest.approx(0.118, rel=0.01)
+    assert np.corrcoef(first.steps, slow.steps)[0, 1] == pytest.approx(0, abs=0.1)
+    assert PaceSpec(jitter=0.1).paces(2, seed=3).learners[0] == first
+    assert PaceSpec(jitter=0.1).paces(2, seed=4).learners[0] != first
+    offers = PaceSpec(offers_s=0.2).paces(1).learners[0].offers
+    assert 0 <= min(offers) < max(offers) <= 0.2
+    assert np.mean(offers) == pytest.approx(0.1, rel=0.05)
+    assert min(PaceSpec(jitter=1.0).paces(1).learners[0].steps) > 0
+    with pytest.raises(ValueError, match="jitter and offers_s are of steady steps"):
+        PaceSpec(jitter=0.1, recorded="quiet")
+
+
 TAPE = """{"format": "diloco-failures", "version": 1, "duration_s": 60.0}
 {"at_s": 10.0, "kind": "freeze", "target": "learner-1", "duration_s": 20.0}
 {"at_s": 28.0, "kind": "freeze", "target": "learner-*", "duration_s": 4.0}

@@ -126,7 +126,7 @@ def test_a_claim_that_must_hold_holds_and_its_opposite_does_not(played: Played) 
 def test_a_diverged_run_is_counted_and_in_no_average(played: Played) -> None:
     page = played.page("diverges")
     [wild] = [line for line in page.splitlines() if line.startswith("| wild")]
-    assert wild == "| wild | 0 | - | - | - | - | - | - | 2 |"
+    assert wild == "| wild | 0 | - | - | - | - | - | - | 100.0 % | 6.0 | 2 |"
     assert played.verdicts["diverges"] == []  # no pair, so no claim is decided
     assert "wild ends" not in page
     assert (played.out / "diverges.svg").read_text().count("<circle") == 2

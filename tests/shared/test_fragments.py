@@ -180,8 +180,8 @@ def test_layers_as_published() -> None:
     assert [fragment.size for fragment in made.fragments] == [34, 64, 64, 64]
     # that of the embedding alone is averaged: it is one fragment with a head and a norm, which are not
     assert not made.fragments[0].embedding
-    assert made.fragments[0].averaged("tensor").tolist() == [True, False, False]
-    assert made.fragments[0].averaged("row").tolist() == [True] * 8 + [False] * 9
+    assert made.fragments[0].embedding_groups("tensor").tolist() == [True, False, False]
+    assert made.fragments[0].embedding_groups("row").tolist() == [True] * 8 + [False] * 9
 
 
 def test_tensors_as_published() -> None:

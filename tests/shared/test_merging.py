@@ -69,6 +69,25 @@ def test_embeddings_are_averaged_whatever_the_method() -> None:
     assert merged(fragment, settings_of(MERGES, **{"merge.method": "rda"}), *two()) == pytest.approx([0.75, 4.75, 1.5, 0.5])
 
 
+def test_embeddings_have_a_method_of_their_own() -> None:
+    embed, weight = (TensorSpec("embed", (1, 2), embedding=True), TensorSpec("weight", (1, 2)))
+    # ann (3, 4, 0, 2), bob (0, 5, 2, 0), weights 1 : 3. Rows 1: radius 5, direction of (3, 19) / 5; rows 2 as below
+    rda = [5 * 3 / 370**0.5, 5 * 19 / 370**0.5, 6 / 10**0.5, 2 / 10**0.5]
+    average = [0.75, 4.75, 1.5, 0.5]
+    for method, embedding, expected in (
+        ("rda", "rda", rda),
+        ("average", "rda", rda[:2] + average[2:]),
+        ("average", "average", average),
+    ):
+        settings = settings_of(MERGES, **{"merge.method": method, "merge.embedding": embedding})
+        [together] = build_map([embed, weight], 1).fragments
+        assert merged(together, settings, *two()) == pytest.approx(expected, rel=1e-6)
+        # and in fragments of their own, as usual
+        alone = fragment_of(2, 2, embedding=True)
+        own = expected[:2] + (rda[2:] if embedding == "rda" else average[2:])
+        assert merged(alone, settings, *two()) == pytest.approx(own, rel=1e-6)
+
+
 @pytest.mark.parametrize("granularity", ["row", "tensor"])
 def test_embeddings_are_averaged_in_a_fragment_with_others_too(granularity: str) -> None:
     [fragment] = build_map([TensorSpec("embed", (1, 2), embedding=True), TensorSpec("weight", (1, 2))], 1).fragments

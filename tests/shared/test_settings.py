@@ -188,10 +188,11 @@ def test_equal_settings_have_equal_digests_and_others_do_not() -> None:
         {"round.steps": 13},
         {"carry.overlap": False},
         {"merge.method": "average"},
+        {"merge.embedding": "rda"},
         {"round.quorum": "all"},
     ]
     digests = {run_settings(overrides={"round.steps": 12} | change).digest() for change in changed}
-    assert len(digests | {first.digest()}) == 6
+    assert len(digests | {first.digest()}) == 7
     assert run_settings("published").digest() != run_settings("decoupled").digest()
 
 
@@ -199,6 +200,7 @@ def test_a_setting_that_the_first_runs_did_not_have_is_part_of_the_identity_wher
     later = run_settings(overrides={"task.dtype": "bfloat16"})
     assert b'"dtype":"bfloat16"' in later.canonical()
     assert b"dtype" not in RunSettings().canonical()  # so a run of before has the identity that it was made with
+    assert b'"embedding"' not in RunSettings().canonical()
     assert later.digest() != RunSettings().digest() == run_settings(overrides={"task.dtype": "float32"}).digest()
     for settings in (later, RunSettings()):
         assert parse(RunSettings, settings.model_dump(), "settings") == settings

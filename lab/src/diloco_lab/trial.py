@@ -8,6 +8,7 @@ machine takes for it. So a trial is the same each time, and what happens between
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,12 +33,15 @@ from diloco.testing.world import VirtualProcess, World
 from diloco.wire import framing
 from diloco.wire.entries import Record
 from diloco.wire.subjects import Subjects
-from diloco_lab.paces.stalls import lengthened
+from diloco_lab.batches import RowShare, take_rows
+from diloco_lab.loss_history import LossPoint, point
+from diloco_lab.paces.dropped import DroppingTransport
+from diloco_lab.paces.step_clocks import clock_of, present_s
 from diloco_lab.paces.times import Clock, Paces
 from diloco_learner.data.feed import BatchFeed
 from diloco_learner.jax.island import Island
 from diloco_learner.run.trainer import carry_out, counted_step
-from diloco_learner.task import Task
+from diloco_learner.task import Task, rows_of
 from diloco_syncer.virtual import serve
 
 RUN = "trial"
@@ -58,6 +62,9 @@ class Result:
             their process was killed; neither, with a learner at the end.
         shares: of the versions, by learner: in how many it is.
         bytes_up: sent by a learner, on average.
+        goodput: share of the learners' time until the last step in which they trained, lost slices left out. Absences are not
+            their time.
+        history: losses of the global model as training went on.
         state_hashes: by fragment, of every version in order.
         virtual_s, wall_s: the run's time, and this machine's.
     """
@@ -71,6 +78,8 @@ class Result:
     held: float
     shares: list[float]
     bytes_up: float
+    goodput: float
+    history: list[LossPoint]
     state_hashes: list[list[bytes]]
     virtual_s: float
     wall_s: float
@@ -80,7 +89,8 @@ class Result:
 class Trial:
     """A run to be played, in those times. ``changes``: settings after a share of the token budget, in order.
 
-    ``island`` makes the model whose twins its learners are.
+    ``sample_s``: time between two losses of the history; None: it has none. ``island`` makes the model whose twins its learners
+    are.
 
     Raises (:meth:`play`):
         RunError: a process failed, or the run did not come to its end.
@@ -90,6 +100,7 @@ class Trial:
     task: Task
     paces: Paces
     changes: Sequence[tuple[float, Mapping[str, Any]]] = ()
+    sample_s: float | None = None
     island: Callable[[Task, RunSettings], Island] = Island
 
     def play(self) -> Result:
@@ -115,7 +126,9 @@ class _Training(World):
         paces = trial.paces.learners
         self.members: list[Member | None] = [None] * len(paces)
         self.trained = 0  # tokens
-        self.steps, self.offers = [Clock(pace.steps) for pace in paces], [Clock(pace.offers) for pace in paces]
+        self.useful_s = self.trained_s = 0.0  # of all learners; when the last step of one ended
+        self.rows = [RowShare() for _ in paces]
+        self.steps, self.offers = [clock_of(pace) for pace in paces], [Clock(pace.offers) for pace in paces]
         self.commits, self.subjects = Clock(trial.paces.commits), Subjects(RUN)
         others = [VirtualProcess(self, "creator", CONTROL, self._create)]
         others += [
@@ -125,6 +138,7 @@ class _Training(World):
             others.append(VirtualProcess(self, "operator", CONTROL, self._operate))
         self.learners = [_Learner(self, i) for i in range(len(paces))]
         self.processes = [*others, *self.learners]
+        self.history: list[LossPoint] = []
         for process in others:
             process.start()
         for learner, pace in zip(self.learners, paces, strict=True):
@@ -132,6 +146,9 @@ class _Training(World):
             for from_s, until_s in pace.away:
                 self._at(from_s, learner.crash, "away")
                 self._at(until_s, learner.start)
+        if trial.sample_s is not None:
+            self.shown = self.first.twin()
+            self.later(trial.sample_s, self._sample, trial.sample_s)
 
     def _at(self, when_s: float, action: Callable[..., object], *args: object) -> None:
         if when_s:
@@ -188,21 +205,44 @@ class _Training(World):
                 await asyncio.sleep(IDLE_S)
                 continue
             rate = learning_rate(self.settings, member.moment())
-            output = island.step(batch.data, rate, (batch.share, batch.index))
-            step_s = lengthened(self.steps[index].next_s(), self.now_s, self.trial.paces.learners[index].stalls)
-            await asyncio.sleep(step_s)
-            done = replace(counted_step(output, batch, self.trial.task.tokens_per_batch), loss=output.wait(), busy_s=step_s)
+            timed, most = self.steps[index].step(self.now_s), self.trial.task.tokens_per_batch
+            data, tokens = self._what_is_left(index, batch.data, timed.share)
+            output = island.step(data, rate, (batch.share, batch.index))
+            await asyncio.sleep(timed.step_s)
+            done = replace(counted_step(output, batch, tokens), loss=output.wait(), busy_s=timed.step_s, most=most)
             self.trained += done.tokens
+            self.useful_s, self.trained_s = self.useful_s + timed.useful_s, self.now_s
             batch = next(feed)
         await member.close()
+
+    def _what_is_left(self, index: int, batch: Any, share: float) -> tuple[Any, int]:
+        """Return the rows of a batch that a share of a learner's slices trains on, and the most tokens that they have."""
+        tokens = self.trial.task.tokens_per_batch
+        if share == 1:
+            return batch, tokens
+        whole = rows_of(self.trial.task, batch)
+        rows = self.rows[index].rows(whole, share)
+        return take_rows(batch, whole, range(rows)), tokens * rows // whole
+
+    def _sample(self, every_s: float) -> None:
+        """Note the loss of the global model, as a learner that is there knows it."""
+        known = next((member for member in self.members if member is not None and member.step), None)
+        if known is not None:
+            self.history.append(point(self.now_s, self.trained, self._loss(self.shown, known)))
+        self.later(every_s, self._sample, every_s)
+
+    def _loss(self, island: Island, member: Member) -> float:
+        for fragment, state in zip(self.map.fragments, member.learner.fragments, strict=True):
+            assert state.values is not None
+            island.write(fragment, state.values.base.copy())
+        return island.evaluate()
 
     def result(self, wall_s: float) -> Result:
         """Evaluate the global model, and count what the log has."""
         members = [member for member in self.members if member is not None]
-        island = self.first
-        for fragment, state in zip(self.map.fragments, members[0].learner.fragments, strict=True):
-            assert state.values is not None
-            island.write(fragment, state.values.base.copy())
+        loss = self._loss(self.first, members[0])
+        if self.trial.sample_s is not None:
+            self.history.append(point(self.now_s, self.trained, loss))
         identity, log = framing.run_id(RUN, self.settings.digest()), self.subjects
         stream = self.control.streams[log.log_stream]
         records: list[list[Record]] = []
@@ -215,7 +255,7 @@ class _Training(World):
         held *= len(members) / self.trained
         versions = [{member.learner for member in entry.members} for entries in records for entry in entries]
         return Result(
-            loss=island.evaluate(),
+            loss=loss,
             versions=[len(entries) for entries in records],
             members=float(np.mean([len(members) for members in versions])),
             tokens=self.trained,
@@ -224,6 +264,8 @@ class _Training(World):
             held=held,
             shares=[float(np.mean([learner.name in members for members in versions])) for learner in self.learners],
             bytes_up=float(np.mean([member.transport.bytes_out for member in members])),
+            goodput=self.useful_s / sum(present_s(pace, self.trained_s) for pace in self.trial.paces.learners),
+            history=self.history,
             state_hashes=[[entry.state_hash for entry in entries] for entries in records],
             virtual_s=self.now_s,
             wall_s=wall_s,
@@ -240,6 +282,13 @@ class _Learner(VirtualProcess):
     def __init__(self, world: _Training, index: int) -> None:
         super().__init__(world, f"learner-{index}", CONTROL, partial(world.learn, index))
         self.index, self._members = index, world.members
+        self._offers, self._share = world.subjects.offer("*"), world.trial.paces.dropped
+        self._chance = random.Random(f"{world.settings.seed}/{self.name}/offers")
+
+    def at_start(self) -> None:
+        """Lose some of its offers, if the paces say so."""
+        if self._share:
+            self.transport = DroppingTransport(self, self._offers, self._share, self._chance)
 
     def crash(self, why: str) -> None:
         """Kill it at once: what it held is lost."""

@@ -231,7 +231,7 @@ def _run(name: str, experiment: spec.Experiment, playing: _Playing) -> list[dict
     write(playing.store.folder / f"{name}.md", f"## {name}\n\n{answer.markdown(record)}")
     write(playing.store.folder / f"{name}.svg", answer.picture(asked, experiment, results))
     table = Table(box=None)
-    for column in answer.head(experiment):
+    for column in answer.head(experiment, results):
         table.add_column(column)
     for row in answer.rows(experiment, results):
         table.add_row(*row)

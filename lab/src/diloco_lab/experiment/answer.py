@@ -11,11 +11,13 @@ import numpy as np
 from diloco.errors import SettingsError
 from diloco_lab.experiment import curve_picture, curves, seed_picture
 from diloco_lab.experiment.generation import GENERATION, remark
+from diloco_lab.experiment.methods import Measured
 from diloco_lab.experiment.record import ExperimentRecord
 from diloco_lab.experiment.runner import STOP_SEEDS, Results, stopped
 from diloco_lab.experiment.spec import Experiment, LossClaim
 from diloco_lab.experiment.statistics import Paired, paired, seeds_for
 from diloco_lab.experiment.tuning import wording
+from diloco_lab.loss_history import reached_s
 
 MARGIN = 0.01  # the difference that a claim should be able to tell
 
@@ -31,7 +33,11 @@ class ClaimVerdict:
     def sentence(self) -> str:
         """Return it in words."""
         claim, found = self.claim, self.paired
-        mean = f"{claim.arm} ends {_percent(abs(found.mean))} {'above' if found.mean >= 0 else 'below'} {claim.against}"
+        if claim.of == "time":
+            sooner = "later" if found.mean >= 0 else "sooner"
+            mean = f"{claim.arm} reaches the loss of both {_percent(abs(found.mean))} {sooner} than {claim.against}"
+        else:
+            mean = f"{claim.arm} ends {_percent(abs(found.mean))} {'above' if found.mean >= 0 else 'below'} {claim.against}"
         if found.bound is None or found.spread is None:
             return f"{mean} in one pair of seeds: nothing is decided."
         enough = seeds_for(found.spread, MARGIN) or "More than 1,000"
@@ -53,7 +59,8 @@ def verdicts(experiment: Experiment, results: Results) -> list[ClaimVerdict]:
     """Judge the claims by the seeds that both arms have ended; what diverged is in no average."""
     judged: list[ClaimVerdict] = []
     for claim in experiment.claims:
-        found = compared(results, claim.arm, claim.against)
+        compare = compared_times if claim.of == "time" else compared
+        found = compare(results, claim.arm, claim.against)
         if found is not None:
             judged.append(ClaimVerdict(claim, found, None if found.bound is None else found.bound <= claim.below))
     return judged
@@ -73,6 +80,18 @@ def compared(results: Results, arm: str, bar: str) -> Paired | None:
     one, other = results.losses(arm), results.losses(bar)
     seeds = sorted(one.keys() & other.keys())
     return paired([one[seed] for seed in seeds], [other[seed] for seed in seeds]) if seeds and arm != bar else None
+
+
+def compared_times(results: Results, arm: str, against: str) -> Paired | None:
+    """Compare when two arms reach the higher one of their last losses, over the seeds whose losses along the way are known."""
+    times: list[tuple[float, float]] = []
+    for seed in sorted(results.losses(arm).keys() & results.losses(against).keys()):
+        pair = [results.measured[name, seed] for name in (arm, against)]
+        target = max(measured.loss or 0.0 for measured in pair)
+        reached = [reached_s(measured.history or [], target) for measured in pair]
+        if reached[0] is not None and reached[1]:
+            times.append((reached[0], reached[1]))
+    return paired(*zip(*times, strict=True)) if times else None
 
 
 def rows(experiment: Experiment, results: Results) -> list[list[str]]:
@@ -99,22 +118,37 @@ def rows(experiment: Experiment, results: Results) -> list[list[str]]:
                 f"{np.mean(members):.2f}" if members else "-",
                 _percent(float(np.mean(merged))) if merged else "-",
                 f"{np.mean(sent):.2f}" if sent else "-",
+                *_times(measured, shown=_knows_times(results)),
                 f"{diverged}" if not failed else f"{diverged}, {failed} failed",
             ]
         )
     return made
 
 
-def head(experiment: Experiment) -> list[str]:
+def head(experiment: Experiment, results: Results) -> list[str]:
     """Return the names of the table's columns."""
     above = [f"above {bar}" for bar in experiment.bars]
-    return ["arm", "seeds", "loss", "spread", *above, "learners a version", "merged", "bytes sent a token", "diverged"]
+    times = ["goodput", "virtual s"] if _knows_times(results) else []
+    return ["arm", "seeds", "loss", "spread", *above, "learners a version", "merged", "bytes sent a token", *times, "diverged"]
+
+
+def _knows_times(results: Results) -> bool:
+    """Whether trials measured their goodput, as those of earlier versions did not."""
+    return any(measured.goodput is not None for measured in results.measured.values())
+
+
+def _times(measured: Sequence[Measured], *, shown: bool) -> list[str]:
+    """Return an arm's mean goodput and virtual time."""
+    goodput = [m.goodput for m in measured if m.goodput is not None]
+    times_s = [m.virtual_s for m in measured if m.virtual_s is not None]
+    known = [_percent(float(np.mean(goodput))) if goodput else "-", f"{np.mean(times_s):.1f}" if times_s else "-"]
+    return known if shown else []
 
 
 def markdown(record: ExperimentRecord) -> str:
     """Return the page: question, table, sentences, what was tried to tune the arms, and where and when it was measured."""
     experiment, results = record.played, record.results
-    lines = [experiment.question, "", *table(head(experiment), rows(experiment, results)), ""]
+    lines = [experiment.question, "", *table(head(experiment, results), rows(experiment, results)), ""]
     if record.generation == GENERATION:
         lines += [f"* {verdict.sentence()}" for verdict in verdicts(experiment, results)]
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib import resources
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -36,6 +37,7 @@ class Finding(_Table):
     experiment: str | None = None
     arm: str = ""
     against: str = ""
+    of: Literal["loss", "time"] = "loss"
     mechanism: str = Field("", max_length=300, description="what was played to test it, and what was left out")
     untestable: str | None = Field(None, description="it takes what two cores do not have")
     unplayed: str | None = Field(None, description="it could be played, but was not")
@@ -59,7 +61,7 @@ class Finding(_Table):
             SettingsError: there is none.
         """
         for claim in experiment.claims:
-            if (claim.arm, claim.against) == (self.arm, self.against):
+            if (claim.arm, claim.against, claim.of) == (self.arm, self.against, self.of):
                 return claim
         raise SettingsError(
             f"finding {self.said!r}: experiment {self.experiment!r} makes no claim about {self.arm!r} against {self.against!r}"

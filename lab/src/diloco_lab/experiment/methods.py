@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
 
 import msgspec
-import numpy as np
 
-from diloco.core.learner.schedule import Moment, learning_rate
-from diloco.errors import SettingsError
-from diloco.settings.run import OuterSettings, RunSettings
+from diloco.settings.run import RunSettings
 from diloco_lab.experiment.spec import Arm
+from diloco_lab.loss_history import LossPoint
+from diloco_lab.one_model import OneModel
 from diloco_lab.trial import Trial
-from diloco_learner.jax.island import Island
 from diloco_learner.task import Task, load_task
 
 
@@ -22,7 +19,8 @@ class Measured(msgspec.Struct, frozen=True):
     """One trial's result.
 
     ``loss``: of the final model on the task's validation batches; NaN is stored as null. ``virtual_s``: the run's time;
-    ``wall_s``: this machine's. All others are null where nothing is merged: ``members``, learners a version, on average;
+    ``wall_s``: this machine's. ``goodput``: share of the learners' time in which they trained. ``history``: losses along the
+    way, if the arm asks for them. All others are null where nothing is merged: ``members``, learners a version, on average;
     ``bytes_up``, sent by a learner, on average; ``merged``, ``lost``, ``held``, shares of the processed tokens; and
     ``shares``, by learner, of the versions.
     """
@@ -37,6 +35,8 @@ class Measured(msgspec.Struct, frozen=True):
     lost: float | None = None
     held: float | None = None
     shares: list[float] | None = None
+    goodput: float | None = None
+    history: list[LossPoint] | None = None
 
 
 def play(arm: Arm, settings: RunSettings, data: str | None = None) -> Measured:
@@ -49,7 +49,7 @@ def play(arm: Arm, settings: RunSettings, data: str | None = None) -> Measured:
     task = load_task(settings.task, data)
     if arm.method == "decoupled":
         changes = [(change.after, change.settings) for change in arm.changes]
-        result = Trial(settings, task, arm.pace.paces(settings.learners), changes).play()
+        result = Trial(settings, task, arm.pace.paces(settings.learners, settings.seed), changes, arm.sample_s).play()
         return Measured(
             loss=_finite(result.loss),
             tokens=result.tokens,
@@ -61,33 +61,20 @@ def play(arm: Arm, settings: RunSettings, data: str | None = None) -> Measured:
             lost=result.lost,
             held=result.held,
             shares=result.shares,
+            goodput=result.goodput,
+            history=result.history or None,
         )
     began_s = time.perf_counter()
     shares = range(settings.learners) if arm.method == "data-parallel" else [0]
-    island = one_model(settings, task, shares)
-    tokens = len(shares) * steps_of_each(settings, task) * task.tokens_per_batch
-    return Measured(_finite(island.evaluate()), tokens, time.perf_counter() - began_s)
-
-
-def one_model(settings: RunSettings, task: Task, shares: Sequence[int]) -> Island:
-    """Train one model, each step on the batches that these shares give together; the rate follows the run's tokens.
-
-    With all shares this is data-parallel training with the run's global batch, and with one share a learner left alone.
-
-    Raises:
-        SettingsError: several shares of a task whose batches are not one array each.
-    """
-    settings = settings.model_copy(update={"outer": OuterSettings()})  # the model takes its optimizer's steps itself
-    island = Island(task, settings)
-    streams = [task.batches(share, settings.learners, settings.seed, 0) for share in shares]
-    tokens = settings.learners * task.tokens_per_batch
-    for step in range(steps_of_each(settings, task)):
-        batches = [next(stream) for stream in streams]
-        if len(batches) > 1 and not all(isinstance(batch, np.ndarray) for batch in batches):
-            raise SettingsError(f"task.name = {settings.task.name!r}: only batches that are arrays can be concatenated")
-        batch = batches[0] if len(batches) == 1 else np.concatenate(batches)
-        island.step(batch, learning_rate(settings, Moment(step * tokens, settings.tokens)), (shares[0], step)).wait()
-    return island
+    found = OneModel(settings, task, shares, arm.pace.paces(settings.learners, settings.seed), arm.sample_s).train()
+    return Measured(
+        loss=_finite(found.loss),
+        tokens=found.tokens,
+        wall_s=time.perf_counter() - began_s,
+        virtual_s=found.virtual_s,
+        goodput=found.goodput,
+        history=found.history or None,
+    )
 
 
 def steps_of_each(settings: RunSettings, task: Task) -> int:

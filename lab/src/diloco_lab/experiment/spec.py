@@ -62,6 +62,10 @@ class Arm(_Table):
         [], max_length=32, description="made while a decoupled run goes on, one after another"
     )
 
+    sample_s: float | None = Field(
+        None, gt=0, le=1e6, description="virtual seconds between two losses of the global model, for claims about time"
+    )
+
     @field_validator("changes")
     @classmethod
     def _in_order(cls, changes: list[SettingsChange]) -> list[SettingsChange]:
@@ -73,6 +77,14 @@ class Arm(_Table):
     def _changes_are_of_a_run(self) -> Arm:
         if self.changes and self.method != "decoupled":
             raise ValueError(f"changes require a method with a running run, which {self.method!r} is not; leave them out")
+        return self
+
+    @model_validator(mode="after")
+    def _offers_are_of_a_run(self) -> Arm:
+        if self.method != "decoupled" and (self.pace.dropped or self.pace.offers_s):
+            raise ValueError(
+                f"pace: dropped and offers_s need a method with offers, which {self.method!r} is not; leave them out"
+            )
         return self
 
     @model_validator(mode="after")
@@ -118,11 +130,15 @@ class Arm(_Table):
 
 
 class LossClaim(_Table):
-    """``arm`` ends at most ``below`` (relative) above ``against``: so says the one-sided 95 % bound over paired seeds."""
+    """``arm`` ends at most ``below`` (relative) above ``against``: so says the one-sided 95 % bound over paired seeds.
+
+    ``of`` time, the claim is about the virtual time until the loss that both reach: the higher one of their ends.
+    """
 
     arm: str
     against: str
     below: float = Field(ge=-1, le=10)
+    of: Literal["loss", "time"] = "loss"
 
 
 class Curves(_Table):
@@ -224,6 +240,10 @@ def load(name: str) -> Experiment:
     for claim in experiment.claims:
         check(claim.arm)
         check(claim.against)
+        if claim.of == "time" and not all(experiment.arms[arm].sample_s for arm in (claim.arm, claim.against)):
+            raise SettingsError(
+                f"{path}: a claim of time about {claim.arm} and {claim.against} needs losses along the way: set their sample_s"
+            )
     return experiment
 
 

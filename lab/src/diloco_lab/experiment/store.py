@@ -7,6 +7,7 @@ import importlib.util
 from functools import cache
 from importlib import metadata, resources
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -83,8 +84,8 @@ class TrialStore:
             SettingsError: its task's module is not found.
         """
         changes = [change.model_dump(mode="json") for change in arm.changes]
-        values = [arm.method, arm.pace.said(), changes, settings.model_dump(mode="json"), data, code_digest()]
-        values += filter(None, [task_digest(settings.task.name)])
+        values: list[Any] = [arm.method, arm.pace.said(), changes, settings.model_dump(mode="json"), data, code_digest()]
+        values += filter(None, [task_digest(settings.task.name), arm.sample_s])
         said = msgspec.json.encode(values)
         return self.folder / f"{hashlib.blake2b(said, digest_size=16).hexdigest()}.json"
 

@@ -96,7 +96,8 @@ class RoundSettings(_Section):
 class MergeSettings(_Section):
     """Merging the outer gradients of several learners."""
 
-    method: Literal["rda", "average"] = Field("rda", description="embedding-like tensors are always averaged")
+    method: Literal["rda", "average"] = Field("rda", description="of all tensors that are not embedding-like")
+    embedding: Literal["average", "rda"] = Field("average", description="method of embedding-like tensors")
     granularity: Literal["row", "tensor"] = Field(
         "row", description="one norm per row (vector along the last axis) or per tensor piece (unpublished)"
     )
@@ -105,6 +106,8 @@ class MergeSettings(_Section):
         "base",
         description="outer gradients are relative to the learner's base version, or, as published, to the syncer's value",
     )
+
+    _LATER: ClassVar[frozenset[str]] = frozenset({"embedding"})
 
 
 class OuterSettings(_Section):

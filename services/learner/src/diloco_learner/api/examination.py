@@ -210,7 +210,7 @@ def lies(fragments: FragmentMap) -> dict[str, list[int]]:
 
 def _merge(settings: RunSettings, shape: tuple[int, ...], *, embedding: bool) -> str:
     """Say how offers of a tensor are merged; a row, along the last axis, is one output unit."""
-    if embedding or settings.merge.method == "average":
+    if (settings.merge.embedding if embedding else settings.merge.method) == "average":
         return "average"
     if settings.merge.granularity == "tensor" or len(shape) < 2:
         return "one norm"

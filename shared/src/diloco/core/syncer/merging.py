@@ -63,9 +63,10 @@ def accumulate(
 
     ``bases`` has the fragment at each version that :func:`bases_of` names, float32 [size], for ``merge.against = "current"``:
     there every outer gradient is taken against ``theta``, float32 [size], the newest version, however old the learner's base
-    (Decoupled DiLoCo, arXiv 2604.21428). Embedding-like tensors are averaged (ibid.). A regional offer weighs as much as its
-    members together. Offers of state are values, whatever their base; their average is one, too (:func:`merged`). Some outliers
-    are cut (:mod:`diloco.core.syncer.cutting`), none if ``theta`` is empty: a region's aggregator does not have it.
+    (Decoupled DiLoCo, arXiv 2604.21428). Embedding-like tensors are averaged (ibid.), unless ``merge.embedding`` says
+    otherwise. A regional offer weighs as much as its members together. Offers of state are values, whatever their base; their
+    average is one, too (:func:`merged`). Some outliers are cut (:mod:`diloco.core.syncer.cutting`), none if ``theta`` is
+    empty: a region's aggregator does not have it.
     """
     against_current = bool(bases_of(fragment, settings, held))
     merge = Accumulator.of(fragment, settings.merge)

@@ -80,7 +80,7 @@ _MAP_DECODER = msgspec.msgpack.Decoder(_Map)
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor of the model: path, shape in the log, and whether it is embedding-like (merged by direct average).
+    """A tensor of the model: path, shape in the log, and whether it is embedding-like (merged by ``merge.embedding``).
 
     ``arrangement``: the way of the model's own tensor in the log; None: the log has it as the model has it. ``state``: it is
     not trained; a version of it is the average of the learners' values. ``layers``: its rows in the log are those of so many
@@ -174,7 +174,7 @@ class Fragment:
             bounds.append(piece.offset + piece.size // groups * np.arange(1, groups + 1, dtype=np.int64))
         return np.concatenate(bounds)
 
-    def averaged(self, granularity: Literal["row", "tensor"]) -> NDArray[np.bool_]:
+    def embedding_groups(self, granularity: Literal["row", "tensor"]) -> NDArray[np.bool_]:
         """Return which of these groups are of embedding-like tensors: bool [groups].
 
         They share a fragment with others if the model is one fragment, or is cut by layers.

@@ -6,7 +6,8 @@ Decoupled DiLoCo (arXiv 2604.21428; algorithm.md section 3), with ``phi(x) = x /
 * RDA: ``(sum w ||v|| / sum w) * phi(sum w phi(v) / sum w)``, which keeps the merged norm where near-orthogonal outer
   gradients would shrink it as ``1 / sqrt(M)``. Where directions cancel, the segment falls back to the direct average.
 
-Embedding-like tensors, and state, are averaged directly, whatever is chosen for all else.
+Embedding-like tensors have a method of their own, the direct average unless ``merge.embedding`` says otherwise. State is always
+averaged.
 
 A merge is an accumulator, so that a region may merge its own learners first, and the owner adds up the regions' results.
 """
@@ -61,10 +62,11 @@ class Accumulator:
     @classmethod
     def of(cls, fragment: Fragment, choice: MergeSettings) -> Accumulator:
         """Return the empty merge of a fragment."""
-        segments = fragment.segments(choice.granularity)
-        if choice.method == "average" or fragment.embedding or fragment.state:
+        segments, of_embeddings = fragment.segments(choice.granularity), fragment.embedding_groups(choice.granularity)
+        averaged = np.where(of_embeddings, choice.embedding == "average", choice.method == "average")
+        if averaged.all() or fragment.state:
             return cls(fragment.size, segments, "average")
-        return cls(fragment.size, segments, "rda", fragment.averaged(choice.granularity))
+        return cls(fragment.size, segments, "rda", averaged)
 
     @exact
     def add(self, body: NDArray[np.uint8], bits: int, weight: float) -> None:
