@@ -197,6 +197,7 @@ def _killed(
         for rank in last:
             rank.hear()
             rank.pipe.send("join")
+        for rank in last:
             rank.hear()
         running.until(lambda: ISLAND in watch.heartbeats and watch.last(ISLAND).step > LAST_STEPS, "the loop steps again")
         running.finish(watch.tokens, LAST_STEPS * STEP_TOKENS)

@@ -98,19 +98,27 @@ class TorchRanks:
         return self._await(stage, 0, within_s)
 
     def _await(self, stage: str, rank: int, within_s: float) -> bytes:
-        over_s = time.monotonic() + within_s
+        key = f"{stage}/{rank}"
         try:
-            while self._signs is not None and time.monotonic() < over_s and not self._store.check([f"{stage}/{rank}"]):
-                self._signs.check()
-                time.sleep(LOOK_S)
-            self._store.wait([f"{stage}/{rank}"], timedelta(seconds=max(LOOK_S, over_s - time.monotonic())))
-        except distributed.DistError as error:
+            if self._signs is None:
+                self._store.wait([key], timedelta(seconds=within_s))
+            else:
+                self._look_for(key, within_s, self._signs)
+        except (distributed.DistError, TimeoutError) as error:
             raise IslandError(
                 f"rank {self.rank} of {self.count}: rank {rank} has not come to {stage!r} within {within_s:g} s "
                 f"({_first_line(error)}): call diloco.join, and enter it, in all ranks"
             ) from None
-        said: bytes = self._store.get(f"{stage}/{rank}")
+        said: bytes = self._store.get(key)
         return said
+
+    def _look_for(self, key: str, within_s: float, signs: RankSigns) -> None:
+        over_s = time.monotonic() + within_s
+        while not self._store.check([key]):
+            signs.check()
+            if time.monotonic() >= over_s:
+                raise TimeoutError("it has said nothing")
+            time.sleep(LOOK_S)
 
 
 def ranks_of_loop() -> tuple[int, int]:
