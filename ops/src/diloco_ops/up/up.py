@@ -116,8 +116,6 @@ def up(
     check_installed(track or [])
     evaluations = harness.asked(eval_, eval_every, eval_args)
     source, directory = _source(_CameFrom(resume_from, resume_at, continue_from), path, preset, overrides, data, nats_url)
-    if chosen is not None:
-        check_data(chosen.folder.name, directory.data)
     directory = inputs.beginning_with(directory, init, names, source)
     check_server(nats_url, directory.settings)
     slowed = slow_factors(slow or [], directory.learner_names)
@@ -219,6 +217,8 @@ def _checked(
     Return the directory, with the units of its loss and its mix of data.
     """
     check_time_limits(directory.settings, "diloco up")
+    if directory.settings.task.name == model_options.TASK:  # its own check says so after half a minute of imports
+        check_data(str(directory.settings.task.options.get("model")), directory.data)
     if directory.starts_learners and not isinstance(source, continuing.ContinuationSource):  # which is checked with its weights
         directory = task_check.check_task(directory)
     if source is None and nats_url is not None:
