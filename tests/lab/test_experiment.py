@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from diloco.errors import FormatError, SettingsError
 from diloco.settings.run import RunSettings
+from diloco_lab.commands import experiment as commands
 from diloco_lab.commands.experiment import lab
 from diloco_lab.experiment import answer, record, spec, tuning
 from diloco_lab.experiment.methods import Measured
@@ -340,6 +341,62 @@ def test_a_trial_finds_a_task_in_the_folder_of_the_command(tiny: Path, tmp_path:
 
 def with_task(settings: RunSettings, name: str) -> RunSettings:
     return settings.model_copy(update={"task": settings.task.model_copy(update={"name": name})})
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder in which the examples of the repository are not found."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if Path(entry).name != "examples"])
+    for module in ("mixture_of_experts", "vision_transformer"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The experiments that a command would play, without playing them."""
+    names: list[str] = []
+
+    def note(name: str, _experiment: object, _playing: object) -> list[object]:
+        names.append(name)
+        return []
+
+    monkeypatch.setattr(commands, "_run", note)
+    return names
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_all_leaves_out_the_experiments_whose_tasks_are_not_found(played: list[str]) -> None:
+    ended = CliRunner().invoke(lab, ["run", "--all", "--seeds", "1"])
+    assert ended.exit_code == 0
+    assert set(spec.named()) - set(played) == {"moe", "vision"}
+    line = "left out: moe, vision, whose tasks are not found here; in DiLoCo's checkout: "
+    assert line + "PYTHONPATH=examples diloco lab run moe vision" in " ".join(ended.stderr.split())
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_all_is_all_where_the_tasks_are_found(played: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples")
+    ended = CliRunner().invoke(lab, ["run", "--all"])
+    assert ended.exit_code == 0
+    assert played == list(spec.named())
+    assert "left out" not in ended.stderr
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_an_experiment_that_is_named_is_refused_without_its_task_before_others_are_played(
+    tiny: Path, played: list[str]
+) -> None:
+    own = tiny.with_name("own.toml")
+    own.write_text(TINY.replace("[settings]", "[settings]\n'task.name' = 'a_task_that_is_nowhere:make'"))
+    for name, module, remedy in (
+        ("moe", "mixture_of_experts", "in DiLoCo's checkout: PYTHONPATH=examples diloco lab run moe"),
+        (str(own), "a_task_that_is_nowhere", "start the command in the folder of that module, or set PYTHONPATH to it"),
+    ):
+        ended = CliRunner().invoke(lab, ["run", str(tiny), name, "--all"])
+        assert isinstance(ended.exception, SettingsError)
+        assert str(ended.exception) == f"{name}: no module {module!r} of its task, here or where PYTHONPATH says; {remedy}"
+    assert played == []
 
 
 @pytest.mark.services

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from diloco_lab.paces.spec import PaceSpec
 
 DOCS = Path(__file__).parents[2] / "docs"
 ALL = [finding for group in findings.load() for finding in group.findings]
+loaded = functools.cache(spec.load)
 PAGES = ["quality.md", *sorted(f"quality/{page.name}" for page in (DOCS / "quality").glob("*.md"))]
 
 
@@ -27,7 +29,7 @@ def test_every_finding_of_the_papers_has_its_claim_or_the_reason_that_it_has_non
     if finding.experiment is None:
         assert finding.untestable or finding.unplayed or finding.simulated
     else:
-        assert finding.claim(spec.load(finding.experiment)).below <= 0.1
+        assert finding.claim(loaded(finding.experiment)).below <= 0.1
 
 
 def test_the_published_algorithm_comes_first() -> None:

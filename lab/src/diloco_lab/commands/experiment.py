@@ -25,7 +25,8 @@ from diloco_lab.experiment import record as record_files
 from diloco_lab.experiment.methods import Measured
 from diloco_lab.experiment.record import ExperimentRecord
 from diloco_lab.experiment.runner import Results, TrialJob
-from diloco_lab.experiment.store import TrialStore
+from diloco_lab.experiment.store import TrialStore, module_file
+from diloco_learner.api.members import factory
 from diloco_ops.report import reference as reference_files
 
 lab = typer.Typer(no_args_is_help=True, help="Experiments on model quality: training runs in virtual time, over paired seeds.")
@@ -51,7 +52,7 @@ def run(
     names: Annotated[
         list[str] | None, typer.Argument(metavar="[NAME|FILE.toml]...", help="Names of experiments; see diloco lab list.")
     ] = None,
-    all_: Annotated[bool, typer.Option("--all", help="All experiments of the lab.")] = False,
+    all_: Annotated[bool, typer.Option("--all", help="All experiments of the lab whose tasks are found.")] = False,
     out: Annotated[Path, typer.Option(help="Folder of results; trials whose results are there are not repeated.")] = Path(
         "runs/lab"
     ),
@@ -76,14 +77,45 @@ def run(
     said: dict[str, object] = {}
     with runner.pool(jobs) as pool:
         playing = _Playing(store=TrialStore(out), data=data, jobs=jobs, pool=pool, max_hours=max_hours, memory_gib=memory_gib)
-        for name in dict.fromkeys(chosen):
-            experiment = _narrowed(spec.load(name), arms, seeds, parse_assignments(set_ or []))
+        asked = {name: _narrowed(spec.load(name), arms, seeds, parse_assignments(set_ or [])) for name in chosen}
+        for name, experiment in _with_tasks(asked, names or []).items():
             said[Path(name).stem] = _run(Path(name).stem, experiment, playing)
     if json_:
         typer.echo(json.dumps(said, indent=2))
 
 
 lab.command()(record)
+
+
+def _with_tasks(asked: dict[str, spec.Experiment], names: list[str]) -> dict[str, spec.Experiment]:
+    """Return the experiments whose tasks are found here, and print which of ``--all`` are left out.
+
+    Raises:
+        SettingsError: the task of an experiment that is in ``names`` is not found.
+    """
+    missing = {name: module for name, experiment in asked.items() if (module := _missing_module(experiment)) is not None}
+    for name in names:
+        if name in missing:
+            said = f"{name}: no module {missing[name]!r} of its task, here or where PYTHONPATH says"
+            raise SettingsError(f"{said}; {_found_by([name])}")
+    if missing:
+        _console.print(
+            f"left out: {', '.join(missing)}, whose tasks are not found here; {_found_by(list(missing))}", highlight=False
+        )
+    return {name: experiment for name, experiment in asked.items() if name not in missing}
+
+
+def _missing_module(experiment: spec.Experiment) -> str | None:
+    """Return the module of a task that an experiment needs and that is not found; None: all are found."""
+    modules = (factory(experiment.settings_of(arm, experiment.first_seed).task.name)[0] for arm in experiment.arms)
+    return next((module for module in modules if module and module_file(module) is None), None)
+
+
+def _found_by(names: list[str]) -> str:
+    """Return what to do to have the tasks of experiments found; those of the lab's own are examples of the repository."""
+    if all(name in spec.named() for name in names):
+        return f"in DiLoCo's checkout: PYTHONPATH=examples diloco lab run {' '.join(names)}"
+    return "start the command in the folder of that module, or set PYTHONPATH to it"
 
 
 def _narrowed(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Literal
@@ -93,8 +94,10 @@ def tables(folder: Path) -> str:
         SettingsError: a finding names an experiment or a claim that does not exist.
     """
     parts: list[str] = []
-    for group in load():
-        rows = [(finding.said, finding.published, *_judged(finding, folder)) for finding in group.findings]
+    groups = load()
+    experiments = _experiments(groups)
+    for group in groups:
+        rows = [(finding.said, finding.published, *_judged(finding, folder, experiments)) for finding in group.findings]
         parts.append(f"## {group.name}\n\n" + "\n".join(answer.table(HEAD, rows)) + "\n")
     return "\n" + "\n".join(parts) + "\n"
 
@@ -102,21 +105,29 @@ def tables(folder: Path) -> str:
 def summary(folder: Path) -> str:
     """Return the table of the findings that have a question for the summary page. Raises as :func:`tables`."""
     rows: list[tuple[str, str, str, str]] = []
-    for finding in (finding for group in load() for finding in group.findings if finding.short is not None):
-        verdict, here, *_ = _judged(finding, folder)
+    groups = load()
+    experiments = _experiments(groups)
+    for finding in (finding for group in groups for finding in group.findings if finding.short is not None):
+        verdict, here, *_ = _judged(finding, folder, experiments)
         by = "-" if finding.experiment is None else f"`{finding.experiment}`"
         rows.append((finding.short or "", verdict, here.partition(";")[0] if finding.experiment is not None else "-", by))
     return "\n".join(answer.table(SUMMARY_HEAD, rows)) + "\n"
 
 
-def _judged(finding: Finding, folder: Path) -> tuple[str, str, str, str]:
+def _experiments(groups: list[FindingGroup]) -> dict[str, Experiment]:
+    """Return the experiments that findings name, each read once."""
+    named = {finding.experiment for group in groups for finding in group.findings}
+    return {name: spec.load(name) for name in named if name is not None}
+
+
+def _judged(finding: Finding, folder: Path, experiments: Mapping[str, Experiment]) -> tuple[str, str, str, str]:
     """Return verdict, figure, arms, and model and mechanism."""
     for name, verdict in REASONS.items():
         reason: str | None = getattr(finding, name)
         if reason is not None:
             return verdict, reason, "-", "-"
     assert finding.experiment is not None
-    experiment = spec.load(finding.experiment)
+    experiment = experiments[finding.experiment]
     claim, path = finding.claim(experiment), folder / f"{finding.experiment}{record.SUFFIX}"
     arms = f"`{claim.arm}` against `{claim.against}` of `{finding.experiment}`"
     known = record.read(path) if path.is_file() else None

@@ -37,6 +37,15 @@ def code_digest() -> str:
     return digest.hexdigest()
 
 
+def module_file(module: str) -> Path | None:
+    """Return the file of a user's module; None: there is none, here or where PYTHONPATH says."""
+    try:
+        found = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return None
+    return None if found is None or found.origin is None else Path(found.origin)
+
+
 @cache
 def task_digest(name: str) -> str:
     """Return a hash of the code of a user's task, ``MODULE:MAKE``; "" for one that comes with the learner.
@@ -49,14 +58,11 @@ def task_digest(name: str) -> str:
     module, _ = factory(name)
     if not module:
         return ""
-    try:
-        found = importlib.util.find_spec(module)
-    except (ImportError, ValueError):
-        found = None
-    if found is None or found.origin is None:
+    found = module_file(module)
+    if found is None:
         raise SettingsError(f"task.name = {name!r}: no module {module!r}, here or where PYTHONPATH says")
     digest = hashlib.blake2b(digest_size=16)
-    for own, file in sorted(modules_of(module, Path(found.origin)).items()):
+    for own, file in sorted(modules_of(module, found).items()):
         code = file.read_bytes()
         digest.update(f"{own} {len(code)}\0".encode() + code)
     return digest.hexdigest()
