@@ -151,6 +151,7 @@ def test_tools_and_calls_of_them_are_kept() -> None:
         (b'{"text": "\\ud800"}', "not JSON"),
         (b"[" * 99999, "not a conversation: JSON that is nested too deeply"),
         ([1], "expected a JSON object, got a list"),
+        ({"messages": None}, "has none of messages, conversations, prompt and completion, and text; it has messages = null"),
         ({}, "has none of messages, conversations, prompt and completion, and text; it has nothing"),
         ({"prompt": "a", "reply": "b"}, "it has prompt, reply"),
         ({"text": 7}, "text: expected text, got a number"),

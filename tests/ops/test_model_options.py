@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,14 @@ from safetensors.numpy import save_file
 from diloco.errors import SettingsError
 from diloco.settings.presets import run_settings
 from diloco.settings.run import TaskSettings
-from diloco.storage.model_folder import open_model
+from diloco.storage.model_folder import ALLOW_CODE, open_model
 from diloco_ops.finetune import memory_need, model_options
 from diloco_ops.finetune.elsewhere import learner_text, model_of
 from diloco_ops.finetune.model_options import TASK, ModelRequest
 from diloco_ops.up.project import settings_here
 
 WIDTH, WORDS = 4, 10
+NEGATIVE = b'{"a":{"dtype":"F32","shape":[-5,4],"data_offsets":[0,0]}}'  # the head of a safetensors file
 
 
 @pytest.fixture
@@ -68,6 +71,8 @@ def test_an_adapter_gives_its_own(folder: Path) -> None:
         ({"lora": "rank=8"}, "--lora rank=8: needs --model PATH-OR-NAME"),
         ({"model": "MODEL", "lora": "rank=8", "qlora": "rank=8"}, "--lora rank=8, --qlora rank=8: leave one of them out"),
         ({"model": "MODEL", "lora": "rnk=8"}, "'rnk=8' is none of rank, targets, alpha, dropout (did you mean 'rank'?)"),
+        ({"model": "MODEL", "lora": "rank=4,alpha=nan"}, "--lora rank=4,alpha=nan: alpha = 'nan' is no number"),
+        ({"model": "MODEL", "lora": "rank=4,alpha=inf"}, "--lora rank=4,alpha=inf: alpha = 'inf' is no number"),
         ({"model": "MODEL", "lora": "rank=many"}, "--lora rank=many: rank = 'many' is no number"),
         ({"model": "MODEL", "qlora": "targets=q_proj"}, "--qlora targets=q_proj: needs a rank of at least 1"),
         ({"model": "MODEL", "allow_code": "other"}, "--allow-code other: does not name the model of --model"),
@@ -79,6 +84,30 @@ def test_options_that_do_not_fit_are_refused(folder: Path, asked: dict[str, str]
     with pytest.raises(SettingsError) as caught:
         model_options.choose(ModelRequest(**{"model": None, **given}))
     assert said in str(caught.value)
+
+
+def test_code_is_allowed_however_the_folder_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder.parent)
+    for named, allowed in ((folder.name, f"./{folder.name}"), (f"{folder.name}/", str(folder))):
+        monkeypatch.setenv(ALLOW_CODE, "")
+        chosen = model_options.choose(ModelRequest(named, allow_code=allowed))
+        assert chosen is not None
+        assert os.environ[ALLOW_CODE] == chosen.settings["task.options.model"] == str(folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("chat_template.jinja", b"\xff\xfe", "chat_template.jinja is not UTF-8"),
+        ("model.safetensors.index.json", b'{"weight_map": {"a": ["x"]}}', "has no weight_map from tensors to files"),
+        ("model.safetensors", len(NEGATIVE).to_bytes(8, "little") + NEGATIVE, "tensor 'a' would have the shape [-5, 4]"),
+    ],
+)
+def test_damaged_files_are_said_in_one_line(folder: Path, file: str, content: bytes, said: str) -> None:
+    (folder / file).write_bytes(content)
+    with pytest.raises(SettingsError, match=re.escape(said)) as caught:
+        _ = model_options.choose(ModelRequest(str(folder))), open_model(str(folder)).stored()
+    assert "\n" not in str(caught.value)
 
 
 def test_memory_is_estimated_from_the_heads_of_the_files(folder: Path) -> None:

@@ -102,6 +102,17 @@ def test_the_last_few_versions_and_the_final_weights_stay(store: CloudStore, tmp
     assert json.loads(read(store, "latest.json"))["folder"] == "00000120"
 
 
+def test_only_folders_that_the_run_has_published_are_dropped(store: CloudStore, tmp_path: Path) -> None:
+    others = ["published/1/manifest.json", "published/2023/thesis.txt", "published/20260101/weights", "published/000000240/x"]
+    for key in others:
+        store.put(key, b"not the publisher's")
+    for number in (24, 48, 72):
+        send(folder(tmp_path, number), keep=1)
+    assert json.loads(read(store, "latest.json"))["folders"] == ["00000072"]
+    weights = ["published/00000072/config.json", "published/00000072/model.safetensors"]
+    assert sorted(each.key for each in store.list("published")) == sorted([*others, *weights, "published/latest.json"])
+
+
 @pytest.mark.parametrize("after", [False, True])
 def test_the_latest_weights_are_whole_whenever_a_publisher_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: bool

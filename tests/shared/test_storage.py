@@ -108,6 +108,18 @@ def test_a_folder_has_the_names_and_bytes_that_it_has_there(tmp_path: Path, monk
         fetched("s3://bucket/dat", tmp_path)
 
 
+def test_objects_that_mark_folders_are_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = memory_store()
+    use(monkeypatch, store)
+    for key, data in {"data/sub": b"", "data/sub/a": b"A", "data/b": b"B"}.items():
+        store.put(key, data)
+    found = fetched("s3://bucket/data", tmp_path)
+    assert {str(path.relative_to(found)) for path in found.rglob("*") if path.is_file()} == {"b", "sub/a"}
+    store.put("data/b/c", b"C")
+    with pytest.raises(ObjectStoreError, match="has an object 'b' and objects below it, which no local folder can have"):
+        fetched("s3://bucket/data", tmp_path / "another")
+
+
 def test_what_was_brought_is_read_once_until_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = DyingStore(memory_store())
     use(monkeypatch, store)

@@ -5,6 +5,7 @@ A run's settings say all of it, so that learners elsewhere join with the same mo
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,8 +59,14 @@ class ModelRequest:
                 raise SettingsError(f"{option} {value}: needs --model PATH-OR-NAME, the model to train")
         if self.lora is not None and self.qlora is not None:
             raise SettingsError(f"--lora {self.lora}, --qlora {self.qlora}: leave one of them out")
-        if self.allow_code is not None and self.allow_code != self.model:
+        if self.allow_code is not None and self.model is not None and _resolved(self.allow_code) != _resolved(self.model):
             raise SettingsError(f"--allow-code {self.allow_code}: does not name the model of --model {self.model}")
+
+
+def _resolved(model: str) -> str:
+    """Return the absolute path of a folder, and a name or place as it is."""
+    local = Path(model).expanduser()
+    return str(local.resolve()) if local.is_dir() else model
 
 
 @dataclass(frozen=True)
@@ -81,11 +88,11 @@ def choose(asked: ModelRequest) -> ChosenModel | None:
         return None
     folder = open_model(asked.model)
     folder.weights_files()
+    model = _resolved(asked.model)
     if asked.allow_code is not None:
-        os.environ[ALLOW_CODE] = asked.allow_code
-    local = Path(asked.model).expanduser()
+        os.environ[ALLOW_CODE] = model
     options: dict[str, Any] = {
-        "model": str(local.resolve()) if local.is_dir() else asked.model,
+        "model": model,
         "tokenizer": folder.tokenizer_digest(),
     }
     adapter = asked.qlora or asked.lora
@@ -116,8 +123,10 @@ def _adapter(text: str, option: str) -> dict[str, Any]:
                 found["lora"] = int(value)
             elif key == "targets":
                 found["lora_targets"] = [each for each in value.split("+") if each]
+            elif not math.isfinite(number := float(value)):
+                raise ValueError(value)
             else:
-                found[f"lora_{key}"] = float(value)
+                found[f"lora_{key}"] = number
         except ValueError:
             raise SettingsError(f"{option} {text}: {key} = {value!r} is no number: {LORA_FORM}") from None
     if found.get("lora", 0) < 1:

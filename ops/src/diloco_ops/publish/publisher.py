@@ -13,12 +13,13 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import re
 import shutil
 import time
 from pathlib import Path
 from typing import Any
 
-from diloco.errors import BrokerError, ObjectStoreError, RunError, SettingsError
+from diloco.errors import BrokerError, ObjectMissingError, ObjectStoreError, RunError, SettingsError
 from diloco.process import files
 from diloco.process.observe import Logger
 from diloco.process.retry import Complaint
@@ -34,6 +35,8 @@ from diloco_ops.weights.export import ExportRequest
 from diloco_ops.weights.versions import Versions
 
 FINAL, LATEST_NAME = "final", "latest.json"
+NUMBERED = re.compile(r"[0-9]{8,}", re.ASCII)  # the folder of a version
+MOST_LATEST_BYTES = 1 << 16
 DRAFTS = "publishing"  # folder of a run's directory
 STATE = "publishing-state.json"  # beside it: what `diloco up` shows
 LOOK_S = 1.0  # between looks at the log: small beside the time that weights take to be sent
@@ -78,9 +81,7 @@ class Publisher:
         """Return the newest version that an earlier process of this run published; 0: none, or it cannot be known."""
         try:
             store = await asyncio.to_thread(open_store, self.place)
-            found = await asyncio.to_thread(store.head, self.place.below(LATEST_NAME).key)
-            latest = json.loads(bytes(await asyncio.to_thread(store.get, found, 0, min(found.size_bytes, 1 << 16))))
-            return int(latest["folder"])
+            return int((await asyncio.to_thread(_read_latest, store, self.place))["folder"])
         except (ObjectStoreError, SettingsError, ValueError, LookupError, TypeError):
             return 0
 
@@ -180,22 +181,49 @@ def failures(directory: Path, name: str) -> dict[str, str]:
 
 
 def send(draft: Path, place: StoragePlace, latest: dict[str, Any], keep: int) -> None:
-    """Send a folder of weights, then name it as the latest, then drop numbered folders beyond the newest ``keep``.
+    """Send a folder of weights, then name it as the latest, then drop this run's numbered folders beyond the newest ``keep``.
+
+    ``latest.json`` lists the folders that this run has published, and no other ones are dropped.
 
     Raises:
         ObjectStoreError: the store cannot be reached or refuses.
     """
     store, folder = open_store(place), place.below(latest["folder"])
     store.send([(folder.below(name).key, path) for name, path in in_place.files_of(draft).items()])
-    store.put(place.below(LATEST_NAME).key, json.dumps(latest, indent=1).encode())
-    _prune(store, place, keep)
+    own = sorted({*_published(store, place, latest.get("identity")), latest["folder"]})
+    dropped = [name for name in own if NUMBERED.fullmatch(name)][:-keep]
+    _write_latest(store, place, latest, own)
+    for name in dropped:
+        prefix = place.below(name).key
+        store.delete([each.key for each in store.list(prefix) if each.key.startswith(f"{prefix}/")])
+    if dropped:
+        _write_latest(store, place, latest, [name for name in own if name not in dropped])
 
 
-def _prune(store: ObjectStore, place: StoragePlace, keep: int) -> None:
-    numbered: dict[int, list[str]] = {}
-    for each in store.list(place.key):
-        folder, _, name = each.key.removeprefix(place.key).lstrip("/").partition("/")
-        if name and folder.isascii() and folder.isdecimal():
-            numbered.setdefault(int(folder), []).append(each.key)
-    for number in sorted(numbered)[:-keep]:
-        store.delete(numbered[number])
+def _write_latest(store: ObjectStore, place: StoragePlace, latest: dict[str, Any], folders: list[str]) -> None:
+    store.put(place.below(LATEST_NAME).key, json.dumps(latest | {"folders": folders}, indent=1).encode())
+
+
+def _read_latest(store: ObjectStore, place: StoragePlace) -> dict[str, Any]:
+    """Return what ``latest.json`` states.
+
+    Raises:
+        ObjectStoreError, ValueError: it is not there, or damaged.
+    """
+    found = store.head(place.below(LATEST_NAME).key)
+    latest = json.loads(bytes(store.get(found, 0, min(found.size_bytes, MOST_LATEST_BYTES))))
+    if not isinstance(latest, dict):
+        raise ValueError(f"{LATEST_NAME} is no table")
+    return latest
+
+
+def _published(store: ObjectStore, place: StoragePlace, identity: object) -> list[str]:
+    """Return the folders that the run with this identity has published, as far as ``latest.json`` lists them."""
+    try:
+        latest = _read_latest(store, place)
+    except (ObjectMissingError, ValueError):
+        return []
+    folders = latest.get("folders") if latest.get("identity") == identity else None
+    if not isinstance(folders, list):
+        return []
+    return [name for name in folders if isinstance(name, str) and (name == FINAL or NUMBERED.fullmatch(name))]

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
 
 from blake3 import blake3
@@ -125,9 +125,23 @@ def find_objects(store: ObjectStore, place: StoragePlace, only: Sequence[str] = 
             found.append((name, each))
         if len(found) > MOST_FILES:
             raise ObjectStoreError(f"{place}: has more than {MOST_FILES} files")
+    found = _without_markers(found, place)
     if not found:
         raise ObjectMissingError(f"{place}: there is no such object, and no folder of this name with files in it")
     return sorted(found, key=lambda each: each[0])
+
+
+def _without_markers(found: list[tuple[str, StoredObject]], place: StoragePlace) -> list[tuple[str, StoredObject]]:
+    """Leave out the empty objects by which some tools mark folders.
+
+    Raises:
+        ObjectStoreError: another object has the name of a folder.
+    """
+    folders = {str(parent) for name, _ in found for parent in PurePosixPath(name).parents}
+    for name, each in found:
+        if name in folders and each.size_bytes:
+            raise ObjectStoreError(f"{place}: has an object {name!r} and objects below it, which no local folder can have")
+    return [(name, each) for name, each in found if name not in folders]
 
 
 def _in_ranges(store: ObjectStore, of: StoredObject, start: int, stop: int) -> Iterator[memoryview]:

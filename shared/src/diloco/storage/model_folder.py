@@ -28,6 +28,7 @@ TOKENIZER_FILES = (TOKENIZER, TOKENIZER_CONFIG, TEMPLATE, "special_tokens_map.js
 PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.py", "*.model", "README.md")  # of a repository: no pickles
 TABLES = re.compile(r"embed|lm_head|\bwte$|\bwpe$")  # in the names of layers that "all-linear" leaves out
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+MAX_AXIS = 1 << 48  # values along an axis of a tensor
 MAX_HEADER = 100 << 20  # bytes of a safetensors header, as its own library bounds it
 BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I8": 1, "U8": 1, "F8_E4M3": 1, "F8_E5M2": 1}
 
@@ -76,7 +77,7 @@ class ModelFolder:
     def positions(self) -> int | None:
         """The longest sequence that the model was made for, in tokens; None: its configuration does not say."""
         said = self.text_config.get("max_position_embeddings")
-        return said if isinstance(said, int) and said > 0 else None
+        return said if type(said) is int and said > 0 else None
 
     def tokenizer_digest(self) -> str:
         """Return a hash, 32 hexadecimal digits, of the tokenizer and its chat template: other ones make other tokens.
@@ -105,7 +106,12 @@ class ModelFolder:
         """
         file = self.path / TEMPLATE
         if file.is_file():
-            return file.read_text(encoding="utf-8")
+            try:
+                return file.read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                raise SettingsError(
+                    f"--model {self.name}: {TEMPLATE} is not UTF-8 ({error}): write it again as UTF-8"
+                ) from None
         if not (self.path / TOKENIZER_CONFIG).is_file():
             return None
         said, _ = naming.read_object(self.path / TOKENIZER_CONFIG, f"--model {self.name}: {TOKENIZER_CONFIG}")
@@ -121,8 +127,9 @@ class ModelFolder:
         if (self.path / INDEX).is_file():
             said, _ = naming.read_object(self.path / INDEX, f"--model {self.name}: {INDEX}")
             shards = said.get("weight_map")
-            names = sorted(set(shards.values())) if isinstance(shards, Mapping) else []
-            if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
+            given = list(shards.values()) if isinstance(shards, Mapping) else []
+            names = sorted({name for name in given if isinstance(name, str) and Path(name).name == name})
+            if not names or not all(name in names for name in given):
                 raise SettingsError(f"--model {self.name}: {INDEX} has no weight_map from tensors to files in its folder")
         else:
             names = [WHOLE]
@@ -174,7 +181,10 @@ def _tensors(file: Path, name: str) -> Iterator[tuple[str, str, list[int]]]:
             header = json.loads(opened.read(length))
             for tensor, about in header.items():
                 if tensor != "__metadata__":
-                    yield tensor, str(about["dtype"]), [int(size) for size in about["shape"]]
+                    shape = [int(size) for size in about["shape"]]
+                    if not all(0 <= size < MAX_AXIS for size in shape):
+                        raise ValueError(f"tensor {tensor!r} would have the shape {about['shape']!r:.200}")
+                    yield tensor, str(about["dtype"]), shape
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise SettingsError(f"--model {name}: {file.name} cannot be read as a safetensors file: {error}") from None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -49,8 +50,8 @@ class CausalLmOptions:
             raise ValueError("dtype = 4bit: a base of 4 bits is frozen, so an adapter has to be trained on it: set lora = 16")
         if not 0 <= self.lora_dropout < 1:
             raise ValueError(f"lora_dropout = {self.lora_dropout}: expected 0 or more, and less than 1")
-        if self.lora_alpha < 0:
-            raise ValueError(f"lora_alpha = {self.lora_alpha}: expected more than 0, or 0 for twice the rank")
+        if not 0 <= self.lora_alpha < math.inf:
+            raise ValueError(f"lora_alpha = {self.lora_alpha}: expected a finite number above 0, or 0 for twice the rank")
         if not self.lora_targets or (EVERY_LINEAR in self.lora_targets and len(self.lora_targets) > 1):
             raise ValueError(f"lora_targets = {list(self.lora_targets)}: expected names of layers, or {EVERY_LINEAR} alone")
 

@@ -74,7 +74,7 @@ def parse(line: bytes, *, templated: bool) -> Conversation | PlainText:
         if not text:
             raise BadLineError("text: is empty")
         return PlainText(text)
-    has = ", ".join(sorted(found)[:8]) or "nothing"
+    has = ", ".join(f"{key} = null" if found[key] is None else key for key in sorted(found)[:8]) or "nothing"
     raise BadLineError(f"has none of messages, conversations, prompt and completion, and text; it has {has}")
 
 
