@@ -13,7 +13,7 @@ from diloco_lab.experiment import curve_picture, curves, seed_picture
 from diloco_lab.experiment.generation import GENERATION, remark
 from diloco_lab.experiment.methods import Measured
 from diloco_lab.experiment.record import ExperimentRecord
-from diloco_lab.experiment.runner import STOP_SEEDS, Results, stopped
+from diloco_lab.experiment.runner import STOP_SEEDS, Results, compared, stopped
 from diloco_lab.experiment.spec import Experiment, LossClaim
 from diloco_lab.experiment.statistics import Paired, paired, seeds_for
 from diloco_lab.experiment.tuning import wording
@@ -73,13 +73,6 @@ def stops(experiment: Experiment, results: Results) -> list[str]:
         why = "diverged in each" if above is None else f"ended {_percent(above)} above {' and '.join(experiment.bars)}, or more"
         said.append(f"{arm} stopped after {STOP_SEEDS} seeds: it {why}.")
     return said
-
-
-def compared(results: Results, arm: str, bar: str) -> Paired | None:
-    """Compare an arm with another over the seeds that both have ended; None: there are none, or it is the same arm."""
-    one, other = results.losses(arm), results.losses(bar)
-    seeds = sorted(one.keys() & other.keys())
-    return paired([one[seed] for seed in seeds], [other[seed] for seed in seeds]) if seeds and arm != bar else None
 
 
 def compared_times(results: Results, arm: str, against: str) -> Paired | None:

@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ from diloco.settings import folders
 from diloco.settings.run import RunSettings
 from diloco_lab.experiment.methods import Measured, play, steps_of_each
 from diloco_lab.experiment.spec import Arm, Experiment
+from diloco_lab.experiment.statistics import Paired, paired
 from diloco_lab.experiment.store import TrialStore
 from diloco_ops.up.environment import ONE_THREAD
 
@@ -81,18 +82,18 @@ def stopped(experiment: Experiment, results: Results) -> dict[str, float | None]
         if not any(seed in losses for seed in first):
             found[name] = None
             continue
-        above = [_above(results, name, bar, first) for bar in experiment.bars]
-        nearest = min((each for each in above if each is not None), default=0.0)
+        above = [compared(results, name, bar) for bar in experiment.bars]  # over its first seeds, as it has no others
+        nearest = min((each.mean for each in above if each is not None), default=0.0)
         if nearest > experiment.stop_above:
             found[name] = nearest
     return found
 
 
-def _above(results: Results, arm: str, bar: str, seeds: Sequence[int]) -> float | None:
-    """Return the mean relative difference over the seeds that both have ended; None: there are none."""
+def compared(results: Results, arm: str, bar: str) -> Paired | None:
+    """Compare an arm with another over the seeds that both have ended; None: there are none, or it is the same arm."""
     one, other = results.losses(arm), results.losses(bar)
-    differences = [one[seed] / other[seed] - 1 for seed in seeds if seed in one and seed in other]
-    return sum(differences) / len(differences) if differences else None
+    seeds = sorted(one.keys() & other.keys())
+    return paired([one[seed] for seed in seeds], [other[seed] for seed in seeds]) if seeds and arm != bar else None
 
 
 def jobs(experiment: Experiment, store: TrialStore, data: str | None) -> Iterator[TrialJob]:

@@ -15,12 +15,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from diloco.errors import FormatError, SettingsError
+from diloco.errors import SettingsError
+from diloco_lab.paces import stalls
 from diloco_lab.paces.times import TimedStep
 from diloco_lab.published.published import FITTED
 from diloco_lab.simulator.cluster import MICROS, NEVER_US, ClusterLearner, Costs, micros
 from diloco_lab.simulator.lifetime import Fault, Lifetime
-from diloco_ops import failures
 from diloco_ops.failures import Failure
 
 KIND: Final = "chip_loss"
@@ -85,10 +85,7 @@ def machines(
             "slices with --learners 1, and set pace.slices to their number"
         )
 
-    try:
-        tape = failures.decode(text.splitlines(), name, {KIND}, complaint)
-    except FormatError as error:
-        raise SettingsError(f"pace.tape: {error}") from error
+    tape = stalls.decoded(text, name, {KIND}, complaint)
     faults: list[list[Fault]] = [[] for _ in steps_s]
     for again in range(TIMES):
         for failure in tape.failures:

@@ -6,13 +6,13 @@ state. Tapes of such failures are written by ``diloco simulate run --record FILE
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from diloco.errors import FormatError, SettingsError
 from diloco.settings.validation import nearest
 from diloco_lab import shipped
 from diloco_ops import failures
-from diloco_ops.failures import Failure
+from diloco_ops.failures import Failure, FailureTape
 
 FOLDER = "experiments/tapes"  # of those that come with the lab
 SUFFIX = ".jsonl"
@@ -33,6 +33,18 @@ def read(name: str) -> str:
         raise SettingsError(f"pace.tape = {name!r} cannot be read: {error}") from error
 
 
+def decoded(text: str, name: str, kinds: Collection[str], complaint: Callable[[Failure], str | None]) -> FailureTape:
+    """Return a tape by its text; ``complaint`` says what is wrong with a failure's target.
+
+    Raises:
+        SettingsError: the tape is damaged, or has failures of another kind or with a wrong target.
+    """
+    try:
+        return failures.decode(text.splitlines(), name, kinds, complaint)
+    except FormatError as error:
+        raise SettingsError(f"pace.tape: {error}") from error
+
+
 def of(text: str, name: str, learners: Sequence[str], scale: float) -> dict[str, list[Stall]]:
     """Return the stalls of each of these learners by a tape's text, in order, all its times times ``scale``.
 
@@ -48,10 +60,7 @@ def of(text: str, name: str, learners: Sequence[str], scale: float) -> dict[str,
             f"no learner is {failure.target!r}{nearest(failure.target, learners)}; {there}: record it with as many --learners"
         )
 
-    try:
-        tape = failures.decode(text.splitlines(), name, KINDS, complaint)
-    except FormatError as error:
-        raise SettingsError(f"pace.tape: {error}") from error
+    tape = decoded(text, name, KINDS, complaint)
     found: dict[str, list[Stall]] = {learner: [] for learner in learners}
     for failure in tape.failures:
         for learner in failure.targets(learners):

@@ -128,9 +128,9 @@ class ModelFolder:
             said, _ = naming.read_object(self.path / INDEX, f"--model {self.name}: {INDEX}")
             shards = said.get("weight_map")
             given = list(shards.values()) if isinstance(shards, Mapping) else []
-            names = sorted({name for name in given if isinstance(name, str) and Path(name).name == name})
-            if not names or not all(name in names for name in given):
+            if not given or not all(isinstance(name, str) and Path(name).name == name for name in given):
                 raise SettingsError(f"--model {self.name}: {INDEX} has no weight_map from tensors to files in its folder")
+            names = sorted(set(given))
         else:
             names = [WHOLE]
         for name in names:

@@ -17,9 +17,8 @@ JOINED = b"joined"  # instead of a sign, of a rank that gives no further ones
 class RankSigns:
     """A context in which this rank gives signs of life to the others, and looks for theirs.
 
-    The signs are values of the process group's store, set by a thread. A rank that has given a sign and then none for
-    ``silent_s`` is lost. A rank that has not begun to join is not, and neither is one that has left the context without an
-    error.
+    The signs are values of the process group's store, set by a thread. A rank is lost if it has given a sign and then none for
+    ``silent_s``. A rank that leaves the context without an error says so, and no further sign is expected of it.
     """
 
     def __init__(self, store: distributed.Store, rank: int, count: int, silent_s: float) -> None:
