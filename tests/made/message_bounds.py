@@ -284,7 +284,7 @@ BOUNDS: tuple[NumberBound, ...] = (
     ),
     NumberBound(
         "round", ("tokens_processed",), "those of the log, and two mean offers of each learner", "counts as the bound",
-        _announced("tokens_processed", lambda world, value: world.learner.accounts.announced[0] == value), 0, 1,
+        _announced("tokens_processed", lambda world, value: world.learner.accounts.others_tokens == value), 0, 1,
     ),
     NumberBound(
         "round", ("steps",), "the longest interval of the settings", "counts as the bound",

@@ -342,6 +342,17 @@ def test_no_announcement_ends_a_run_that_its_log_does_not_show_near_its_end() ->
     assert world.learner.accounts.processed() == 5 + 2 * 5  # zoe may hold two offers more
 
 
+def test_a_learner_that_has_stopped_at_the_budget_is_not_sent_on_by_an_announcement_that_lags_behind_its_steps() -> None:
+    world = near_the_end(40)  # 4 own tokens
+    world.learner.hear(Announcement(0, 2, 0, "syncer-1", 1.0, False, 14, world.run.round.steps, []), 1.0)  # 10 of others
+    world.step(26)
+    assert world.boundary().stop  # 30 own ones and 10
+    # the heartbeats that this one sums up have but 28 of the own tokens; 11 of others would be too few
+    world.learner.hear(Announcement(0, 2, 0, "syncer-1", 1.0, False, 15, world.run.round.steps, []), 2.0)
+    assert world.boundary().stop
+    assert world.learner.accounts.processed() == 40
+
+
 def test_a_learner_stops_at_the_version_that_states_the_budget_before_any_announcement_does() -> None:
     world = joined(tokens=15)
     world.merge(0, own=False)  # zoe's 5 tokens

@@ -84,7 +84,7 @@ class Accounts:
     steps_in_vain: int = 0  # the newest ones, one after the other, whose loss, or values, were not finite
     warming: int | None = None  # steps taken with an optimizer state that began fresh in a run under way
     schedule: tuple[int, int] = (0, 0)  # tokens of all learners as the newest applied version states, own tokens then
-    announced: tuple[int, int] = (0, 0)  # tokens of all learners as last announced, own tokens then
+    others_tokens: int = 0  # of all other learners, at least: the most that a version or an announcement has shown
     step_average: MovingAverage = field(default_factory=MovingAverage)  # seconds
     done: Done = field(default_factory=Done)
 
@@ -147,25 +147,30 @@ class Accounts:
         unknown = max(0, processed - self.earlier_tokens)
         self.earlier_tokens += unknown
         self.tokens += unknown
+        self.others_tokens = max(0, self.others_tokens - unknown)  # they may have been taken for another's
         return unknown
 
     def note_version(self, tokens: int) -> None:
         """Go on with the schedule from an applied version, as of which so many tokens of all learners count."""
+        self.note_processed(tokens)
         if tokens > self.schedule[0]:
             self.schedule = (tokens, self.tokens)
 
-    def note_announced(self, tokens: int) -> None:
-        """Take in how many tokens of all learners an announcement states."""
-        if tokens > self.announced[0]:
-            self.announced = (tokens, self.tokens)
+    def note_processed(self, tokens: int) -> None:
+        """Take in how many tokens all learners have processed, as an announcement or a version states it.
+
+        It has at most the own tokens of now, so the rest is of others. A later statement may show less: it was made before the
+        newest own steps were heard of. The largest rest stands, or a learner that has stopped at the budget would go on.
+        """
+        self.others_tokens = max(self.others_tokens, tokens - self.tokens)
 
     def processed(self) -> int:
-        """Return the tokens of all learners, as an announcement or version stated them, with own ones since: own ones at least.
+        """Return the tokens of all learners: own ones, and what is known of others. It never falls.
 
         What is announced goes by the log, and has nothing of a learner that was cut off before its first merge. A version may
         come before the announcement that says as much: learners that wait for it must not take a step more by chance.
         """
-        return max(self.tokens, *(stated + self.tokens - own for stated, own in (self.announced, self.schedule)))
+        return self.tokens + self.others_tokens
 
     def moment(self, budget: int) -> Moment:
         """Return what the learning rate goes by: the tokens that the newest applied version states and own ones since."""

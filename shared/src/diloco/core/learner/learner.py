@@ -194,7 +194,7 @@ class Learner:
         # one that has stopped answers the last rounds of fragments that are behind, too
         closing_here = closing or (announced.closing and self.stopped)
         state.hear(announced, bits, steps, self.accounts.step, now_s, closing=closing_here)
-        self.accounts.note_announced(min(announced.tokens_processed, budget.believable(chain)))
+        self.accounts.note_processed(min(announced.tokens_processed, budget.believable(chain)))
         begins = closing and not self.draining
         self.draining |= closing
         return begins
@@ -395,6 +395,7 @@ class Learner:
             blocked_s=float(plain["blocked_s"]),
             warming=None if plain["warming"] is None else int(plain["warming"]),
             schedule=(int(stated), int(own)),
+            others_tokens=int(stated) - int(own),
         )
         self.accounts, self.activity = accounts, "recovering"  # from here on, the gate compares what heartbeats claim
         for state, (counts, held, stays), version_step in zip(self.fragments, loaded, version_steps, strict=True):
