@@ -97,3 +97,8 @@ def test_users_mistakes(user_module: Path, source: str, message: str) -> None:
 def test_no_such_task() -> None:
     with pytest.raises(SettingsError, match=r"task\.name = 'bert': expected 'gpt' or 'package\.module:attribute'"):
         load_task(TaskSettings(name="bert"), None)
+
+
+def test_a_task_whose_folder_is_elsewhere_is_said_with_its_remedy() -> None:
+    with pytest.raises(SettingsError, match=r"elsewhere\.mine cannot be .* in the folder that has elsewhere, or add"):
+        load_task(TaskSettings(name="elsewhere.mine:Model"), None)

@@ -110,6 +110,15 @@ def test_damaged_files_are_said_in_one_line(folder: Path, file: str, content: by
     assert "\n" not in str(caught.value)
 
 
+def test_a_file_of_weights_that_was_cut_short_is_refused_at_once(folder: Path) -> None:
+    [file] = folder.glob("*.safetensors")
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-9])
+    said = f"it has {len(whole) - 9} bytes, and its header states {len(whole)}: copy it here again"
+    with pytest.raises(SettingsError, match=said):
+        open_model(str(folder)).stored()
+
+
 def test_memory_is_estimated_from_the_heads_of_the_files(folder: Path) -> None:
     values = WORDS * WIDTH + WIDTH * WIDTH + 3 * WIDTH * WIDTH + WIDTH  # 108
     need = memory_need.estimate(open_model(str(folder)), {}, learners=2)

@@ -155,6 +155,8 @@ def made(settings: TaskSettings, data: str | None) -> Any:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # a user's module may do anything wrong
         reason = f"{members.brief(error)}{members.raised_at(error, settings.name)}"
+        if isinstance(error, ModuleNotFoundError) and error.name == module_name.partition(".")[0]:
+            reason += f": start the command in the folder that has {error.name}, or add that folder to PYTHONPATH"
         raise SettingsError(f"task.name = {settings.name!r}: {module_name} cannot be imported: {reason}") from error
     make = getattr(module, attribute, None)
     if not callable(make):
