@@ -59,8 +59,29 @@ class FragmentLog:
             closing=closing,
             rolled_back=RolledBack(version, 0, version) if rolled_back else None,
         )
-        chain.check(record)
-        chain.advance(record, version.to_bytes(32, "big"), chain.sequence + 1)
+        return self._take(record, version.to_bytes(32, "big"))
+
+    def close(self) -> Record:
+        """End the log without another version."""
+        chain = self.chain
+        record = record_of(
+            chain.version,
+            fragment=chain.fragment,
+            entry="close",
+            previous=chain.head,
+            bits=32,
+            learning_rate=0.0,
+            tokens_merged=chain.tokens_merged,
+            tokens_lost=chain.tokens_lost,
+            state_hash=chain.state_hash,
+            closing=True,
+            body=None,
+        )
+        return self._take(record, bytes([255]) * 32)
+
+    def _take(self, record: Record, head: bytes) -> Record:
+        self.chain.check(record)
+        self.chain.advance(record, head, self.chain.sequence + 1)
         return record
 
 
@@ -143,6 +164,10 @@ class LearnerWorld:
         fit = [offer for offer in self.stored[index] if offer.stated.after == after and offer.stated.base_version >= floor]
         record = log.append(fit[-1] if own and fit and not rolled_back else None, rolled_back=rolled_back)
         self.queue(index, log.head(record, arrays=self.arrays))
+
+    def close(self, index: int) -> None:
+        log = self.logs[index]
+        self.queue(index, log.head(log.close(), arrays=self.arrays))
 
     def queue(self, index: int, version: FragmentVersion) -> None:
         self.learner.queue(index, version)

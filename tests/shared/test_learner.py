@@ -117,6 +117,22 @@ def test_every_token_is_merged_or_lost_or_held(schedule: list[Any], overlap: boo
 
 
 @given(SCHEDULES, st.booleans())
+def test_a_learner_of_logs_that_are_closed_holds_nothing_beside_their_values(schedule: list[Any], overlap: bool) -> None:
+    world = LearnerWorld(settings_of(WORLD, carry__overlap=overlap))
+    for name, *values in schedule:
+        act(world, name, *values)
+    for index in range(FRAGMENTS):
+        world.close(index)
+    while not world.boundary().finished:
+        world.encode()
+        world.store()
+    world.check_accounts()
+    for state, values, log in zip(world.learner.fragments, world.values, world.logs, strict=True):
+        assert (state.delta.steps, state.delta.tokens) == (0, 0)
+        assert values.tolist() == [log.chain.version] * SIZE
+
+
+@given(SCHEDULES, st.booleans())
 def test_deciding_changes_nothing_and_a_decision_can_be_carried_out_elsewhere(schedule: list[Any], overlap: bool) -> None:
     world = LearnerWorld(settings_of(WORLD, carry__overlap=overlap))
     for name, *values in schedule:

@@ -13,7 +13,7 @@ from typing import TypeAlias
 from diloco.core.learner import apply_step, lockstep
 from diloco.core.learner.accounts import Accounts
 from diloco.core.learner.delta import ApplyOutcome, VersionWrite
-from diloco.core.learner.fragment_state import Application, FragmentState, FragmentVersion, Phase
+from diloco.core.learner.fragment_state import Application, FragmentState, FragmentVersion, OfferEvent, Phase
 from diloco.core.learner.learner import Activity, Learner
 from diloco.core.learner.schedule import Moment
 from diloco.core.learner.slots import first_slot
@@ -271,8 +271,13 @@ def due(learner: Learner, state: FragmentState) -> list[Application]:
         return [Application(state.index, state.newest.chain.version, "reset")]
     if not state.pending or state.phase is Phase.ENCODING:
         return []
-    versions = takewhile(lambda version: learner.markers.may_apply(version, learner.fragments), state.pending)
-    return [Application(state.index, version.chain.version, version.how) for version in versions]
+
+    def may_apply(version: FragmentVersion) -> bool:
+        if version.how == "reset" and not state.accepts(OfferEvent.RESET):
+            return False  # an offer is being stored, which states what is about to be dropped
+        return learner.markers.may_apply(version, learner.fragments)
+
+    return [Application(state.index, version.chain.version, version.how) for version in takewhile(may_apply, state.pending)]
 
 
 def _steps_left(learner: Learner, state: FragmentState) -> int | None:

@@ -119,13 +119,15 @@ class FragmentVersion:
 
     @property
     def merges(self) -> bool:
-        """Whether a round made it: the log was not loaded with it, nor rolled back."""
-        return self.record is not None and self.record.rolled_back is None
+        """Whether a round made it: the log was not loaded with it, nor rolled back, nor closed."""
+        return self.record is not None and self.record.entry == "version"
 
     @property
     def how(self) -> How:
-        """How it is applied by a learner whose value is valid."""
-        return "reload" if self.record is None else "version"
+        """How it is applied by a learner whose value is valid: nothing is kept beside the end of a log."""
+        if self.record is None:
+            return "reload"
+        return "reset" if self.record.entry == "close" else "version"
 
 
 @dataclass(frozen=True)
@@ -263,10 +265,10 @@ class FragmentState:
         self.version_step = version_step
 
     def queue(self, version: FragmentVersion) -> None:
-        """Have a later boundary apply ``version``, unless its entry makes none."""
+        """Have a later boundary apply ``version``, unless its entry changes no value."""
         self.happen(OfferEvent.QUEUED)
         self.newest = version
-        if version.record is None or version.record.makes_version:
+        if version.record is None or version.record.entry != "takeover":
             self.pending.append(version)
 
     def rewind(self, version: FragmentVersion) -> None:
