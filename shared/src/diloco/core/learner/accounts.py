@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from diloco.core.learner.schedule import Moment
 from diloco.core.log.chain import Chain
@@ -118,6 +118,25 @@ class Accounts:
         cursors = [chain.cursors[name] for chain in chains if name in chain.cursors]
         steps, tokens = max(((cursor.steps, cursor.tokens) for cursor in cursors), default=(0, 0))
         self.step = self.tokens * steps // max(1, tokens)
+
+    def restored(self, plain: Mapping[str, Any]) -> Accounts:
+        """Return the accounts of a learner that goes on from its state, :meth:`Learner.dump`.
+
+        Raises:
+            LookupError, TypeError, ValueError: it is none.
+        """
+        stated, own = (int(tokens) for tokens in plain["schedule"])
+        return replace(
+            self,
+            step=int(plain["step"]),
+            tokens=int(plain["tokens"]),
+            earlier_tokens=int(plain["tokens"]),
+            busy_s=float(plain["busy_s"]),
+            blocked_s=float(plain["blocked_s"]),
+            warming=None if plain["warming"] is None else int(plain["warming"]),
+            schedule=(stated, own),
+            others_tokens=stated - own,
+        )
 
     def after(self, steps: StepDone) -> Accounts:
         """Return the accounts as they are once these steps have ended, of which no outcome is known."""

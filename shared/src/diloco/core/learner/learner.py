@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 from numpy.typing import NDArray
@@ -327,7 +326,7 @@ class Learner:
                 named = delta.dump_arrays(state.values, state.delta.pending)
                 arrays |= {f"{ACCOUNTS}{state.index}/{name}": array for name, array in named.items()}
         accounts = self.accounts
-        plain_state = {
+        plain_state = {  # in this order: digests of states go by it
             "step": accounts.step,
             "tokens": accounts.tokens,
             "busy_s": accounts.busy_s,
@@ -385,19 +384,10 @@ class Learner:
                 named = {name.removeprefix(prefix): a for name, a in arrays.items() if name.startswith(prefix)}
                 held = delta.load_arrays(held, counts.pending, named)
             loaded.append((counts, held, stays))
-        stated, own = plain["schedule"]
-        accounts = replace(
-            self.accounts,
-            step=int(plain["step"]),
-            tokens=int(plain["tokens"]),
-            earlier_tokens=int(plain["tokens"]),
-            busy_s=float(plain["busy_s"]),
-            blocked_s=float(plain["blocked_s"]),
-            warming=None if plain["warming"] is None else int(plain["warming"]),
-            schedule=(int(stated), int(own)),
-            others_tokens=int(stated) - int(own),
-        )
-        self.accounts, self.activity = accounts, "recovering"  # from here on, the gate compares what heartbeats claim
+        self.accounts, self.activity = (
+            self.accounts.restored(plain),
+            "recovering",
+        )  # from here on, the gate compares what heartbeats claim
         for state, (counts, held, stays), version_step in zip(self.fragments, loaded, version_steps, strict=True):
             state.delta, state.values = counts, held
             if stays:
