@@ -179,15 +179,15 @@ def _tensors(file: Path, name: str) -> Iterator[tuple[str, str, list[int]]]:
             if not 2 <= length <= min(MAX_HEADER, size_bytes - 8):
                 raise ValueError(f"its header would have {length} bytes")
             header = json.loads(opened.read(length))
-            ends = (int(about["data_offsets"][1]) for tensor, about in header.items() if tensor != "__metadata__")
-            if (stated_bytes := 8 + length + max(ends, default=0)) != size_bytes:
+            header.pop("__metadata__", None)
+            stated_bytes = 8 + length + max((int(about["data_offsets"][1]) for about in header.values()), default=0)
+            if stated_bytes != size_bytes:
                 raise ValueError(f"it has {size_bytes} bytes, and its header states {stated_bytes}: copy it here again")
             for tensor, about in header.items():
-                if tensor != "__metadata__":
-                    shape = [int(size) for size in about["shape"]]
-                    if not all(0 <= size < MAX_AXIS for size in shape):
-                        raise ValueError(f"tensor {tensor!r} would have the shape {about['shape']!r:.200}")
-                    yield tensor, str(about["dtype"]), shape
+                shape = [int(size) for size in about["shape"]]
+                if not all(0 <= size < MAX_AXIS for size in shape):
+                    raise ValueError(f"tensor {tensor!r} would have the shape {about['shape']!r:.200}")
+                yield tensor, str(about["dtype"]), shape
     except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise SettingsError(f"--model {name}: {file.name} cannot be read as a safetensors file: {error}") from None
 

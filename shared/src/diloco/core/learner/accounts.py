@@ -123,7 +123,7 @@ class Accounts:
         """Return the accounts of a learner that goes on from its state, :meth:`Learner.dump`.
 
         Raises:
-            LookupError, TypeError, ValueError: it is none.
+            LookupError, TypeError, ValueError, OverflowError: it is none.
         """
         stated, own = (int(tokens) for tokens in plain["schedule"])
         return replace(
@@ -178,8 +178,9 @@ class Accounts:
     def note_processed(self, tokens: int) -> None:
         """Take in how many tokens all learners have processed, as an announcement or a version states it.
 
-        It has at most the own tokens of now, so the rest is of others. A later statement may show less: it was made before the
-        newest own steps were heard of. The largest rest stands, or a learner that has stopped at the budget would go on.
+        The statement contains at most the own tokens of now, so the difference belongs to others. A later statement may not
+        contain the newest own steps, and then shows less. The largest difference counts: else a learner that has stopped at the
+        budget would go on.
         """
         self.others_tokens = max(self.others_tokens, tokens - self.tokens)
 

@@ -384,10 +384,8 @@ class Learner:
                 named = {name.removeprefix(prefix): a for name, a in arrays.items() if name.startswith(prefix)}
                 held = delta.load_arrays(held, counts.pending, named)
             loaded.append((counts, held, stays))
-        self.accounts, self.activity = (
-            self.accounts.restored(plain),
-            "recovering",
-        )  # from here on, the gate compares what heartbeats claim
+        accounts = self.accounts.restored(plain)
+        self.accounts, self.activity = accounts, "recovering"  # from here on, the gate compares what heartbeats claim
         for state, (counts, held, stays), version_step in zip(self.fragments, loaded, version_steps, strict=True):
             state.delta, state.values = counts, held
             if stays:
