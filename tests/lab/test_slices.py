@@ -110,7 +110,7 @@ def test_a_tape_takes_slices_that_there_are(tape: str, changes: dict[str, Any], 
         PaceSpec(elastic=False)
 
 
-@pytest.mark.parametrize(("name", "slices"), [("slices-1200k", 4687), ("slices-2400k", 9375)])
+@pytest.mark.parametrize(("name", "slices"), [("slices-150k", 586), ("slices-1200k", 4687), ("slices-2400k", 9375)])
 def test_tapes_of_slices_that_come_with_the_lab_can_be_played_by_any_number_of_learners(name: str, slices: int) -> None:
     for learners in (1, 2, 16):
         found = PaceSpec(tape=name, tape_step_s=FITTED.step_s, slices=slices).paces(learners).learners

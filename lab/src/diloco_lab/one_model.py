@@ -24,6 +24,7 @@ from diloco_learner.task import Task, rows_of
 class OneModelResult:
     """The end of such training; all as in :class:`diloco_lab.trial.Result`."""
 
+    model: Island
     loss: float
     tokens: int
     virtual_s: float
@@ -35,17 +36,28 @@ class OneModel:
     """One model that is trained on ``shares`` of the data, to the end of the token budget.
 
     With all shares this is data-parallel training with the run's global batch, and with one share a learner left alone, which
-    takes as many steps. ``sample_s``: time between two losses of the history; None: it has none.
+    takes as many steps. ``sample_s``: time between two losses of the history; None: it has none. It begins with the values of
+    ``model``; None: with those of the run's seed.
     """
 
     def __init__(
-        self, settings: RunSettings, task: Task, shares: Sequence[int], paces: Paces, sample_s: float | None = None
+        self,
+        settings: RunSettings,
+        task: Task,
+        shares: Sequence[int],
+        paces: Paces,
+        sample_s: float | None = None,
+        *,
+        model: Island | None = None,
     ) -> None:
         self._settings = settings.model_copy(update={"outer": OuterSettings()})  # the model takes its optimizer's steps itself
         self._task, self._shares, self._sample_s = task, shares, sample_s
         whole = paces.whole if len(shares) == settings.learners else None
         self._paces = replace(paces, learners=[paces.learners[share] for share in shares], whole=whole)
         self._island = Island(task, self._settings)
+        if model is not None:
+            for fragment in self._island.fragments().fragments:
+                self._island.write(fragment, model.read(fragment).to_host())
         self._streams: list[Iterator[Any]] = [task.batches(share, settings.learners, settings.seed, 0) for share in shares]
         self._rows = RowShare()
         self._now_s = self._useful_s = 0.0
@@ -89,4 +101,5 @@ class OneModel:
         if self._sample_s is not None:
             self._history.append(point(self._now_s, tokens, loss))
         allocated_s = sum(present_s(pace, self._now_s) for pace in self._paces.learners)
-        return OneModelResult(loss, tokens, self._now_s, self._useful_s / allocated_s, self._history)
+        goodput = self._useful_s / allocated_s
+        return OneModelResult(self._island, loss, tokens, virtual_s=self._now_s, goodput=goodput, history=self._history)

@@ -54,7 +54,8 @@ class Result:
     """The end of a trial.
 
     Attributes:
-        loss: of the global model, rebuilt from the log, on the task's validation batches, in the task's units.
+        model: the global model, rebuilt from the log.
+        loss: its loss on the task's validation batches, in the task's units.
         versions: by fragment.
         members: learners merged into a version, on average.
         tokens: processed by all learners.
@@ -69,6 +70,7 @@ class Result:
         virtual_s, wall_s: the run's time, and this machine's.
     """
 
+    model: Island
     loss: float
     versions: list[int]
     members: float
@@ -255,6 +257,7 @@ class _Training(World):
         held *= len(members) / self.trained
         versions = [{member.learner for member in entry.members} for entries in records for entry in entries]
         return Result(
+            model=self.first,
             loss=loss,
             versions=[len(entries) for entries in records],
             members=float(np.mean([len(members) for members in versions])),

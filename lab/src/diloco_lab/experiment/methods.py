@@ -8,10 +8,12 @@ import time
 import msgspec
 
 from diloco.settings.run import RunSettings
-from diloco_lab.experiment.spec import Arm
+from diloco_lab.experiment.spec import Arm, PostTraining
 from diloco_lab.loss_history import LossPoint
 from diloco_lab.one_model import OneModel
+from diloco_lab.paces.spec import PaceSpec
 from diloco_lab.trial import Trial
+from diloco_learner.jax.island import Island
 from diloco_learner.task import Task, load_task
 
 
@@ -46,28 +48,42 @@ def play(arm: Arm, settings: RunSettings, data: str | None = None) -> Measured:
         SettingsError, DataError: the task or its data cannot be had.
         RunError: the run did not come to its end.
     """
-    task = load_task(settings.task, data)
-    if arm.method == "decoupled":
-        changes = [(change.after, change.settings) for change in arm.changes]
-        result = Trial(settings, task, arm.pace.paces(settings.learners, settings.seed), changes, arm.sample_s).play()
-        return Measured(
-            loss=_finite(result.loss),
-            tokens=result.tokens,
-            wall_s=result.wall_s,
-            members=result.members,
-            merged=result.merged,
-            bytes_up=result.bytes_up,
-            virtual_s=result.virtual_s,
-            lost=result.lost,
-            held=result.held,
-            shares=result.shares,
-            goodput=result.goodput,
-            history=result.history or None,
-        )
+    began_s = time.perf_counter()
+    measured, model = (_decoupled if arm.method == "decoupled" else _one_model)(arm, settings, data)
+    if arm.post_training is not None:
+        measured = msgspec.structs.replace(measured, loss=_finite(_post_trained(model, arm.post_training, settings)))
+    return msgspec.structs.replace(measured, wall_s=time.perf_counter() - began_s)
+
+
+def _decoupled(arm: Arm, settings: RunSettings, data: str | None) -> tuple[Measured, Island]:
+    """Train with the services; return also the final model."""
+    changes = [(change.after, change.settings) for change in arm.changes]
+    paces = arm.pace.paces(settings.learners, settings.seed)
+    result = Trial(settings, load_task(settings.task, data), paces, changes, arm.sample_s).play()
+    measured = Measured(
+        loss=_finite(result.loss),
+        tokens=result.tokens,
+        wall_s=result.wall_s,
+        members=result.members,
+        merged=result.merged,
+        bytes_up=result.bytes_up,
+        virtual_s=result.virtual_s,
+        lost=result.lost,
+        held=result.held,
+        shares=result.shares,
+        goodput=result.goodput,
+        history=result.history or None,
+    )
+    return measured, result.model
+
+
+def _one_model(arm: Arm, settings: RunSettings, data: str | None) -> tuple[Measured, Island]:
+    """Train one model on the shares of all learners, or on that of one; return also the model."""
     began_s = time.perf_counter()
     shares = range(settings.learners) if arm.method == "data-parallel" else [0]
-    found = OneModel(settings, task, shares, arm.pace.paces(settings.learners, settings.seed), arm.sample_s).train()
-    return Measured(
+    paces = arm.pace.paces(settings.learners, settings.seed)
+    found = OneModel(settings, load_task(settings.task, data), shares, paces, arm.sample_s).train()
+    measured = Measured(
         loss=_finite(found.loss),
         tokens=found.tokens,
         wall_s=time.perf_counter() - began_s,
@@ -75,6 +91,15 @@ def play(arm: Arm, settings: RunSettings, data: str | None = None) -> Measured:
         goodput=found.goodput,
         history=found.history or None,
     )
+    return measured, found.model
+
+
+def _post_trained(model: Island, training: PostTraining, settings: RunSettings) -> float:
+    """Return the loss of a model on other text, after data-parallel training on it with the batch of all learners."""
+    settings = training.settings_over(settings, "post_training")
+    task = load_task(settings.task, str(training.folder()))
+    paces = PaceSpec().paces(settings.learners)
+    return OneModel(settings, task, range(settings.learners), paces, model=model).train().loss
 
 
 def steps_of_each(settings: RunSettings, task: Task) -> int:

@@ -86,7 +86,10 @@ class ExperimentRecord(msgspec.Struct, frozen=True):
         arms = {
             name: Losses(list(known.values()), chosen[name])
             for name, arm in played.arms.items()
-            if arm.method == "data-parallel" and name in chosen and (known := self.results.losses(name))
+            if arm.method == "data-parallel"
+            and arm.post_training is None
+            and name in chosen
+            and (known := self.results.losses(name))
         }
         settings = [played.settings_of(name, 0) for name in arms]
         if self.text is None or not arms:

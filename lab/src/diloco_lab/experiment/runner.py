@@ -214,4 +214,8 @@ def _cost(arm: Arm, settings: RunSettings, data: str | None) -> Cost:
     batches = 1 if arm.method == "alone" else settings.learners
     parameters = sum(tensor.size for tensor in island.tensors())
     memory = FIXED_BYTES + models * parameters * BYTES_PER_PARAMETER
-    return Cost(step_s, times[0] + steps_of_each(settings, task) * batches * step_s, memory)
+    trial_s = times[0] + steps_of_each(settings, task) * batches * step_s
+    if arm.post_training is not None:
+        further = arm.post_training.settings_over(settings, "post_training")
+        trial_s += steps_of_each(further, task) * settings.learners * step_s
+    return Cost(step_s, trial_s, memory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sysconfig
 from collections.abc import Mapping
 from functools import partial
 from itertools import pairwise, product
@@ -13,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from diloco.core.run.changes import with_setting
 from diloco.errors import SettingsError
 from diloco.settings.loading import read_toml
-from diloco.settings.presets import run_settings
+from diloco.settings.presets import changed_settings, run_settings
 from diloco.settings.run import RunSettings
 from diloco.settings.validation import nearest, parse
 from diloco_lab import shipped
@@ -31,6 +32,47 @@ class SettingsChange(_Table):
 
     after: float = Field(gt=0, lt=1, description="share of the token budget that learners have processed by then")
     settings: dict[str, Any] = Field(min_length=1, max_length=32)
+
+
+class PostTraining(_Table):
+    """Further training of an arm's final model, as one model on the batch of all learners, with other text.
+
+    The arm's loss is then that of the model after it, on the held-out part of this text.
+    """
+
+    text: str = Field(
+        min_length=1, max_length=200, description="a folder of this Python's standard library, such as test; all text in it"
+    )
+    settings: dict[str, Any] = Field(
+        min_length=1, max_length=32, description="over those of the arm: tokens, and settings of the inner optimizer"
+    )
+
+    @field_validator("text")
+    @classmethod
+    def _in_the_library(cls, text: str) -> str:
+        if Path(text).is_absolute() or ".." in Path(text).parts:
+            raise ValueError(f"{text!r} is not a folder inside the standard library")
+        return text
+
+    @field_validator("settings")
+    @classmethod
+    def _of_training(cls, settings: dict[str, Any]) -> dict[str, Any]:
+        others = [key for key in settings if key != "tokens" and not key.startswith("inner.")]
+        if others:
+            raise ValueError(f"post-training of the same model takes tokens and inner settings, not {', '.join(others)}")
+        return settings
+
+    def folder(self) -> Path:
+        """Return the folder of the text."""
+        return Path(sysconfig.get_path("stdlib")) / self.text
+
+    def settings_over(self, settings: RunSettings, source: str) -> RunSettings:
+        """Return the settings of this training, of an arm with these settings.
+
+        Raises:
+            SettingsError: a setting is unknown or wrong.
+        """
+        return changed_settings(settings, self.settings, source)
 
 
 class Arm(_Table):
@@ -61,10 +103,10 @@ class Arm(_Table):
     changes: list[SettingsChange] = Field(
         [], max_length=32, description="made while a decoupled run goes on, one after another"
     )
-
     sample_s: float | None = Field(
         None, gt=0, le=1e6, description="virtual seconds between two losses of the global model, for claims about time"
     )
+    post_training: PostTraining | None = None
 
     @field_validator("changes")
     @classmethod
@@ -231,6 +273,8 @@ def load(name: str) -> Experiment:
             arm.pace.paces(settings.learners)
             for key, value in ((key, value) for change in arm.changes for key, value in change.settings.items()):
                 settings = with_setting(settings, key, value, f"{path}: arm {name}, changes")
+            if arm.post_training is not None:
+                _check_post_training(arm.post_training, settings, f"{path}: arm {name}, post_training")
             if experiment.curves is not None and settings.task.name != "gpt":
                 said = f"arm {name}: task.name = {settings.task.name!r}, but parameters are counted only for the built-in task"
                 raise SettingsError(f"{path}: {said}; leave out curves, or task.name")
@@ -245,6 +289,12 @@ def load(name: str) -> Experiment:
                 f"{path}: a claim of time about {claim.arm} and {claim.against} needs losses along the way: set their sample_s"
             )
     return experiment
+
+
+def _check_post_training(training: PostTraining, settings: RunSettings, source: str) -> None:
+    training.settings_over(settings, source)
+    if settings.task.name != "gpt":
+        raise SettingsError(f"{source}: task.name = {settings.task.name!r}, but only the built-in task takes other text")
 
 
 def _known(arms: Mapping[str, Arm], source: str, name: str) -> None:

@@ -91,7 +91,8 @@ class TrialStore:
         """
         changes = [change.model_dump(mode="json") for change in arm.changes]
         values: list[Any] = [arm.method, arm.pace.said(), changes, settings.model_dump(mode="json"), data, code_digest()]
-        values += filter(None, [task_digest(settings.task.name), arm.sample_s])
+        after = arm.post_training and arm.post_training.model_dump(mode="json")
+        values += filter(None, [task_digest(settings.task.name), arm.sample_s, after])
         said = msgspec.json.encode(values)
         return self.folder / f"{hashlib.blake2b(said, digest_size=16).hexdigest()}.json"
 
