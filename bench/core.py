@@ -186,7 +186,7 @@ def kernels(*, values: int = 4_000_000, repeat: int = 15) -> Result:
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     fragments = build_map(model(FRAGMENTS * values), FRAGMENTS).fragments
     fragment = max((f for f in fragments if not f.embedding), key=lambda f: f.size)
-    rows = [row for bits in (2, 4, 8, 16, 32) for row in measure_bits(fragment, bits, repeat)]
+    rows = [row for bits in (1, 2, 4, 8, 16, 32) for row in measure_bits(fragment, bits, repeat)]
     by_name = {row.name: row for row in rows if row.bits == 4 or row.name == "float64 mean of 4"}
     ours = by_name["merge of 4"].best
     return {

@@ -42,7 +42,7 @@ TABLE_BEGINS, TABLE_ENDS = "<!-- made from the code -->\n", "\n<!-- end -->"
 BOUNDS_BEGIN = "<!-- made from tests/made/message_bounds.py -->\n"
 HEAD = """# Settings of a run
 
-`python tests/test_docs.py` makes this page from the code. Set a setting with `--set NAME=VALUE`. All members of a run have the
+`python -m tests.test_docs` makes this page from the code. Set a setting with `--set NAME=VALUE`. All members of a run have the
 same settings, which are stored with the run. `diloco set` changes those with a ↻ during the run
 ([operations.md](operations.md#changing-a-run-that-goes-on)). "Unpublished" marks values that the paper (arXiv 2604.21428)
 does not state. It also does not state `outer.learning_rate`, `outer.momentum`, `inner.*` and `codec.record_bits`.
@@ -118,7 +118,7 @@ def _allowed(field: Any) -> str:
 
 
 def test_the_settings_page_is_made_from_the_code() -> None:
-    assert SETTINGS.read_text() == settings_page(), "run: python tests/test_docs.py"
+    assert SETTINGS.read_text() == settings_page(), "run: python -m tests.test_docs"
 
 
 def metrics_rows() -> list[str]:
@@ -217,16 +217,16 @@ def with_table(page: Path, rows: list[str], begins: str = TABLE_BEGINS) -> str:
 
 
 def test_the_table_of_permissions_is_made_from_the_code() -> None:
-    assert SECURITY.read_text() == with_table(SECURITY, permission_rows()), "run: python tests/test_docs.py"
+    assert SECURITY.read_text() == with_table(SECURITY, permission_rows()), "run: python -m tests.test_docs"
 
 
 def test_the_table_of_bounds_is_that_of_the_tests() -> None:
-    assert SECURITY.read_text() == with_table(SECURITY, bound_rows(), BOUNDS_BEGIN), "run: python tests/test_docs.py"
+    assert SECURITY.read_text() == with_table(SECURITY, bound_rows(), BOUNDS_BEGIN), "run: python -m tests.test_docs"
 
 
 def test_every_promise_is_kept_by_one_test_that_is_listed() -> None:
     rows = promise_rows()
-    assert MAINTAINERS.read_text() == with_table(MAINTAINERS, rows), "run: python tests/test_docs.py"
+    assert MAINTAINERS.read_text() == with_table(MAINTAINERS, rows), "run: python -m tests.test_docs"
     assert len(rows) > 30
     assert [row for row in rows[2:] if row.count("::") != 1] == []
 

@@ -303,7 +303,7 @@ def _bodies(bits: int) -> Decoder:
     return Decoder(f"quantise {bits} bits", decode, sources(valid, runs), (FormatError, NonFiniteError), 1 << 16)
 
 
-DECODERS += map(_bodies, (2, 4, 8, 16, 32))
+DECODERS += map(_bodies, (1, 2, 4, 8, 16, 32))
 
 
 THETA = np.linspace(-1, 1, 24).astype(np.float32)

@@ -16,7 +16,7 @@ Strategy = st.SearchStrategy[Any]
 
 COUNT, NUMBER, FRAGMENT = st.integers(0, 2**62), st.integers(1, 2**62), st.integers(0, 4095)
 HASH, SHARE, PROCESS = st.binary(min_size=32, max_size=32), st.integers(0, 2**14 - 1), st.integers(0, 1023)
-BITS, STAGE = st.sampled_from([2, 4, 8, 16, 32]), st.sampled_from(["model", "program"])
+BITS, STAGE = st.sampled_from([1, 2, 4, 8, 16, 32]), st.sampled_from(["model", "program"])
 TEXT = st.text(st.characters(codec="utf-8"), max_size=20)
 FACTS = st.lists(st.tuples(TEXT, TEXT), max_size=3)
 ADDRESS = st.tuples(st.sampled_from(["10.0.0.1", "fe80::1"]), st.integers(1, 65535))

@@ -84,8 +84,8 @@ def encode(values: Floats, bits: int) -> bytes:
     if bits in (16, 32):
         return bytes(values.astype("<f4").data if bits == 32 else to_bfloat16(values).astype("<u2").data)
     blocks = blocks_of(values)
-    if bits == 2:
-        return encode2(blocks, values.size)
+    if bits < 4:
+        return (encode1 if bits == 1 else encode2)(blocks, values.size)
     largest = np.abs(blocks).max(axis=1)
     if bits == 8:
         scales = largest / np.float32(127)
@@ -97,15 +97,24 @@ def encode(values: Floats, bits: int) -> bytes:
     return bytes(halves.astype("<u2").tobytes() + (nibbles[:, :32] | (nibbles[:, 32:] << 4)).tobytes())
 
 
+def total(grid: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Sums of blocks in the order that the text gives, with the 16 lanes as columns."""
+    lanes = grid[:, :16] + grid[:, 16:32] + grid[:, 32:48] + grid[:, 48:]
+    for half in (8, 4, 2, 1):
+        lanes = lanes[:, :half] + lanes[:, half:]
+    return lanes
+
+
+def encode1(blocks: Floats, n: int) -> bytes:
+    """A body of 1 bit."""
+    in_block = np.minimum(64, n - 64 * np.arange(len(blocks)))[:, None]
+    halves = to_bfloat16((total(np.abs(blocks).astype(np.float64)) / in_block).astype(np.float32).reshape(-1))
+    packed = sum((blocks[:, 8 * k : 8 * k + 8] >= 0).astype(np.uint8) << k for k in range(8))
+    return bytes(halves.astype("<u2").tobytes() + np.asarray(packed, np.uint8).tobytes())
+
+
 def encode2(blocks: Floats, n: int) -> bytes:
-    """A body of 2 bits; its sums are in the order that the text gives, with the 16 lanes as columns."""
-
-    def total(grid: NDArray[np.float64]) -> NDArray[np.float64]:
-        lanes = grid[:, :16] + grid[:, 16:32] + grid[:, 32:48] + grid[:, 48:]
-        for half in (8, 4, 2, 1):
-            lanes = lanes[:, :half] + lanes[:, half:]
-        return lanes
-
+    """A body of 2 bits."""
     sizes = np.abs(blocks).astype(np.float64)
     in_block = np.minimum(64, n - 64 * np.arange(len(blocks)))[:, None]
     far = sizes > 0.7875 * total(sizes * sizes) / total(sizes)
@@ -128,6 +137,11 @@ def decode(body: bytes, n: int, bits: int) -> Floats:
         values: Floats = codes.reshape(count, 64).astype(np.float32) * scales[:, None]
         return values.reshape(-1)[:n]
     halves = np.frombuffer(body[: 2 * count], "<u2")
+    if bits == 1:
+        packed = np.frombuffer(body[2 * count :], np.uint8).reshape(count, 8)
+        signs = np.concatenate([packed >> k & 1 for k in range(8)], axis=1).astype(np.float32) * np.float32(2) - np.float32(1)
+        values = signs * from_bfloat16(halves)[:, None]
+        return values.reshape(-1)[:n]
     if bits == 2:
         packed = np.frombuffer(body[2 * count :], np.uint8).reshape(count, 16)
         codes = np.concatenate([packed >> (2 * k) & 3 for k in range(4)], axis=1)
@@ -338,11 +352,12 @@ def make() -> tuple[dict[str, bytes], dict[str, Any], list[bytes]]:
     offer = [FRAGMENT, "learner-0", 1700000000000, 1, [0, 0], 1, 0, hashes[FRAGMENT], 4, 4, 4096, 0, [[0, 0, 4]], body]
     golden.add("offer", "offer", offer, inline, raw=offer_raw)
 
-    # as in a run that requires `two_bits`
-    narrow_raw = encode(pattern(SIZE, 53, 97, 1 / 256), 2)
-    body, inline, _ = describe(narrow_raw, attempt(10))
-    offer = [FRAGMENT, "learner-0", 1700000000000, 1, [0, 0], 1, 0, hashes[FRAGMENT], 2, 4, 4096, 0, [[0, 0, 4]], body]
-    golden.add("offer_2_bits", "offer", offer, inline, raw=narrow_raw)
+    # as in runs that require `two_bits` and `one_bit`
+    for bits, name, number in ((2, "offer_2_bits", 10), (1, "offer_1_bit", 13)):
+        narrow_raw = encode(pattern(SIZE, 53, 97, 1 / 256), bits)
+        body, inline, _ = describe(narrow_raw, attempt(number))
+        offer = [FRAGMENT, "learner-0", 1700000000000, 1, [0, 0], 1, 0, hashes[FRAGMENT], bits, 4, 4096, 0, [[0, 0, 4]], body]
+        golden.add(name, "offer", offer, inline, raw=narrow_raw)
 
     large_raw = pattern(150_000, 7919, 65521, 1 / 1024).astype("<f4").tobytes()
     body, inline, parts = describe(large_raw, attempt(2))
@@ -377,21 +392,22 @@ def make() -> tuple[dict[str, bytes], dict[str, Any], list[bytes]]:
     takeover = [FRAGMENT, "takeover", 0, 1, "syncer-1", previous, [], [], 4, 0.3, 0.9, 0, 0, hashes[FRAGMENT], False]
     previous = golden.add("record_takeover", "record", [*takeover, 1700000002.0, 0.0, 0.0, None])
     state = hashes[FRAGMENT]
-    # in a run that requires `two_bits` the first version could be this one
-    narrow_raw = encode(pattern(SIZE, 55, 97, 1 / 256), 2)
-    narrow = fold(theta, momentum, decode(narrow_raw, SIZE, 2), 0.3, 0.9)
-    body, inline, _ = describe(narrow_raw, attempt(11))
     members: list[Any] = [["learner-0", 1700000000000, 1, 1, 0, 4, 4096, 0, 4194304.0, [[0, 0, 4]]]]
-    entry = [FRAGMENT, "version", 1, 1, "syncer-1", previous, members, [], 2, 0.3, 0.9, 4096, 0, state_hash(*narrow), False]
-    golden.add(
-        "record_2_bits",
-        "record",
-        [*entry, 1700000003.0, 0.25, 0.5, body],
-        inline,
-        raw=narrow_raw,
-        theta_first=[float(x) for x in narrow[0][:3]],
-        momentum_first=[float(x) for x in narrow[1][:3]],
-    )
+    # in runs that require `two_bits` or `one_bit` the first version could be one of these
+    for bits, name, number in ((2, "record_2_bits", 11), (1, "record_1_bit", 14)):
+        narrow_raw = encode(pattern(SIZE, 55, 97, 1 / 256), bits)
+        narrow = fold(theta, momentum, decode(narrow_raw, SIZE, bits), 0.3, 0.9)
+        body, inline, _ = describe(narrow_raw, attempt(number))
+        entry = [FRAGMENT, "version", 1, 1, "syncer-1", previous, members, [], bits, 0.3, 0.9, 4096, 0]
+        golden.add(
+            name,
+            "record",
+            [*entry, state_hash(*narrow), False, 1700000003.0, 0.25, 0.5, body],
+            inline,
+            raw=narrow_raw,
+            theta_first=[float(x) for x in narrow[0][:3]],
+            momentum_first=[float(x) for x in narrow[1][:3]],
+        )
     for version, bits in enumerate((4, 16, 8, 32), 1):
         delta = pattern(SIZE, 53 + 2 * version, 97, 1 / 256)
         raw = encode(delta, bits)

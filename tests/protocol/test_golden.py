@@ -185,16 +185,17 @@ def test_folding_the_log_gives_the_golden_states() -> None:
     assert (chain.epoch, chain.version, chain.closed) == (2, 4, True)
 
 
-def test_folding_a_record_of_2_bits_gives_the_golden_state() -> None:
+@pytest.mark.parametrize(("name", "block_bytes"), [("record_2_bits", 18), ("record_1_bit", 10)])
+def test_folding_a_record_of_few_bits_gives_the_golden_state(name: str, block_bytes: int) -> None:
     genesis, check, _ = read("genesis")
     keyframe, raw = _keyframe("keyframe_0")
     replica, _ = fold.load_keyframe(keyframe, Chain.from_genesis(2, genesis, check), raw)
-    for sequence, name in enumerate(("record_takeover", "record_2_bits"), 5):
-        record, check, inline = read(name)
-        body = None if record.body is None else open_body(record.body, inline, [], 2 * 18, name)
+    for sequence, entry in enumerate(("record_takeover", name), 5):
+        record, check, inline = read(entry)
+        body = None if record.body is None else open_body(record.body, inline, [], 2 * block_bytes, entry)
         replica.fold(record, check, sequence, body)
-    assert replica.theta[:3].tolist() == MESSAGES["record_2_bits"]["theta_first"]
-    assert replica.momentum[:3].tolist() == MESSAGES["record_2_bits"]["momentum_first"]
+    assert replica.theta[:3].tolist() == MESSAGES[name]["theta_first"]
+    assert replica.momentum[:3].tolist() == MESSAGES[name]["momentum_first"]
 
 
 def test_folding_the_log_of_an_outer_adamw_gives_the_golden_states() -> None:

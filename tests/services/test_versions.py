@@ -142,14 +142,17 @@ async def test_a_new_run_requires_nothing_beside_the_protocol(link: NatsTranspor
     assert stored[0] == f'{{"protocol":{VERSION},"software":"{__version__}","requires":[]}}'.encode()
 
 
+@pytest.mark.parametrize(("bits", "feature"), [(1, "one_bit"), (2, "two_bits")])
 @pytest.mark.parametrize("which", ["offer_bits", "record_bits"])
-async def test_a_run_of_2_bits_requires_that_members_know_them(link: NatsTransport, which: str) -> None:
+async def test_a_run_of_few_bits_requires_that_members_know_them(
+    link: NatsTransport, which: str, bits: int, feature: str
+) -> None:
     """A member that does not know the feature ends before it writes: see the test of unknown ones above."""
     name = f"run-{uuid.uuid4().hex[:8]}"
-    settings = RunSettings.model_validate({"codec": {which: 2}})
+    settings = RunSettings.model_validate({"codec": {which: bits}})
     stored = await (await creation.create(link, name, settings)).registry.get("protocol")
     assert stored is not None
-    assert json.loads(stored[0])["requires"] == ["two_bits"]
+    assert json.loads(stored[0])["requires"] == [feature]
     assert (await creation.find(link, name, get_logger())).created == settings
 
 

@@ -7,7 +7,7 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given, settings
@@ -134,13 +134,14 @@ def test_levels_are_fewer_bits_and_then_longer_cycles() -> None:
     assert bandwidth.levels(4, adapting(regions__min_bits=16, regions__max_pace=1)) == [Level(4, 1)]
 
 
-def test_only_the_settings_have_2_bits() -> None:
+@pytest.mark.parametrize("bits", [1, 2])
+def test_only_the_settings_have_fewer_than_4_bits(bits: Literal[1, 2]) -> None:
     """Members that do not know them may be in any other run, however slow its links become."""
     slow = adapting(regions__min_bits=4)
     assert bandwidth.possible(16, slow) == bandwidth.precisions(16, slow) == [16, 8, 4]
-    assert bandwidth.possible(2, slow) == bandwidth.precisions(2, slow) == [2]
+    assert bandwidth.possible(bits, slow) == bandwidth.precisions(bits, slow) == [bits]
     with pytest.raises(SettingsError, match=r"regions\.min_bits"):
-        adapting(regions__min_bits=2)
+        adapting(regions__min_bits=bits)
 
 
 @pytest.mark.parametrize(

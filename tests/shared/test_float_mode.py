@@ -38,7 +38,7 @@ def values_of(seed: int) -> Vector:
 
 # made before any mode is changed: NumPy, too, computes in the mode of its thread
 A, B, C = (values_of(seed) for seed in range(3))
-BODIES = {bits: quantise.quantise(A, bits) for bits in (2, 4, 8, 16, 32)}
+BODIES = {bits: quantise.quantise(A, bits) for bits in (1, 2, 4, 8, 16, 32)}
 ERROR, REST = quantise.quantise(B, 8), quantise.quantise(C, 8)
 HELD = [held("ann", A, tokens=300, steps=7, bits=8), held("bob", B, tokens=100, steps=3, bits=4)]
 REPLICA = replica_of(C)

@@ -93,7 +93,7 @@ def test_one_version_by_hand() -> None:
     assert replica.theta.tolist() == [-1.625, -7.25]
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8, 16, 32])
+@pytest.mark.parametrize("bits", [1, 2, 4, 8, 16, 32])
 @pytest.mark.parametrize("in_place", [True, False])
 def test_replicas_arrive_at_the_bits_of_a_fold_in_numpy(bits: Bits, in_place: bool) -> None:
     theta = np.random.default_rng(1).standard_normal(70_001).astype(np.float32)  # more than a chunk, no whole block

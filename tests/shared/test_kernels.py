@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from tests.pace import DEADLINE_S
 
 from diloco.core.learner.delta import Baseline, EncodedOffer, Offered
-from diloco.core.tensors import kernels, outer, progress, quantise
+from diloco.core.tensors import kernels, narrow_kernels, outer, progress, quantise
 from diloco.core.tensors.merge import Accumulator
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +35,9 @@ Raw = NDArray[np.uint8]
 Segments = NDArray[np.int64]
 SIZES = [0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 1000, 4097]
 KERNELS: dict[str, Any] = {
-    name: value for name, value in (vars(kernels) | vars(progress)).items() if isinstance(value, Dispatcher)
+    name: value
+    for name, value in (vars(kernels) | vars(narrow_kernels) | vars(progress)).items()
+    if isinstance(value, Dispatcher)
 }
 # fused products and sums of x86-64 and of AArch64
 FUSED = re.compile(r"\bv?fn?m(?:add|sub|la|ls)\w*")
@@ -135,6 +137,18 @@ def two_bits(values: Vector) -> tuple[NDArray[np.uint16], Raw, Vector, NDArray[n
     return halves, packed.reshape(-1), error.reshape(-1)[: values.size], meant
 
 
+def one_bit(values: Vector) -> tuple[NDArray[np.uint16], Raw, Vector, NDArray[np.int8]]:
+    """Scales, packed codes and errors of a body of 1 bit, and what the codes stand for."""
+    grid = blocks(values)
+    counts = np.clip(values.size - 64 * np.arange(len(grid)), 0, 64).astype(np.float64)
+    halves = bfloat16((lane_sums(np.abs(grid).astype(np.float64)) / counts).astype(np.float32))
+    halves[halves < 0x80] = 0
+    meant = np.where(grid >= 0, 1, -1).astype(np.int8)
+    error = grid - meant.astype(np.float32) * widened(halves)[:, None]
+    packed = np.packbits((meant > 0).reshape(-1, 8, 8), axis=1, bitorder="little")
+    return halves, packed.reshape(-1), error.reshape(-1)[: values.size], meant
+
+
 def int4(values: Vector) -> tuple[NDArray[np.uint16], Raw, Vector]:
     """Scales, packed codes and decoded values of an int4 body."""
     scales, q, _ = encoded(values, 4)
@@ -146,8 +160,9 @@ def int4(values: Vector) -> tuple[NDArray[np.uint16], Raw, Vector]:
 
 def test_every_kernel_is_tested_here() -> None:
     text = Path(__file__).read_text()
-    public = [name for name in KERNELS if name in vars(kernels) and not name.startswith("_")]  # test_progress.py has the other
-    assert len(public) == 18
+    here = vars(kernels) | vars(narrow_kernels)  # test_progress.py has the other
+    public = [name for name in KERNELS if name in here and not name.startswith("_")]
+    assert len(public) == 20
     assert [name for name in public if f"kernels.{name}(" not in text] == []
 
 
@@ -201,25 +216,50 @@ def test_encode4(n: int, keep_error: bool) -> None:
 
 @pytest.mark.parametrize("keep_error", [False, True])
 @pytest.mark.parametrize("n", SIZES)
-def test_encode2(n: int, keep_error: bool) -> None:
+def test_encode1(n: int, keep_error: bool) -> None:
     values = values_of(n)
-    expected_scales, expected_codes, error, _ = two_bits(values)
+    expected_scales, expected_codes, error, _ = one_bit(values)
     left = error if keep_error else values.copy()
     scales, codes = np.empty_like(expected_scales), np.empty_like(expected_codes)
-    assert kernels.encode2(values, scales, codes, keep_error)
+    assert narrow_kernels.encode1(values, scales, codes, keep_error)
     np.testing.assert_array_equal(scales, expected_scales)
     np.testing.assert_array_equal(codes, expected_codes)
     assert values.tobytes() == left.tobytes()
     if n:
         values[-1] = np.nan
-        assert not kernels.encode2(values, scales, codes, False)
+        assert not narrow_kernels.encode1(values, scales, codes, False)
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_widen1(n: int) -> None:
+    _, codes, _, meant = one_bit(values_of(n))
+    wide = np.empty(4 * codes.size, np.uint8)
+    narrow_kernels.widen1(codes, wide)
+    shifted = (meant + 8).astype(np.uint8)
+    np.testing.assert_array_equal(wide.reshape(-1, 32), shifted[:, :32] | shifted[:, 32:] << 4)
+
+
+@pytest.mark.parametrize("keep_error", [False, True])
+@pytest.mark.parametrize("n", SIZES)
+def test_encode2(n: int, keep_error: bool) -> None:
+    values = values_of(n)
+    expected_scales, expected_codes, error, _ = two_bits(values)
+    left = error if keep_error else values.copy()
+    scales, codes = np.empty_like(expected_scales), np.empty_like(expected_codes)
+    assert narrow_kernels.encode2(values, scales, codes, keep_error)
+    np.testing.assert_array_equal(scales, expected_scales)
+    np.testing.assert_array_equal(codes, expected_codes)
+    assert values.tobytes() == left.tobytes()
+    if n:
+        values[-1] = np.nan
+        assert not narrow_kernels.encode2(values, scales, codes, False)
 
 
 @pytest.mark.parametrize("n", SIZES)
 def test_widen2(n: int) -> None:
     _, codes, _, meant = two_bits(values_of(n))
     wide = np.empty(2 * codes.size, np.uint8)
-    kernels.widen2(codes, wide)
+    narrow_kernels.widen2(codes, wide)
     shifted = (meant + 8).astype(np.uint8)
     np.testing.assert_array_equal(wide.reshape(-1, 32), shifted[:, :32] | shifted[:, 32:] << 4)
 
@@ -383,7 +423,7 @@ def everything() -> str:
     weights, moments = values_of(n, seed=1), np.zeros(2 * n, np.float32)
     adamw = outer.AdamW(0.95, ((n // 3, 0.1), (n, 0.0)))
     ordinary = values_of(n, seed=2).clip(-10, 10)
-    for bits in (2, 4, 8, 16, 32):
+    for bits in (1, 2, 4, 8, 16, 32):
         for method in ("rda", "average"):
             accumulator = Accumulator(n, segments, method)
             for seed in range(3):

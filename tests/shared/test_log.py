@@ -469,12 +469,14 @@ async def test_a_reader_of_some_fragments_reads_no_parts_of_others(
     assert 2 * values.nbytes < link.bytes_in - before < 2.5 * values.nbytes
 
 
-@pytest.mark.parametrize(("bits", "known"), [(2, True), (4, False)])
-async def test_a_record_of_2_bits_is_an_entry_only_where_the_run_requires_them(
-    link: NatsTransport, bits: int, known: bool
+@pytest.mark.parametrize(
+    ("bits", "of_the_run", "feature"), [(1, 1, None), (1, 2, "one_bit"), (2, 2, None), (2, 1, "two_bits"), (2, 4, "two_bits")]
+)
+async def test_a_record_of_few_bits_is_an_entry_only_where_the_run_requires_them(
+    link: NatsTransport, bits: int, of_the_run: int, feature: str | None
 ) -> None:
-    """Members that do not know 2 bits pass such a record over; so must all others of their run."""
-    settings = run_settings("decoupled", {"codec.offer_bits": bits})
+    """Members that do not know so few bits pass such a record over; so must all others of their run."""
+    settings = run_settings("decoupled", {"codec.offer_bits": of_the_run})
     name = f"run-{uuid.uuid4().hex[:8]}"
     log = Log(link, name, framing.run_id(name, settings.digest()), build_map([TensorSpec("w", (SIZE,))], 1), settings)
     await link.ensure_stream(log.subjects.log_stream, log.subjects.log_filters())
@@ -482,14 +484,14 @@ async def test_a_record_of_2_bits_is_an_entry_only_where_the_run_requires_them(
     genesis = await log.reader.genesis()
     assert genesis is not None
     replica = (await log.reader.load(0, *genesis)).replica
-    record = replace_struct(merging.make_marker(replica, "takeover", settings, syncer="s", now_s=0.0), bits=2)
+    record = replace_struct(merging.make_marker(replica, "takeover", settings, syncer="s", now_s=0.0), bits=bits)
     await store(log, log.subjects.record(0), framing.pack(record, log.run))
-    if known:
+    if feature is None:
         newest = await log.reader.newest(0)
         assert newest is not None
         assert newest.record == record
     else:
-        with pytest.raises(MessageError, match="an entry of 2 bits, in a run that does not require 'two_bits'"):
+        with pytest.raises(MessageError, match=f"an entry of {bits} bits, in a run that does not require '{feature}'"):
             await log.reader.newest(0)
 
 

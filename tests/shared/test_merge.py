@@ -128,7 +128,7 @@ GRANULARITIES = {
 
 @pytest.mark.parametrize("method", ["rda", "average"])
 @pytest.mark.parametrize("name", GRANULARITIES)
-@pytest.mark.parametrize("bits", [2, 4, 8, 16, 32])
+@pytest.mark.parametrize("bits", [1, 2, 4, 8, 16, 32])
 def test_any_offers_against_the_formula(bits: int, name: str, method: Method) -> None:
     rng, segments = np.random.default_rng(1), np.array(GRANULARITIES[name])
     weights = [1.0, 300.0, 0.0, 12.5, 70.0]
@@ -199,7 +199,7 @@ def test_merges_add_up(bits: int, method: Method) -> None:
 
 def test_adding_leaves_offers_as_they_are() -> None:
     values = np.random.default_rng(4).standard_normal(500).astype(np.float32)
-    for bits in (2, 4, 8, 16, 32):
+    for bits in (1, 2, 4, 8, 16, 32):
         body = quantise.quantise(values, bits)
         before = body.tobytes()
         accumulator = Accumulator(500, np.array([0, 500]), "rda")

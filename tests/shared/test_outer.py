@@ -60,7 +60,7 @@ def test_a_steady_gradient_is_amplified_by_the_momentum() -> None:
     assert before - float(theta[0]) == pytest.approx(3, rel=1e-4)
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8, 16, 32])
+@pytest.mark.parametrize("bits", [1, 2, 4, 8, 16, 32])
 def test_many_folds_against_float64(bits: int) -> None:
     n, rate, mu = 1000, 0.3, 0.9
     theta, momentum = random(n, 0), np.zeros(n, np.float32)
@@ -75,7 +75,7 @@ def test_many_folds_against_float64(bits: int) -> None:
     np.testing.assert_allclose(momentum, wide_momentum, atol=2e-5)
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8, 16, 32])
+@pytest.mark.parametrize("bits", [1, 2, 4, 8, 16, 32])
 @pytest.mark.parametrize("n", SIZES)
 def test_a_fold_is_the_step_of_the_decoded_body(n: int, bits: int) -> None:
     theta, momentum, body = random(n, 0), random(n, 1), quantise.quantise(random(n, 2), bits)

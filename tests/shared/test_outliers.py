@@ -139,7 +139,7 @@ def test_the_norm_of_a_body() -> None:
     assert quantise.norm_of(quantise.quantise(values, 32), 3, 32) == 5.0
     assert math.isclose(quantise.norm_of(quantise.quantise(values, 4), 3, 4), 5.0, rel_tol=0.1)
     many = np.random.default_rng(1).normal(size=1000).astype(np.float32)
-    for bits in (2, 4, 8, 16, 32):
+    for bits in (1, 2, 4, 8, 16, 32):
         body = quantise.quantise(many, bits)
         assert math.isclose(
             quantise.norm_of(body, 1000, bits), np.linalg.norm(quantise.dequantise(body, 1000, bits)), rel_tol=1e-6

@@ -35,7 +35,7 @@ def body_of(rng: np.random.Generator, size: int, bits: Bits) -> NDArray[np.uint8
     start=st.integers(0, 1100),
     count=st.sampled_from([0, 1, 63, 64, 65, 1000, 1024, 3000]),
     behind=st.sampled_from([0, 1, 64, 100]),
-    bits=st.sampled_from([2, 4, 8, 16, 32]),
+    bits=st.sampled_from([1, 2, 4, 8, 16, 32]),
     error_bits=st.sampled_from([8, 32]),
     has_error=st.booleans(),
     alpha=st.sampled_from([0.0, 0.1, 0.5, 1.0]),

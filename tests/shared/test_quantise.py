@@ -13,12 +13,16 @@ from tests.made.quantised_reference import TINY, Raw, Vector, any_vectors, bfloa
 from diloco.core.tensors import quantise
 from diloco.errors import FormatError, NonFiniteError
 
-ALL_BITS = [2, 4, 8, 16, 32]
+ALL_BITS = [1, 2, 4, 8, 16, 32]
 
 
 @pytest.mark.parametrize(
     ("bits", "n", "expected"),
     [
+        (1, 0, 0),
+        (1, 1, 10),
+        (1, 64, 10),
+        (1, 65, 20),
         (2, 0, 0),
         (2, 1, 18),
         (2, 64, 18),
@@ -54,6 +58,33 @@ def test_int4_by_hand() -> None:
     np.testing.assert_array_equal(quantise.dequantise(body, 66, 4), expected)
 
 
+def test_1_bit_by_hand() -> None:
+    values = np.zeros(74, np.float32)
+    values[[0, 1, 8, 9, 63]] = [16.0, -16.0, -16.0, 8.0, -8.0]  # 64 magnitudes of a mean of 1
+    values[64:] = [-2.0, 4.0] * 5  # of a mean of 3
+    body = quantise.quantise(values, 1)
+    assert body[:4].view(np.uint16).tolist() == [0x3F80, 0x4040]
+    # elements j, j + 8, ..., j + 56 of a block in byte j, from its lowest bit on; 1 stands for the zeros beyond the end
+    assert body[4:12].tolist() == [0xFD, 0xFE, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0x7F]
+    assert body[12:].tolist() == [0xFC, 0xFF, 0xFE, 0xFF, 0xFE, 0xFF, 0xFE, 0xFF]
+    expected = np.ones(74)
+    expected[[1, 8, 63]] = -1
+    expected[64:] = [-3.0, 3.0] * 5
+    assert quantise.dequantise(body, 74, 1).tolist() == expected.tolist()
+
+
+@given(any_vectors())
+def test_the_error_of_1_bit_is_orthogonal_to_what_is_sent(values: Vector) -> None:
+    """A mean has the least squared error: what is left has no part along what was sent, but for the scale's rounding."""
+    values = values.clip(-1e30, 1e30)
+    error = np.empty_like(values)
+    sent = quantise.dequantise(quantise.quantise(values, 1, error=error), values.size, 1)
+    along, length = (
+        (blocks_of(sent).astype(np.float64) * blocks_of(other).astype(np.float64)).sum(1) for other in (error, sent)
+    )
+    assert (np.abs(along) <= 2**-7 * length).all()
+
+
 def test_2_bits_by_hand() -> None:
     # squares 196, magnitudes 34: the split is 0.7875 * 196 / 34 = 4.5, the scale (2 * 3 + 7 * 31) / (3 * 4 + 5 * 49) = 0.868
     values = np.array([7.0, -1.0, 1.0, -1.0, -6.0, 6.0, 6.0, -6.0], np.float32)
@@ -66,14 +97,15 @@ def test_2_bits_by_hand() -> None:
     assert quantise.dequantise(body, 8, 2).tolist() == expected
 
 
+@pytest.mark.parametrize(("bits", "codes"), [(1, [0xFF] * 16), (2, [0xAA] * 32)])
 @pytest.mark.parametrize("value", [0.0, -0.0, 1e-40])
-def test_a_block_too_small_for_a_scale_in_2_bits(value: float) -> None:
+def test_a_block_too_small_for_a_scale_in_few_bits(value: float, bits: int, codes: list[int]) -> None:
     values = np.full(70, value, np.float32)
     error = np.empty_like(values)
-    body = quantise.quantise(values, 2, error=error)
-    assert body.tolist() == [0] * 4 + [0xAA] * 32
+    body = quantise.quantise(values, bits, error=error)
+    assert body.tolist() == [0] * 4 + codes
     np.testing.assert_array_equal(error, values)
-    assert not quantise.dequantise(body, 70, 2).any()
+    assert not quantise.dequantise(body, 70, bits).any()
 
 
 @pytest.mark.parametrize(
@@ -165,7 +197,7 @@ def test_error_is_at_most_half_a_step(values: Vector, case: tuple[int, float]) -
     assert (np.abs(blocks_of(error)) <= steps * (1 + 2**-8) * step[:, None]).all()
 
 
-@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize("bits", [1, 2, 4])
 def test_error_feedback_loses_nothing_over_time(bits: int) -> None:
     """What a stream of bodies adds up to differs from what went in by the last error alone."""
     random = np.random.default_rng(5)
@@ -175,7 +207,7 @@ def test_error_feedback_loses_nothing_over_time(bits: int) -> None:
         put_in += values
         sent += quantise.dequantise(quantise.quantise(values + error, bits, error=error), 1000, bits)
     np.testing.assert_allclose(sent + error, put_in, atol=1e-4)
-    assert np.abs(error).max() < (1 if bits == 4 else 3)
+    assert np.abs(error).max() < {1: 4, 2: 3, 4: 1}[bits]
 
 
 @pytest.mark.parametrize("bits", ALL_BITS)
@@ -223,10 +255,12 @@ def test_the_largest_values_decode_to_finite_ones(bits: int) -> None:
     largest = np.finfo(np.float32).max
     body = quantise.quantise(np.full(100, largest, np.float32), bits)
     quantise.validate(body, 100, bits)
-    np.testing.assert_allclose(quantise.dequantise(body, 100, bits), largest, rtol=0.005)
+    # in 1 bit a value is a scale, and scales are at most 0x7e12 as bfloat16, of which 7 times is finite
+    expected = largest if bits > 1 else np.uint32(0x7E120000).view(np.float32)
+    np.testing.assert_allclose(quantise.dequantise(body, 100, bits), expected, rtol=0.005)
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
 @pytest.mark.parametrize("scale", [np.nan, np.inf, -1.0, 1e38])  # 7 and 127 times the last is infinite
 def test_scales_that_no_encoder_writes_are_refused(bits: int, scale: float) -> None:
     body = quantise.quantise(np.ones(100, np.float32), bits)
@@ -242,6 +276,7 @@ def test_scales_that_no_encoder_writes_are_refused(bits: int, scale: float) -> N
         pytest.param(4, _set_byte(67, 0x08), id="high nibble 0, last byte"),
         pytest.param(4, _set_byte(0, 0x01), id="subnormal scale"),
         pytest.param(2, _set_byte(0, 0x01), id="subnormal scale of 2 bits"),
+        pytest.param(1, _set_byte(0, 0x01), id="subnormal scale of 1 bit"),
         pytest.param(8, _set_byte(8 + 127, 0x80), id="-128"),
     ],
 )

@@ -87,7 +87,7 @@ def test_a_preset_is_not_a_setting_among_others() -> None:
         ({"round.steps": 1.5}, "round.steps = 1.5"),
         ({"round.grace_factor": 1}, "round.grace_factor = 1: Input should be less than 1"),
         ({"round.quorum": "some"}, "round.quorum = 'some': .* 'all'"),
-        ({"codec.offer_bits": 5}, "codec.offer_bits = 5: Input should be 2, 4, 8, 16 or 32"),
+        ({"codec.offer_bits": 5}, "codec.offer_bits = 5: Input should be 1, 2, 4, 8, 16 or 32"),
         ({"merge.method": "mean"}, "merge.method = 'mean': Input should be 'rda' or 'average'"),
         ({"carry.overlap": 0.5}, "carry.overlap = 0.5: Input should be a valid boolean"),
         ({"task.name": "a b"}, "task.name = 'a b'"),

@@ -27,7 +27,7 @@ from diloco.errors import BrokerError, FenceError, FormatError, RunError, Settin
 from diloco.process import observe
 from diloco.process.observe import Logger
 from diloco.process.retry import until_available
-from diloco.settings.run import CONTINUES, REGIONAL_QUARANTINE, TWO_BITS, RunSettings
+from diloco.settings.run import CONTINUES, NARROW_BITS, REGIONAL_QUARANTINE, RunSettings
 from diloco.settings.time_limits import check_time_limits, contradiction
 from diloco.settings.validation import parse
 from diloco.transport import Bucket, Transport
@@ -50,7 +50,7 @@ class Protocol(msgspec.Struct, frozen=True):
 
 
 # those that a run may require of this version (docs/protocol.md, section 16)
-FEATURES = frozenset({TWO_BITS, CONTINUES, REGIONAL_QUARANTINE})
+FEATURES = frozenset({*NARROW_BITS.values(), CONTINUES, REGIONAL_QUARANTINE})
 _PROTOCOL_DECODER = msgspec.json.Decoder(Protocol)
 
 

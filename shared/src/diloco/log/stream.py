@@ -24,7 +24,7 @@ from diloco.core.tensors.fragments import FragmentMap
 from diloco.errors import AppendUncertainError, FenceError, FormatError, HashError, MessageError, RewoundError
 from diloco.process.prefetch import Prefetcher
 from diloco.process.tasks import computed
-from diloco.settings.run import TWO_BITS, RunSettings
+from diloco.settings.run import NARROW_BITS, RunSettings
 from diloco.transport import Stored, Transport
 from diloco.wire import framing, subjects
 from diloco.wire.body import ATTEMPT_BYTES, Body, body_pieces, check_body_size, is_part
@@ -109,7 +109,7 @@ class LogStream:
         self.transport, self.run, self.map, self.regions = transport, run, fragment_map, bool(settings.regions.names)
         self.subjects = Subjects(run_name)
         self._prefetcher = Prefetcher()
-        self._two_bits = TWO_BITS in settings.requires
+        self._refused_bits = {bits: each for bits, each in NARROW_BITS.items() if each not in settings.requires}
         self.epoch_step = EPOCH_STEP if self.regions else 1
         self.optimizers = [outer.optimizer(settings, fragment) for fragment in fragment_map.fragments]
         bits = settings.codec.record_bits
@@ -223,9 +223,12 @@ class LogStream:
             MessageError: it is none.
         """
         head = decode_head(message, self.run)
-        if head.record.bits == 2 and not self._two_bits:
-            # a member that does not know 2 bits may read this log, and passes it over
-            raise FormatError(f"{message.subject}: an entry of 2 bits, in a run that does not require {TWO_BITS!r}")
+        refused = self._refused_bits.get(head.record.bits)
+        if refused is not None:
+            # a member that does not know so few bits may read this log, and passes it over
+            raise FormatError(
+                f"{message.subject}: an entry of {head.record.bits} bits, in a run that does not require {refused!r}"
+            )
         return head
 
     def most_body_bytes(self, fragment: int) -> int:

@@ -22,13 +22,13 @@ from diloco.settings.counts import Count
 from diloco.settings.publish import PublishSettings
 from diloco.settings.section import Section as _Section
 
-Bits = Literal[2, 4, 8, 16, 32]
+Bits = Literal[1, 2, 4, 8, 16, 32]
 Strategy = Literal["balanced", "strided", "layer", "layers", "tensors"]
 BY_LAYERS: tuple[Strategy, ...] = ("layers", "tensors")  # strategies that keep a model's layers apart from all other tensors
-# a slow link never leads to 2 bits: members of a run that does not begin with them need not know them
+# a slow link never leads to 1 or 2 bits: members of a run that does not begin with them need not know them
 AdaptiveBits = Literal[4, 8, 16, 32]
 # features that a run requires of its members
-TWO_BITS = "two_bits"  # an encoding of 2 bits
+NARROW_BITS = {1: "one_bit", 2: "two_bits"}  # an encoding of so many bits
 CONTINUES = "continues"  # a version 0 that another run ended with, and shares that begin where that one's ended
 REGIONAL_QUARANTINE = "regional_quarantine"  # outliers are judged where a region merges its learners' offers
 
@@ -438,8 +438,9 @@ class RunSettings(_Section):
     @property
     def requires(self) -> list[str]:
         """Names of the features that each member of such a run must know (docs/protocol.md, section 16)."""
+        narrow = {feature: bits in (self.codec.offer_bits, self.codec.record_bits) for bits, feature in NARROW_BITS.items()}
         needed = {
-            TWO_BITS: 2 in (self.codec.offer_bits, self.codec.record_bits),
+            **narrow,
             CONTINUES: self.continues is not None,
             REGIONAL_QUARANTINE: self.regions.merge and self.quarantine.factor > 0,  # earlier versions refuse the two together
         }

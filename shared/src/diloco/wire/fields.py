@@ -27,7 +27,7 @@ Software = Annotated[str, Meta(max_length=32, pattern=r"^[0-9A-Za-z.+-]{0,32}\Z"
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]  # any characters: who shows it escapes them
 Hash = Annotated[bytes, Meta(min_length=32, max_length=32)]
 Seconds = Annotated[float, Meta(ge=0, le=1e12)]
-Bits = Literal[2, 4, 8, 16, 32]  # 2 in runs that require it (control/creation.py)
+Bits = Literal[1, 2, 4, 8, 16, 32]  # 1 and 2 in runs that require it (control/creation.py)
 Pace = Annotated[float, Meta(ge=1, le=16)]
 RegionBits = Annotated[list[tuple[Region, Bits]], Meta(max_length=MAX_REGIONS)]  # of offers; of regions where they are fewer
 Counts = Annotated[list[Count], Meta(max_length=MAX_FRAGMENTS, extra=BY_FRAGMENT)]

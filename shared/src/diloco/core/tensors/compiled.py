@@ -32,8 +32,8 @@ class _Kernels:
 
     def _imported(self) -> tuple[ModuleType, ...]:
         with nullcontext() if self.announce is None else announced_compilation(self.announce):
-            from diloco.core.tensors import kernels, progress
-        return kernels, progress
+            from diloco.core.tensors import kernels, narrow_kernels, progress
+        return kernels, narrow_kernels, progress
 
 
 @contextmanager

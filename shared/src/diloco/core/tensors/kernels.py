@@ -23,14 +23,12 @@ from diloco.settings import folders
 # indices are unsigned: for signed ones numba emits code for counting from the end, which keeps loops from being vectorised
 U = np.uint64
 HALF = 32
-QUARTER = 16
 LANES = 16
 ROWS = 8
 # adding and subtracting it rounds a float32 of magnitude below 2**22 to an integer, half to even
 _ROUND = np.float32(12582912.0)
 MAX_SCALE8 = np.float32(2.6793884e36)  # 127 times the next float32 is infinite
-_MAX_SCALE4 = np.uint16(0x7E12)  # seven times the next bfloat16 is infinite
-_SPLIT = np.float64(0.7875)  # 0.855 leaves 1 % more error of normal values
+MAX_SCALE4 = np.uint16(0x7E12)  # seven times the next bfloat16 is infinite
 _OPTIONS = {"nogil": True, "error_model": "numpy", "boundscheck": False}
 
 # without a home directory numba would make a folder named ~ in the working directory
@@ -177,120 +175,11 @@ def valid4(scales, codes):
     """Whether no scale is negative, subnormal, or infinite seven times over, and no nibble is 0 (which is no code)."""
     bad = np.uint32(0)
     for b in range(scales.size):
-        bad |= np.uint32(scales[b] > _MAX_SCALE4) | np.uint32((scales[b] != 0) & (scales[b] < np.uint16(0x0080)))
+        bad |= np.uint32(scales[b] > MAX_SCALE4) | np.uint32((scales[b] != 0) & (scales[b] < np.uint16(0x0080)))
     zero = np.uint8(0)
     for i in range(codes.size):
         zero |= np.uint8((codes[i] & np.uint8(15)) == np.uint8(0)) | np.uint8((codes[i] >> np.uint8(4)) == np.uint8(0))
     return bad == 0 and zero == 0
-
-
-@_kernel("float64(float64[::1])")
-def _lanes(lanes):
-    """Return the sum of 16 lanes, the upper half added to the lower one until one is left. The lanes are overwritten."""
-    for j in range(U(8)):
-        lanes[j] += lanes[j + U(8)]
-    for j in range(U(4)):
-        lanes[j] += lanes[j + U(4)]
-    return (lanes[0] + lanes[2]) + (lanes[1] + lanes[3])
-
-
-@_kernel("float32(float32[::1], uint64, float64[::1], float64[::1])")
-def _scale2(block, count, sums, squares):
-    """Return the scale of a block's ``count`` values in 2 bits, as :func:`encode2` has it; the last two are scratch."""
-    for j in range(U(LANES)):
-        total, square = np.float64(0), np.float64(0)
-        for k in range(BLOCK // LANES):
-            x = np.float64(abs(block[U(k * LANES) + j]))
-            total += x
-            square += x * x
-        sums[j], squares[j] = total, square
-    total, square = _lanes(sums), _lanes(squares)
-    split = _SPLIT * square / total if total > np.float64(0) else np.float64(0)
-    for j in range(U(LANES)):
-        above, many = np.float64(0), np.float64(0)
-        for k in range(BLOCK // LANES):
-            x = np.float64(abs(block[U(k * LANES) + j]))
-            far = np.float64(x > split)
-            above += far * x
-            many += far
-        sums[j], squares[j] = above, many
-    # least squares: sum(m x) / sum(m m) of the magnitudes m, 7 beyond the split and 2 before it
-    scale64 = (np.float64(2) * total + np.float64(5) * _lanes(sums)) / (
-        np.float64(4) * np.float64(count) + np.float64(45) * _lanes(squares)
-    )
-    return np.float32(scale64)
-
-
-@_exact_kernel("boolean(float32[::1], uint16[::1], uint8[::1], boolean)")
-def encode2(values, scales, codes, keep_error):
-    """Encode in 2 bits: per block a bfloat16 scale, and a code of -7, -2, 2 or 7 times it as 0 to 3, four codes a byte.
-
-    The scale has the least squared error when magnitudes above ``_SPLIT * sum(x**2) / sum(|x|)`` get -7 and 7. Then each
-    value gets the nearest code. ``keep_error`` and the result are as in :func:`encode4`.
-    """
-    n = U(values.size)
-    magnitudes = values.view(np.uint32)
-    block, q = np.zeros(BLOCK, np.float32), np.empty(BLOCK, np.float32)
-    code = np.empty(BLOCK, np.uint8)
-    sums, squares = np.empty(LANES, np.float64), np.empty(LANES, np.float64)
-    word = np.empty(1, np.float32)
-    bits = word.view(np.uint32)
-    most = np.uint32(0)
-    for b in range(U(scales.size)):
-        start = b * U(BLOCK)
-        count = min(U(BLOCK), n - start)
-        if count == U(BLOCK):
-            for j in range(U(BLOCK)):
-                block[j] = values[start + j]
-                most = max(most, magnitudes[start + j] & np.uint32(0x7FFFFFFF))
-        else:
-            for j in range(count):
-                block[j] = values[start + j]
-                most = max(most, magnitudes[start + j] & np.uint32(0x7FFFFFFF))
-            for j in range(count, U(BLOCK)):
-                block[j] = np.float32(0)
-        word[0] = _scale2(block, count, sums, squares)
-        half = min(_bfloat16(bits[0]), _MAX_SCALE4)
-        if half < np.uint16(0x0080):  # subnormal
-            half = np.uint16(0)
-        scales[b] = half
-        bits[0] = np.uint32(half) << np.uint32(16)
-        scale = word[0]
-        inverse = np.float32(1) / scale if half else np.float32(0)
-        for j in range(U(BLOCK)):
-            y = block[j] * inverse
-            large, below = np.uint8(abs(y) > np.float32(4.5)), np.uint8(y < np.float32(0))
-            code[j] = (np.uint8(2) + large) ^ np.uint8(np.uint8(3) * below)
-            magnitude = np.float32(2) + np.float32(5) * np.float32(large)
-            q[j] = magnitude - np.float32(2) * np.float32(below) * magnitude
-        at = b * U(QUARTER)
-        for j in range(U(QUARTER)):
-            codes[at + j] = (
-                code[j]
-                | np.uint8(code[j + U(QUARTER)] << np.uint8(2))
-                | np.uint8(code[j + U(2 * QUARTER)] << np.uint8(4))
-                | np.uint8(code[j + U(3 * QUARTER)] << np.uint8(6))
-            )
-        if keep_error:
-            for j in range(count):
-                values[start + j] -= q[j] * scale
-    return most < np.uint32(0x7F800000)
-
-
-@_kernel("void(uint8[::1], uint8[::1])")
-def widen2(codes, out):
-    """Turn codes of 2 bits into int4 codes of the same values: 0 to 3 into -7, -2, 2 and 7.
-
-    ``out`` begins at the same block, and has as many blocks.
-    """
-    for b in range(U(out.size) // U(HALF)):
-        at, to = b * U(QUARTER), b * U(HALF)
-        for j in range(U(QUARTER)):
-            byte = codes[at + j]
-            # of both nibbles at once: 1 + 5 code, less 1 for the upper two
-            low, high = byte & np.uint8(0x33), (byte >> np.uint8(2)) & np.uint8(0x33)
-            out[to + j] = np.uint8(0x11) + np.uint8(5) * low - ((low >> np.uint8(1)) & np.uint8(0x11))
-            out[to + U(QUARTER) + j] = np.uint8(0x11) + np.uint8(5) * high - ((high >> np.uint8(1)) & np.uint8(0x11))
 
 
 @_kernel(types.int64(types.Array(types.uint8, 1, "C", readonly=True), types.int64))

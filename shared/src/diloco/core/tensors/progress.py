@@ -9,7 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from diloco.core.tensors.compiled import BLOCK
-from diloco.core.tensors.kernels import HALF, QUARTER, U, _exact_kernel, decode4, decode8, decode16, widen2
+from diloco.core.tensors.kernels import HALF, U, _exact_kernel, decode4, decode8, decode16
+from diloco.core.tensors.narrow_kernels import EIGHTH, QUARTER, widen1, widen2
 
 PART = 1024  # values that are decoded at a time, a multiple of the block: they stay in the nearest cache
 _READ = "Array(float32, 1, 'C', readonly=True)"  # versions may be of memory that others read
@@ -24,7 +25,10 @@ def _decode(body, bits, size, start, out, wide):
     blocks = (size + BLOCK - 1) // BLOCK
     first = start // BLOCK
     last = first + (out.size + BLOCK - 1) // BLOCK
-    if bits == 2:
+    if bits == 1:
+        widen1(body[2 * blocks + EIGHTH * first : 2 * blocks + EIGHTH * last], wide[: HALF * (last - first)])
+        decode4(body[2 * first : 2 * last].view(np.uint16), wide, out, 0)
+    elif bits == 2:
         widen2(body[2 * blocks + QUARTER * first : 2 * blocks + QUARTER * last], wide[: HALF * (last - first)])
         decode4(body[2 * first : 2 * last].view(np.uint16), wide, out, 0)
     elif bits == 4:

@@ -5,6 +5,8 @@ Body layouts, little endian, for ``n`` values in blocks of 64 (``nb = ceil(n / 6
 ==== ======================================================================================================
 bits body
 ==== ======================================================================================================
+1    ``nb`` scales (bfloat16, the mean magnitude), then ``nb * 8`` bytes: elements j, j + 8, ..., j + 56 of a block in byte
+     j, from its lowest bit on; 0 and 1 are the codes -1 and 1
 2    ``nb`` scales (bfloat16), then ``nb * 16`` bytes: elements j, j + 16, j + 32 and j + 48 of a block in byte j, from
      its lowest bits on; 0 to 3 are the codes -7, -2, 2 and 7
 4    ``nb`` scales (bfloat16, absmax / 7), then ``nb * 32`` bytes: element j of a block in the low nibble of
@@ -14,7 +16,7 @@ bits body
 32   ``n`` float32
 ==== ======================================================================================================
 
-A value is ``code * scale``. A block whose scale would be subnormal has scale 0 and codes 0, in 2 bits 2.
+A value is ``code * scale``. A block whose scale would be subnormal has scale 0, and any codes in 1 and 2 bits, else 0.
 
 Why 2 bits are so. Each entry is the squared error of a block, relative to its squares, for normal, Laplace and Student t (3)
 values and for the outer gradients of a run of the lab with Muon:
@@ -31,7 +33,7 @@ codes, and their scale                             normal  Laplace  t(3)  outer
 
 No four codes are better than 0.117 for normal values if all blocks have one scale (Lloyd and Max). Because the scale is of
 least squares, no block's error is longer than the block, so errors that are fed back stay bounded. And the four codes are
-codes of int4: what reads int4 reads 2 bits.
+codes of int4: what reads int4 reads 2 bits. Both are so of 1 bit, too, whose error is 0.36 for normal values.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ NOT_FINITE = "a value to send is NaN or infinite"
 def body_bytes(n: int, bits: int) -> int:
     """Return the size of the body of ``n`` values."""
     blocks = -(-n // BLOCK)
-    return {2: blocks * 18, 4: blocks * 34, 8: blocks * 68, 16: 2 * n, 32: 4 * n}[bits]
+    return {1: blocks * 10, 2: blocks * 18, 4: blocks * 34, 8: blocks * 68, 16: 2 * n, 32: 4 * n}[bits]
 
 
 def quantise(values: Vector, bits: int, *, error: Vector | None = None) -> Raw:
@@ -64,7 +66,7 @@ def quantise(values: Vector, bits: int, *, error: Vector | None = None) -> Raw:
     Raises:
         NonFiniteError: a value is NaN or infinite; nothing has changed.
     """
-    # without `error` no input can be destroyed, and the loops of 2 bits and int4 find values that are not finite themselves
+    # without `error` no input can be destroyed, and the loops of 1, 2 and 4 bits find values that are not finite themselves
     finite = (bits <= 4 and error is None) or np.isfinite(kernels.absmax(values))
     if not finite:
         raise NonFiniteError(NOT_FINITE)
@@ -74,7 +76,7 @@ def quantise(values: Vector, bits: int, *, error: Vector | None = None) -> Raw:
         values = error
     if bits <= 4:
         scales, codes = _split(body, values.size, np.uint16)
-        encode = kernels.encode2 if bits == 2 else kernels.encode4
+        encode = {1: kernels.encode1, 2: kernels.encode2, 4: kernels.encode4}[bits]
         finite = encode(values, scales, codes, error is not None)
     elif bits == 8:
         scales, codes = _split(body, values.size, np.float32)
@@ -96,10 +98,10 @@ def dequantise(body: Raw, n: int, bits: int, out: Vector | None = None, *, start
     With ``out`` given, return those from ``start`` (a multiple of 64) that fit into it.
     """
     values = np.empty(n, np.float32) if out is None else out
-    if bits == 2:
+    if bits < 4:
         scales, codes = _split(body, n, np.uint16)
         first, last = start // BLOCK, -(-(start + values.size) // BLOCK)
-        wide = _widened(codes[first * BLOCK // 4 : last * BLOCK // 4])
+        wide = _widened(codes[first * BLOCK * bits // 8 : last * BLOCK * bits // 8], bits)
         kernels.decode4(scales[first:last], wide, values, 0)
     elif bits == 4:
         scales, codes = _split(body, n, np.uint16)
@@ -124,10 +126,10 @@ def validate(body: Raw, n: int, bits: int) -> None:
     """
     if body.size != body_bytes(n, bits):
         raise FormatError(f"body of {body.size} bytes, expected {body_bytes(n, bits)} for {n} values of {bits} bits")
-    if bits == 2:
+    if bits < 4:
         scales, codes = _split(body, n, np.uint16)
         if not kernels.valid4(scales, codes[:0]):  # any codes are some
-            raise FormatError("body of 2 bits: a scale is not finite with its largest code")
+            raise FormatError(f"body of {bits} bits: a scale is not finite with the largest code")
     elif bits == 4:
         if not kernels.valid4(*_split(body, n, np.uint16)):
             raise FormatError("int4 body: a scale is not finite with its largest code, or a code is out of range")
@@ -163,14 +165,17 @@ def squares_of(body: Raw, segments: NDArray[np.int64], bits: int) -> NDArray[np.
 
 
 def as_int4(body: Raw, n: int, bits: int) -> tuple[NDArray[np.uint16], Raw]:
-    """Return scales, uint16 [blocks], and codes, uint8 [blocks * 32], of the int4 body of the same values; 2 or 4 ``bits``."""
+    """Return scales, uint16 [blocks], and codes, uint8 [blocks * 32], of the int4 body of these values.
+
+    ``bits`` are 1, 2 or 4.
+    """
     scales, codes = _split(body, n, np.uint16)
-    return scales, (codes if bits == 4 else _widened(codes))
+    return scales, (codes if bits == 4 else _widened(codes, bits))
 
 
-def _widened(codes: Raw) -> Raw:
-    wide = np.empty(2 * codes.size, np.uint8)
-    kernels.widen2(codes, wide)
+def _widened(codes: Raw, bits: int) -> Raw:
+    wide = np.empty(4 * codes.size // bits, np.uint8)
+    (kernels.widen1 if bits == 1 else kernels.widen2)(codes, wide)
     return wide
 
 
