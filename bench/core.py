@@ -1,6 +1,6 @@
 """The computing core: how fast it is, the whole way of a model's delta through it, and the memory that services take.
 
-python bench/core.py kernels                             # a fragment of 4M values; 2 bits, int4, int8, bfloat16, float32
+python bench/core.py kernels                             # a fragment of 4M values; 1 and 2 bits, int4, int8, bfloat16, float32
 python bench/core.py kernels --values 100000 --json
 python bench/core.py whole-way                           # 100M parameters, 24 fragments, one learner, int4 both ways
 python bench/core.py whole-way --parameters 1000000 --repeat 1
