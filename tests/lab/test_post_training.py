@@ -5,13 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.made.tiny_trials import STEP_TOKENS, TINY_TRIAL
 
+from diloco.core.learner.schedule import Moment, learning_rate
 from diloco.errors import DataError, SettingsError
 from diloco.settings.presets import run_settings
-from diloco_lab.experiment import spec
-from diloco_lab.experiment.methods import play
+from diloco_lab.experiment import answer, record, runner, spec
+from diloco_lab.experiment.methods import Measured, play
+from diloco_lab.experiment.runner import Results
 from diloco_lab.experiment.spec import Arm, PostTraining
 from diloco_lab.experiment.store import TrialStore
 from diloco_lab.paces.spec import PaceSpec
@@ -30,6 +33,27 @@ seeds = 2
 settings = { tokens = 2048, learners = 2 }
 [arms.further]
 post_training = { text = "json", settings = { tokens = 1024 } }
+"""
+CLAIM = """[[claims]]
+arm = "further"
+against = "first"
+below = 0.0
+"""
+CURVES = """[curves]
+parameters = 1e6
+tokens = 1e6
+grid = { tokens = [1024, 2048] }
+"""
+OF_TIME = """[[claims]]
+arm = "further"
+against = "again"
+below = 0.0
+of = "time"
+[arms.again]
+sample_s = 1.0
+post_training = { text = "json", settings = { tokens = 1024 } }
+[arms.further]
+sample_s = 1.0
 """
 
 
@@ -53,6 +77,59 @@ def test_further_training_lowers_the_loss_on_its_text(method: Any, text: str) ->
     assert moved < 0.9 * still
 
 
+def test_it_is_data_parallel_training_with_the_batches_of_all_learners(text: str) -> None:
+    training = PostTraining(text=OTHER, settings={"tokens": 6 * 2 * STEP_TOKENS, "inner.learning_rate": 0.01})
+    model = Trial(SETTINGS, load_task(SETTINGS.task, text), PaceSpec().paces(2)).play().model
+    after = training.settings_over(SETTINGS, "here")
+    task = load_task(after.task, str(training.folder()))
+    by_hand = Island(task, after)
+    for fragment in by_hand.fragments().fragments:
+        by_hand.write(fragment, model.read(fragment).to_host())
+    shares = [task.batches(share, 2, after.seed, 0) for share in range(2)]
+    for step in range(6):
+        batch = np.concatenate([next(share) for share in shares])
+        by_hand.step(batch, learning_rate(after, Moment(step * 2 * STEP_TOKENS, after.tokens)), (0, step)).wait()
+    assert play(Arm(post_training=training), SETTINGS, text).loss == pytest.approx(by_hand.evaluate(), abs=1e-4)
+
+
+def test_it_is_in_the_estimate_of_a_trial(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        EXPERIMENT.replace("[arms.further]", "[arms.first]\n[arms.further]").replace("tokens = 1024", "tokens = 409600")
+    )
+    with runner.pool(1) as processes:
+        found = runner.costs(spec.load(str(path)), text, processes)
+    # 200 times the tokens of the first training; the first step of each, which compiles, takes longest
+    assert found["further"].trial_s - found["first"].trial_s > 50 * found["first"].step_s
+
+
+def test_a_missing_text_ends_the_estimate_before_any_trial(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(EXPERIMENT.replace('"json"', '"no_such_folder"'))
+    with runner.pool(1) as processes, pytest.raises(DataError, match=r"there is no folder .*no_such_folder"):
+        runner.costs(spec.load(str(path)), text, processes)
+
+
+def test_the_page_says_what_the_losses_are_of_and_they_are_no_reference(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    chosen = 'chosen = "the best of three"\nmethod = "data-parallel"\npost_training'
+    path.write_text(EXPERIMENT.replace("post_training", chosen))
+    experiment = spec.load(str(path))
+    results = Results({("further", seed): Measured(loss=2.0, tokens=2048, wall_s=1.0) for seed in (0, 1)}, {})
+    kept = record.ExperimentRecord("mine", experiment, [], results, record.where(experiment), text="aa")
+    file = tmp_path / f"mine{record.SUFFIX}"
+    file.write_text(kept.encode())
+    again = record.read(file)
+    assert again.asked == experiment
+    page = answer.markdown(again)
+    assert (
+        "Losses of further are those after further training on `json` of Python's library, tokens 1024, on held-out files"
+        in page
+    )
+    assert "text of json " in page
+    assert again.reference() is None
+
+
 def test_results_with_and_without_it_are_apart(tmp_path: Path) -> None:
     store = TrialStore(tmp_path)
     arms = [Arm(post_training=training) for training in (None, STILL, MOVED)]
@@ -62,8 +139,14 @@ def test_results_with_and_without_it_are_apart(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ('"json"', '"../json"', "'../json' is not a folder inside the standard library"),
-        ('"json"', '"/etc"', "'/etc' is not a folder inside the standard library"),
+        ('"json"', '"../json"', r"post_training\.text"),
+        ('"json"', '"/etc"', r"post_training\.text"),
+        ('"json"', '"."', r"post_training\.text"),
+        ('"json"', '"site-packages"', r"post_training\.text"),
+        ("[arms.further]", 'bars = ["first"]\n[arms.first]\n[arms.further]', "further and first are compared"),
+        ("[arms.further]", f"[arms.first]\n{CLAIM}[arms.further]", "further and first are compared, but post_training.text"),
+        ("[arms.further]", f"{CURVES}[arms.further]", "curves: their losses are those of the first training"),
+        ("[arms.further]", OF_TIME, "a claim of time is about the first training"),
         ("tokens = 1024", '"task.width" = 8', "takes tokens and inner settings, not task.width"),
         ("tokens = 1024", '"inner.rate" = 8', "arm further, post_training: no setting 'inner.rate'"),
         ("learners = 2", 'learners = 2, "task.name" = "mine:make"', "only the built-in task takes other text"),
@@ -78,6 +161,8 @@ def test_post_training_that_cannot_be_is_refused(tmp_path: Path, old: str, new: 
 
 
 def test_a_folder_that_this_python_lacks_is_named(text: str) -> None:
-    training = PostTraining(text="no-such-folder", settings={"tokens": 64})
-    with pytest.raises(DataError, match="no-such-folder: there is no such file or folder"):
+    training = PostTraining(text="no_such_folder", settings={"tokens": 64})
+    with pytest.raises(
+        DataError, match=r"post_training\.text = 'no_such_folder': there is no folder .*no_such_folder\. Some distributions"
+    ):
         play(Arm(method="alone", post_training=training), SETTINGS, text)

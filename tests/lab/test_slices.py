@@ -112,10 +112,14 @@ def test_a_tape_takes_slices_that_there_are(tape: str, changes: dict[str, Any], 
 
 @pytest.mark.parametrize(("name", "slices"), [("slices-150k", 586), ("slices-1200k", 4687), ("slices-2400k", 9375)])
 def test_tapes_of_slices_that_come_with_the_lab_can_be_played_by_any_number_of_learners(name: str, slices: int) -> None:
-    for learners in (1, 2, 16):
-        found = PaceSpec(tape=name, tape_step_s=FITTED.step_s, slices=slices).paces(learners).learners
+    paces = PaceSpec(tape=name, tape_step_s=FITTED.step_s, slices=slices)
+    [whole] = paces.paces(1).learners
+    assert whole.machine is not None
+    for learners in (2, 16):
+        found = [each.machine for each in paces.paces(learners).learners]
         assert len(found) == learners
-        assert all(each.machine is not None and each.machine.faults for each in found)
+        # all failures are met, but for those of the slices that are left over in equal parts: 10 of 586 for 16 learners
+        assert sum(len(machine.faults) for machine in found if machine is not None) >= 0.95 * len(whole.machine.faults)
 
 
 @pytest.mark.slow

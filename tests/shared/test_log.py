@@ -491,7 +491,7 @@ async def test_a_record_of_few_bits_is_an_entry_only_where_the_run_requires_them
         assert newest is not None
         assert newest.record == record
     else:
-        with pytest.raises(MessageError, match=f"an entry of {bits} bits, in a run that does not require '{feature}'"):
+        with pytest.raises(MessageError, match=f"an entry with bits = {bits}, in a run that does not require '{feature}'"):
             await log.reader.newest(0)
 
 

@@ -352,6 +352,7 @@ def test_the_run_before_is_part_of_the_identity_and_of_no_other_runs_settings() 
     continued = run_settings("decoupled", {"continues": before})
     assert b"continues" not in plain.canonical()  # as members know them that do not have this setting
     assert plain.requires == []
+    assert run_settings("decoupled", {"codec.offer_bits": 1, "codec.record_bits": 2}).requires == ["one_bit", "two_bits"]
     assert continued.requires == ["continues"]
     assert continued.digest() != plain.digest()
     assert (continued.tokens_before, continued.first_batch(0), continued.first_batch(1)) == (5, 3, 0)

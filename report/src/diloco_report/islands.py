@@ -146,7 +146,7 @@ def _pace(link: Link) -> str:
 
 
 def _bits(link: Link) -> str:
-    return f"offers {count(link.get('offer_bits'))} bits, versions {count(link.get('record_bits'))} bits"
+    return f"bits of offers: {count(link.get('offer_bits'))}, of versions: {count(link.get('record_bits'))}"
 
 
 def _members(region: Region) -> str:

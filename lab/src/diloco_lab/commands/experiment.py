@@ -253,7 +253,7 @@ def _run(name: str, experiment: spec.Experiment, playing: _Playing) -> list[dict
         asked=asked,
         tried=found,
         results=results,
-        where=record_files.where(),
+        where=record_files.where(experiment),
         text=record_files.text_of(experiment, playing.data),
     )
     write(playing.store.folder / f"{name}{record_files.SUFFIX}", record.encode())

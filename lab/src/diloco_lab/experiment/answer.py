@@ -149,6 +149,7 @@ def markdown(record: ExperimentRecord) -> str:
     lines += [f"* {sentence}" for sentence in stops(experiment, results)]
     lines += [f"* {arm}, seed {seed}, failed: {reason}" for (arm, seed), reason in sorted(results.failed.items())]
     lines += [f"* {arm}: {how}." for arm, how in record.chosen.items()]
+    lines += [f"* {sentence}" for sentence in _post_trainings(experiment)]
     if record.asked.curves is not None:
         lines += _curves(record)
     if record.tried:
@@ -156,6 +157,19 @@ def markdown(record: ExperimentRecord) -> str:
         lines += ["", *table(["tuned arm", "tried", "loss", "seeds"], said)]
     lines += ["", ", ".join(f"{key} {value}" for key, value in record.where.items()) + ".", ""]
     return "\n".join(lines)
+
+
+def _post_trainings(experiment: Experiment) -> list[str]:
+    """Return a sentence for each post-training: its arms, its text, and what it changes."""
+    arms: dict[str, list[str]] = {}
+    for name, arm in experiment.arms.items():
+        if arm.post_training is not None:
+            said = f"`{arm.post_training.text}` of Python's library, {wording(arm.post_training.settings)}"
+            arms.setdefault(said, []).append(name)
+    return [
+        f"Losses of {', '.join(names)} are those after further training on {said}, on held-out files of it."
+        for said, names in arms.items()
+    ]
 
 
 def _curves(record: ExperimentRecord) -> list[str]:

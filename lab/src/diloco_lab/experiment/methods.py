@@ -20,11 +20,11 @@ from diloco_learner.task import Task, load_task
 class Measured(msgspec.Struct, frozen=True):
     """One trial's result.
 
-    ``loss``: of the final model on the task's validation batches; NaN is stored as null. ``virtual_s``: the run's time;
-    ``wall_s``: this machine's. ``goodput``: share of the learners' time in which they trained. ``history``: losses along the
-    way, if the arm asks for them. All others are null where nothing is merged: ``members``, learners a version, on average;
-    ``bytes_up``, sent by a learner, on average; ``merged``, ``lost``, ``held``, shares of the processed tokens; and
-    ``shares``, by learner, of the versions.
+    ``loss``: of the final model on the task's validation batches, or on those of its post-training; NaN is stored as null.
+    ``virtual_s``: the run's time; ``wall_s``: this machine's. ``goodput``: share of the learners' time in which they trained.
+    ``history``: losses along the way, if the arm asks for them. All others are null where nothing is merged: ``members``,
+    learners a version, on average; ``bytes_up``, sent by a learner, on average; ``merged``, ``lost``, ``held``, shares of the
+    processed tokens; and ``shares``, by learner, of the versions.
     """
 
     loss: float | None
@@ -48,11 +48,12 @@ def play(arm: Arm, settings: RunSettings, data: str | None = None) -> Measured:
         SettingsError, DataError: the task or its data cannot be had.
         RunError: the run did not come to its end.
     """
-    began_s = time.perf_counter()
     measured, model = (_decoupled if arm.method == "decoupled" else _one_model)(arm, settings, data)
-    if arm.post_training is not None:
-        measured = msgspec.structs.replace(measured, loss=_finite(_post_trained(model, arm.post_training, settings)))
-    return msgspec.structs.replace(measured, wall_s=time.perf_counter() - began_s)
+    if arm.post_training is None:
+        return measured
+    began_s = time.perf_counter()
+    loss = _finite(_post_trained(model, arm.post_training, settings))
+    return msgspec.structs.replace(measured, loss=loss, wall_s=measured.wall_s + time.perf_counter() - began_s)
 
 
 def _decoupled(arm: Arm, settings: RunSettings, data: str | None) -> tuple[Measured, Island]:

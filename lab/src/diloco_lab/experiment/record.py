@@ -113,9 +113,11 @@ class ExperimentRecord(msgspec.Struct, frozen=True):
         return msgspec.json.format(msgspec.json.encode(said), indent=1).decode() + "\n"
 
 
-def where() -> dict[str, str]:
-    """Return date, code and machine of trials that are played now."""
-    return {
+def where(experiment: Experiment) -> dict[str, str]:
+    """Return date, code and machine of trials that are played now, and hashes of the texts of post-training."""
+    trainings = (arm.post_training for arm in experiment.arms.values() if arm.post_training is not None)
+    texts = {f"text of {each.text}": load_corpus(str(each.folder())).digest()[:12] for each in trainings}
+    return texts | {
         "measured": datetime.now(UTC).date().isoformat(),
         "code": code_digest()[:12],
         "jax": metadata.version("jax"),

@@ -201,6 +201,7 @@ def _cost(arm: Arm, settings: RunSettings, data: str | None) -> Cost:
     from diloco_learner.jax.island import Island
     from diloco_learner.task import load_task
     from diloco_learner.task_api import first_batch
+    from diloco_learner.text import load_corpus
 
     task = load_task(settings.task, data)
     island, batch = Island(task, settings), first_batch(task, settings)
@@ -217,5 +218,6 @@ def _cost(arm: Arm, settings: RunSettings, data: str | None) -> Cost:
     trial_s = times[0] + steps_of_each(settings, task) * batches * step_s
     if arm.post_training is not None:
         further = arm.post_training.settings_over(settings, "post_training")
+        load_corpus(str(arm.post_training.folder()))  # it is there, before any trial begins
         trial_s += steps_of_each(further, task) * settings.learners * step_s
     return Cost(step_s, trial_s, memory)

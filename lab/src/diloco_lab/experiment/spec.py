@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from diloco.core.run.changes import with_setting
-from diloco.errors import SettingsError
+from diloco.errors import DataError, SettingsError
 from diloco.settings.loading import read_toml
 from diloco.settings.presets import changed_settings, run_settings
 from diloco.settings.run import RunSettings
@@ -41,18 +41,13 @@ class PostTraining(_Table):
     """
 
     text: str = Field(
-        min_length=1, max_length=200, description="a folder of this Python's standard library, such as test; all text in it"
+        max_length=200,
+        pattern=r"^[A-Za-z0-9_]+(/[A-Za-z0-9_]+)*$",
+        description="a folder of this Python's standard library, such as test; all text in it",
     )
     settings: dict[str, Any] = Field(
         min_length=1, max_length=32, description="over those of the arm: tokens, and settings of the inner optimizer"
     )
-
-    @field_validator("text")
-    @classmethod
-    def _in_the_library(cls, text: str) -> str:
-        if Path(text).is_absolute() or ".." in Path(text).parts:
-            raise ValueError(f"{text!r} is not a folder inside the standard library")
-        return text
 
     @field_validator("settings")
     @classmethod
@@ -63,8 +58,18 @@ class PostTraining(_Table):
         return settings
 
     def folder(self) -> Path:
-        """Return the folder of the text."""
-        return Path(sysconfig.get_path("stdlib")) / self.text
+        """Return the folder of the text.
+
+        Raises:
+            DataError: this Python does not have it.
+        """
+        folder = Path(sysconfig.get_path("stdlib")) / self.text
+        if not folder.is_dir():
+            raise DataError(
+                f"post_training.text = {self.text!r}: there is no folder {folder}. Some distributions leave out the tests of "
+                "Python's library: use a Python that has them, or another folder"
+            )
+        return folder
 
     def settings_over(self, settings: RunSettings, source: str) -> RunSettings:
         """Return the settings of this training, of an arm with these settings.
@@ -222,6 +227,20 @@ class Experiment(_Table):
             raise ValueError(
                 "curves: arms are not tuned at each size, and claims are not of curves; leave tuned and claims out"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _losses_of_one_text(self) -> Experiment:
+        """Losses on different texts are not compared, and the losses along the way are those of the first training."""
+        texts = {name: arm.post_training.text for name, arm in self.arms.items() if arm.post_training is not None}
+        if texts and self.curves is not None:
+            raise ValueError("curves: their losses are those of the first training; leave out curves or post_training")
+        pairs = [(claim.arm, claim.against) for claim in self.claims]
+        for one, other in [*pairs, *product(self.arms, self.bars)]:
+            if texts.get(one) != texts.get(other):
+                raise ValueError(f"{one} and {other} are compared, but post_training.text differs: give both the same")
+        if any(claim.of == "time" and claim.arm in texts for claim in self.claims):
+            raise ValueError("a claim of time is about the first training; leave out of = time or post_training")
         return self
 
     @model_validator(mode="after")

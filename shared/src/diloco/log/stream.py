@@ -225,9 +225,9 @@ class LogStream:
         head = decode_head(message, self.run)
         refused = self._refused_bits.get(head.record.bits)
         if refused is not None:
-            # a member that does not know so few bits may read this log, and passes it over
+            # members without this feature skip this entry, so all members skip it
             raise FormatError(
-                f"{message.subject}: an entry of {head.record.bits} bits, in a run that does not require {refused!r}"
+                f"{message.subject}: an entry with bits = {head.record.bits}, in a run that does not require {refused!r}"
             )
         return head
 

@@ -28,7 +28,7 @@ BY_LAYERS: tuple[Strategy, ...] = ("layers", "tensors")  # strategies that keep 
 # a slow link never leads to 1 or 2 bits: members of a run that does not begin with them need not know them
 AdaptiveBits = Literal[4, 8, 16, 32]
 # features that a run requires of its members
-NARROW_BITS = {1: "one_bit", 2: "two_bits"}  # an encoding of so many bits
+NARROW_BITS = {1: "one_bit", 2: "two_bits"}  # by bits: the feature that this encoding requires
 CONTINUES = "continues"  # a version 0 that another run ended with, and shares that begin where that one's ended
 REGIONAL_QUARANTINE = "regional_quarantine"  # outliers are judged where a region merges its learners' offers
 

@@ -1,4 +1,4 @@
-"""The loops that encode in 1 and 2 bits, and turn such codes into those of int4, which all other loops read.
+"""Loops that encode values in 1 and 2 bits, and that widen these codes to int4, which all other loops read.
 
 The same rules hold as in :mod:`diloco.core.tensors.kernels`.
 """
@@ -35,7 +35,7 @@ def _load(values, start, count, block):
 
 @_kernel("uint16(uint32)")
 def _scale_half(bits):
-    """Return a scale as bfloat16: at most the largest that readers take, and 0 in place of a subnormal one."""
+    """Return a scale as bfloat16, at most the largest that readers accept. A subnormal scale becomes 0."""
     half = min(_bfloat16(bits), MAX_SCALE4)
     return half if half >= np.uint16(0x0080) else np.uint16(0)
 

@@ -16,7 +16,8 @@ bits body
 32   ``n`` float32
 ==== ======================================================================================================
 
-A value is ``code * scale``. A block whose scale would be subnormal has scale 0, and any codes in 1 and 2 bits, else 0.
+A value is ``code * scale``. Where the scale would be subnormal, it is 0. Then codes are 0 in 4 and 8 bits, and have no meaning
+in 1 and 2 bits.
 
 Why 2 bits are so. Each entry is the squared error of a block, relative to its squares, for normal, Laplace and Student t (3)
 values and for the outer gradients of a run of the lab with Muon:
@@ -33,7 +34,8 @@ codes, and their scale                             normal  Laplace  t(3)  outer
 
 No four codes are better than 0.117 for normal values if all blocks have one scale (Lloyd and Max). Because the scale is of
 least squares, no block's error is longer than the block, so errors that are fed back stay bounded. And the four codes are
-codes of int4: what reads int4 reads 2 bits. Both are so of 1 bit, too, whose error is 0.36 for normal values.
+codes of int4: what reads int4 reads 2 bits. Both properties also hold for 1 bit. Its error is 0.36 for normal
+values.
 """
 
 from __future__ import annotations
@@ -125,11 +127,11 @@ def validate(body: Raw, n: int, bits: int) -> None:
         NonFiniteError: a value or scale is NaN or infinite.
     """
     if body.size != body_bytes(n, bits):
-        raise FormatError(f"body of {body.size} bytes, expected {body_bytes(n, bits)} for {n} values of {bits} bits")
+        raise FormatError(f"body of {body.size} bytes, expected {body_bytes(n, bits)} for {n} values with bits = {bits}")
     if bits < 4:
         scales, codes = _split(body, n, np.uint16)
         if not kernels.valid4(scales, codes[:0]):  # any codes are some
-            raise FormatError(f"body of {bits} bits: a scale is not finite with the largest code")
+            raise FormatError(f"body with bits = {bits}: a scale is negative, subnormal, or too large for int4")
     elif bits == 4:
         if not kernels.valid4(*_split(body, n, np.uint16)):
             raise FormatError("int4 body: a scale is not finite with its largest code, or a code is out of range")
