@@ -43,6 +43,12 @@ def test_a_loss_is_reached_on_the_line_between_two_points() -> None:
     assert reached_s([diverged, history[2]], 2.0) == 4.0
 
 
+@pytest.mark.parametrize("end", [1.663876, 1.663884])  # both are stored as 1.66388
+def test_a_run_reaches_its_own_end(end: float) -> None:
+    history = [point(1.0, 10, 2.0), point(2.0, 20, end)]
+    assert reached_s(history, end) == pytest.approx(2.0)
+
+
 def test_a_claim_of_time_is_about_the_loss_that_both_reach(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(FILE)
