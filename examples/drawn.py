@@ -22,6 +22,7 @@ class Images:
     units = Units("image", "nats per image")
     tokens_per_batch = rows_per_batch = 64
     noise = 2.0  # standard deviation, where a prototype's is 1; with 8 classes overlap
+    validation_batches = 4
 
     def images(self, seed: tuple[int, ...]) -> dict[str, Any]:
         rng = np.random.default_rng(seed)
@@ -33,7 +34,7 @@ class Images:
         return (self.images((seed, share, number)) for number in itertools.count(start))
 
     def validation(self) -> list[dict[str, Any]]:
-        return [self.images((2**31, number)) for number in range(4)]
+        return [self.images((2**31, number)) for number in range(self.validation_batches)]
 
 
 def cross_entropy(scores: jax.Array, y: jax.Array) -> jax.Array:

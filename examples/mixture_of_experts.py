@@ -22,11 +22,12 @@ class Options:
     experts: int = 4
     width: int = 64
     noise: float = Images.noise
+    validation_batches: int = Images.validation_batches
 
 
 class MixtureOfExperts(Images):
     def __init__(self, options: Options) -> None:
-        self.options, self.noise = options, options.noise
+        self.options, self.noise, self.validation_batches = options, options.noise, options.validation_batches
 
     def init(self, key: jax.Array) -> Any:
         count, width, size = self.options.experts, self.options.width, SIDE * SIDE

@@ -26,11 +26,12 @@ def norm(x: jax.Array) -> jax.Array:
 @dataclass(frozen=True)
 class Options:
     noise: float = Images.noise
+    validation_batches: int = Images.validation_batches
 
 
 class VisionTransformer(Images):
     def __init__(self, settings: TaskSettings, options: Options) -> None:
-        self.noise = options.noise
+        self.noise, self.validation_batches = options.noise, options.validation_batches
         self.layers, self.width, self.heads = settings.layers, settings.width, settings.heads
 
     def init(self, key: jax.Array) -> Any:
