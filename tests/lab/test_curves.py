@@ -119,7 +119,8 @@ def test_each_arm_is_played_at_each_place_and_the_page_has_the_curves(file: Path
     above = 100 * (ARM.loss(35e6, 700e6) / BAR.loss(35e6, 700e6) - 1)
     assert f"four above data-parallel at 3.5e+07 parameters and 7e+08 tokens, by the curves: {above:+.1f} %" in page
     assert "| data-parallel | 0.9 | 30 | 0.45 | 80 | 0.35 |" in page
-    picture = answer.picture(asked, played, results)
+    [made] = answer.pictures(asked, played, results)
+    picture = made.svg
     panels = [picture.index(f">{size} parameters<") for size in ("43.2k", "80.1k", "200k")]
     assert panels == sorted(panels)
     shown = ARM.loss(80_112, 2_000_000)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import msgspec
 
-
 DIGITS = 5  # of losses, after the point
 
 

@@ -261,7 +261,8 @@ def _run(name: str, experiment: spec.Experiment, playing: _Playing) -> list[dict
     if reference is not None:
         write(playing.store.folder / f"{name}-{reference.key}{reference_files.SUFFIX}", reference.encode())
     write(playing.store.folder / f"{name}.md", f"## {name}\n\n{answer.markdown(record)}")
-    write(playing.store.folder / f"{name}.svg", answer.picture(asked, experiment, results))
+    for picture in answer.pictures(asked, experiment, results):
+        write(playing.store.folder / f"{name}{picture.suffix}.svg", picture.svg)
     table = Table(box=None)
     for column in answer.head(experiment, results):
         table.add_column(column)

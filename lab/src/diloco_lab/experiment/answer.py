@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from diloco.errors import SettingsError
-from diloco_lab.experiment import curve_picture, curves, seed_picture
+from diloco_lab.experiment import curve_picture, curves, seed_picture, time_picture
 from diloco_lab.experiment.generation import GENERATION, remark
 from diloco_lab.experiment.methods import Measured
 from diloco_lab.experiment.record import ExperimentRecord
@@ -195,15 +195,28 @@ def _above(found: Paired | None) -> str:
     return f"{100 * found.mean:+.1f}{half} %"
 
 
-def picture(asked: Experiment, played: Experiment, results: Results) -> str:
-    """Return an SVG: of each arm that was ``played`` the losses by seed, their mean and its 95 % interval; or the curves.
+@dataclass(frozen=True)
+class Picture:
+    """An SVG of an experiment, the end of its file's name, and what it shows."""
 
-    ``asked`` has the curves that are fitted, if any are.
+    suffix: str
+    shows: str
+    svg: str
+
+
+def pictures(asked: Experiment, played: Experiment, results: Results) -> list[Picture]:
+    """Return the pictures: of each arm that was ``played`` the losses by seed, their mean and its 95 % interval; or the curves.
+
+    ``asked`` has the curves that are fitted, if any are. An experiment with claims of time also has the losses by time.
     """
     if asked.curves is not None:
         with contextlib.suppress(SettingsError):  # too few points yet
-            return curve_picture.picture(asked, curves.ScalingFit(curves.points(asked, results)))
-    return seed_picture.picture(played, results)
+            svg = curve_picture.picture(asked, curves.ScalingFit(curves.points(asked, results)))
+            return [Picture("", "by size and tokens, with fitted curves", svg)]
+    made = [Picture("", "by seed, with 95 % intervals", seed_picture.picture(played, results))]
+    if any(claim.of == "time" for claim in played.claims):
+        made.append(Picture("-by-time", "by virtual time", time_picture.picture(played, results)))
+    return made
 
 
 def _percent(part: float) -> str:

@@ -34,10 +34,12 @@ def fill(page: str, shown_in: Path, folder: Path) -> tuple[str, dict[Path, str]]
         if not path.is_file():
             raise FormatError(f"the page names experiment {name!r}, but {path} does not exist; run it: diloco lab run {name}")
         known = record.read(path)
-        pictures[folder / f"{name}.svg"] = answer.picture(known.asked, known.played, known.results)
-        what = "by seed, with 95 % intervals" if known.asked.curves is None else "by size and tokens, with fitted curves"
-        shown = f"![losses of {name} {what}]({os.path.relpath(folder / name, shown_in)}.svg)\n"
-        return f"{block[1]}{answer.markdown(known)}\n{shown}{block[3]}"
+        shown: list[str] = []
+        for each in answer.pictures(known.asked, known.played, known.results):
+            file = folder / f"{name}{each.suffix}.svg"
+            pictures[file] = each.svg
+            shown.append(f"![losses of {name} {each.shows}]({os.path.relpath(file, shown_in)})\n")
+        return "\n".join([f"{block[1]}{answer.markdown(known)}", *shown]) + block[3]
 
     page = _FINDINGS.sub(lambda block: f"{block[1]}{findings.tables(folder)}{block[2]}", page)
     page = _ANSWERS.sub(lambda block: f"{block[1]}{findings.summary(folder)}{block[2]}", page)
