@@ -44,7 +44,7 @@ def picture(experiment: Experiment, results: Results) -> str:
     parts = [f'<clipPath id="plot"><rect x="{LEFT}" y="{TOP}" width="{wide}" height="{base - TOP}"/></clipPath>']
     for tick in nice_ticks(low, high, 6):
         parts += [across("grid", LEFT, LEFT + wide, y(tick)), text_at("tick", LEFT - 6, y(tick) + 4, "end", f"{tick:.4g}")]
-    for tick in _doublings(begin, end):
+    for tick in _ticks(begin, end):
         parts += [upright("grid", x(tick), TOP, base), text_at("tick", x(tick), base + 18, "middle", f"{tick:g}")]
     for place, (arm, line) in enumerate(lines.items()):
         ink = f'stroke="{COLOURS[place % len(COLOURS)]}" stroke-dasharray="{DASHES[place // len(COLOURS) % len(DASHES)]}"'
@@ -80,6 +80,9 @@ def _histories(arm: str, results: Results) -> list[list[LossPoint]]:
     return [measured.history for (name, _), measured in sorted(results.measured.items()) if name == arm and measured.history]
 
 
-def _doublings(begin: float, end: float) -> list[float]:
-    first = math.ceil(math.log2(begin) - 1e-9)
-    return [2.0**power for power in range(first, math.floor(math.log2(end) + 1e-9) + 1)]
+def _ticks(begin: float, end: float) -> list[float]:
+    """Return powers of two, and where there are few of them also half as much again."""
+    first, last = math.floor(math.log2(begin)), math.floor(math.log2(end))
+    powers = [2.0**power for power in range(first, last + 1)]
+    more = [1.5 * power for power in powers] if len(powers) < 5 else []
+    return sorted(tick for tick in [*powers, *more] if begin <= tick <= end)
