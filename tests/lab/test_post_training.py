@@ -113,7 +113,9 @@ def test_a_missing_text_ends_the_estimate_before_any_trial(tmp_path: Path, text:
 def test_the_page_says_what_the_losses_are_of_and_they_are_no_reference(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     chosen = 'chosen = "the best of three"\nmethod = "data-parallel"\npost_training'
-    path.write_text(EXPERIMENT.replace("post_training", chosen))
+    path.write_text(
+        EXPERIMENT.replace("post_training", chosen).replace("tokens = 1024", 'tokens = 1024, "inner.optimizer" = "adamw"')
+    )
     experiment = spec.load(str(path))
     results = Results({("further", seed): Measured(loss=2.0, tokens=2048, wall_s=1.0) for seed in (0, 1)}, {})
     kept = record.ExperimentRecord("mine", experiment, [], results, record.where(experiment), text="aa")
