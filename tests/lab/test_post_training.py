@@ -125,8 +125,8 @@ def test_the_page_says_what_the_losses_are_of_and_they_are_no_reference(tmp_path
     assert again.asked == experiment
     page = answer.markdown(again)
     assert (
-        "Losses of further are those after further training on `json` of Python's library, tokens 1024, on held-out files"
-        in page
+        "Losses of further are those after further training on `json` of Python's library, tokens 1024, "
+        "inner.optimizer adamw, on held-out files of it." in page
     )
     assert "text of json " in page
     assert again.reference() is None
