@@ -60,8 +60,8 @@ sample_s = 1.0
 def test_steps_that_move_nothing_leave_the_final_model_with_its_loss_on_the_other_text(text: str) -> None:
     model = Trial(SETTINGS, load_task(SETTINGS.task, text), PaceSpec().paces(SETTINGS.learners)).play().model
     on_other = Island(load_task(SETTINGS.task, str(STILL.folder())), SETTINGS)
-    for fragment in on_other.fragments().fragments:
-        on_other.write(fragment, model.read(fragment).to_host())
+    for fragment, values in zip(on_other.fragments().fragments, model, strict=True):
+        on_other.write(fragment, values)
     before, further = (play(Arm(post_training=training), SETTINGS, text) for training in (None, STILL))
     assert further.loss == pytest.approx(on_other.evaluate(), abs=1e-6)
     assert further.loss != pytest.approx(before.loss, abs=0.01)
@@ -83,8 +83,8 @@ def test_it_is_data_parallel_training_with_the_batches_of_all_learners(text: str
     after = training.settings_over(SETTINGS, "here")
     task = load_task(after.task, str(training.folder()))
     by_hand = Island(task, after)
-    for fragment in by_hand.fragments().fragments:
-        by_hand.write(fragment, model.read(fragment).to_host())
+    for fragment, values in zip(by_hand.fragments().fragments, model, strict=True):
+        by_hand.write(fragment, values)
     shares = [task.batches(share, 2, after.seed, 0) for share in range(2)]
     for step in range(6):
         batch = np.concatenate([next(share) for share in shares])

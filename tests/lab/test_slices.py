@@ -115,11 +115,14 @@ def test_tapes_of_slices_that_come_with_the_lab_can_be_played_by_any_number_of_l
     paces = PaceSpec(tape=name, tape_step_s=FITTED.step_s, slices=slices)
     [whole] = paces.paces(1).learners
     assert whole.machine is not None
+    assert whole.machine.faults
     for learners in (2, 16):
-        found = [each.machine for each in paces.paces(learners).learners]
+        found = [each.machine for each in paces.paces(learners).learners if each.machine is not None]
         assert len(found) == learners
-        # all failures are met, but for those of the slices that are left over in equal parts: 10 of 586 for 16 learners
-        assert sum(len(machine.faults) for machine in found if machine is not None) >= 0.95 * len(whole.machine.faults)
+        # equal parts leave out the last slices, 10 of 586 for 16 learners, and only their failures are not met
+        assert 0.95 * len(whole.machine.faults) <= sum(len(machine.faults) for machine in found) <= len(whole.machine.faults)
+        if slices > 1000:
+            assert all(machine.faults for machine in found)
 
 
 @pytest.mark.slow

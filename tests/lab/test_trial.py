@@ -53,6 +53,7 @@ def test_a_trial_trains_accounts_for_its_tokens_and_is_the_same_each_time(text: 
 
 
 @pytest.mark.slow
+@pytest.mark.services
 @pytest.mark.parametrize("preset", LOCKSTEP)
 async def test_in_lockstep_a_trial_makes_the_versions_of_a_live_run_bit_for_bit(preset: str, text: str, tmp_path: Path) -> None:
     tokens, changes = 48 * STEP_TOKENS, LOCKSTEP[preset]

@@ -214,52 +214,41 @@ def test_encode4(n: int, keep_error: bool) -> None:
         assert not kernels.encode4(values, scales, codes, False)
 
 
+NARROW = {1: one_bit, 2: two_bits}
+
+
+def encode_narrow(bits: int, values: Vector, scales: NDArray[np.uint16], codes: Raw, keep_error: bool) -> bool:
+    if bits == 1:
+        return bool(narrow_kernels.encode1(values, scales, codes, keep_error))
+    return bool(narrow_kernels.encode2(values, scales, codes, keep_error))
+
+
+@pytest.mark.parametrize("bits", NARROW)
 @pytest.mark.parametrize("keep_error", [False, True])
 @pytest.mark.parametrize("n", SIZES)
-def test_encode1(n: int, keep_error: bool) -> None:
+def test_encode_in_1_and_2_bits(n: int, keep_error: bool, bits: int) -> None:
     values = values_of(n)
-    expected_scales, expected_codes, error, _ = one_bit(values)
+    expected_scales, expected_codes, error, _ = NARROW[bits](values)
     left = error if keep_error else values.copy()
     scales, codes = np.empty_like(expected_scales), np.empty_like(expected_codes)
-    assert narrow_kernels.encode1(values, scales, codes, keep_error)
+    assert encode_narrow(bits, values, scales, codes, keep_error)
     np.testing.assert_array_equal(scales, expected_scales)
     np.testing.assert_array_equal(codes, expected_codes)
     assert values.tobytes() == left.tobytes()
     if n:
         values[-1] = np.nan
-        assert not narrow_kernels.encode1(values, scales, codes, False)
+        assert not encode_narrow(bits, values, scales, codes, False)
 
 
+@pytest.mark.parametrize("bits", NARROW)
 @pytest.mark.parametrize("n", SIZES)
-def test_widen1(n: int) -> None:
-    _, codes, _, meant = one_bit(values_of(n))
-    wide = np.empty(4 * codes.size, np.uint8)
-    narrow_kernels.widen1(codes, wide)
-    shifted = (meant + 8).astype(np.uint8)
-    np.testing.assert_array_equal(wide.reshape(-1, 32), shifted[:, :32] | shifted[:, 32:] << 4)
-
-
-@pytest.mark.parametrize("keep_error", [False, True])
-@pytest.mark.parametrize("n", SIZES)
-def test_encode2(n: int, keep_error: bool) -> None:
-    values = values_of(n)
-    expected_scales, expected_codes, error, _ = two_bits(values)
-    left = error if keep_error else values.copy()
-    scales, codes = np.empty_like(expected_scales), np.empty_like(expected_codes)
-    assert narrow_kernels.encode2(values, scales, codes, keep_error)
-    np.testing.assert_array_equal(scales, expected_scales)
-    np.testing.assert_array_equal(codes, expected_codes)
-    assert values.tobytes() == left.tobytes()
-    if n:
-        values[-1] = np.nan
-        assert not narrow_kernels.encode2(values, scales, codes, False)
-
-
-@pytest.mark.parametrize("n", SIZES)
-def test_widen2(n: int) -> None:
-    _, codes, _, meant = two_bits(values_of(n))
-    wide = np.empty(2 * codes.size, np.uint8)
-    narrow_kernels.widen2(codes, wide)
+def test_widen_1_and_2_bits(n: int, bits: int) -> None:
+    _, codes, _, meant = NARROW[bits](values_of(n))
+    wide = np.empty(4 * codes.size // bits, np.uint8)
+    if bits == 1:
+        narrow_kernels.widen1(codes, wide)
+    else:
+        narrow_kernels.widen2(codes, wide)
     shifted = (meant + 8).astype(np.uint8)
     np.testing.assert_array_equal(wide.reshape(-1, 32), shifted[:, :32] | shifted[:, 32:] << 4)
 

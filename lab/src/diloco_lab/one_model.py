@@ -16,6 +16,7 @@ from diloco_lab.batches import RowShare, join, take_rows
 from diloco_lab.loss_history import LossPoint, point
 from diloco_lab.paces.step_clocks import JointClock, present_s
 from diloco_lab.paces.times import Paces
+from diloco_learner.api.model import Vector
 from diloco_learner.jax.island import Island
 from diloco_learner.task import Task, rows_of
 
@@ -24,7 +25,7 @@ from diloco_learner.task import Task, rows_of
 class OneModelResult:
     """The end of such training; all as in :class:`diloco_lab.trial.Result`."""
 
-    model: Island
+    model: list[Vector]
     loss: float
     tokens: int
     virtual_s: float
@@ -36,8 +37,8 @@ class OneModel:
     """One model that is trained on ``shares`` of the data, to the end of the token budget.
 
     With all shares this is data-parallel training with the run's global batch, and with one share a learner left alone, which
-    takes as many steps. ``sample_s``: time between two losses of the history; None: it has none. It begins with the values of
-    ``model``; None: with those of the run's seed.
+    takes as many steps. ``sample_s``: time between two losses of the history; None: it has none. It begins with the
+    values of a ``model``, by fragment; None: with those of the run's seed.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class OneModel:
         paces: Paces,
         sample_s: float | None = None,
         *,
-        model: Island | None = None,
+        model: Sequence[Vector] | None = None,
     ) -> None:
         self._settings = settings.model_copy(update={"outer": OuterSettings()})  # the model takes its optimizer's steps itself
         self._task, self._shares, self._sample_s = task, shares, sample_s
@@ -56,8 +57,8 @@ class OneModel:
         self._paces = replace(paces, learners=[paces.learners[share] for share in shares], whole=whole)
         self._island = Island(task, self._settings)
         if model is not None:
-            for fragment in self._island.fragments().fragments:
-                self._island.write(fragment, model.read(fragment).to_host())
+            for fragment, values in zip(self._island.fragments().fragments, model, strict=True):
+                self._island.write(fragment, values)
         self._streams: list[Iterator[Any]] = [task.batches(share, settings.learners, settings.seed, 0) for share in shares]
         self._rows = RowShare()
         self._now_s = self._useful_s = 0.0
@@ -102,4 +103,5 @@ class OneModel:
             self._history.append(point(self._now_s, tokens, loss))
         allocated_s = sum(present_s(pace, self._now_s) for pace in self._paces.learners)
         goodput = self._useful_s / allocated_s
-        return OneModelResult(self._island, loss, tokens, virtual_s=self._now_s, goodput=goodput, history=self._history)
+        model = [self._island.read(fragment).to_host() for fragment in self._island.fragments().fragments]
+        return OneModelResult(model, loss, tokens, virtual_s=self._now_s, goodput=goodput, history=self._history)

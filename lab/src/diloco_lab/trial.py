@@ -38,6 +38,7 @@ from diloco_lab.loss_history import LossPoint, point
 from diloco_lab.paces.dropped import DroppingTransport
 from diloco_lab.paces.step_clocks import clock_of, present_s
 from diloco_lab.paces.times import Clock, Paces
+from diloco_learner.api.model import Vector
 from diloco_learner.data.feed import BatchFeed
 from diloco_learner.jax.island import Island
 from diloco_learner.run.trainer import carry_out, counted_step
@@ -54,8 +55,8 @@ class Result:
     """The end of a trial.
 
     Attributes:
-        model: the global model, rebuilt from the log.
-        loss: its loss on the task's validation batches, in the task's units.
+        model: values of the global model, rebuilt from the log, by fragment.
+        loss: of this model on the task's validation batches, in the task's units.
         versions: by fragment.
         members: learners merged into a version, on average.
         tokens: processed by all learners.
@@ -70,7 +71,7 @@ class Result:
         virtual_s, wall_s: the run's time, and this machine's.
     """
 
-    model: Island
+    model: list[Vector]
     loss: float
     versions: list[int]
     members: float
@@ -257,7 +258,7 @@ class _Training(World):
         held *= len(members) / self.trained
         versions = [{member.learner for member in entry.members} for entries in records for entry in entries]
         return Result(
-            model=self.first,
+            model=[self.first.read(fragment).to_host() for fragment in self.map.fragments],
             loss=loss,
             versions=[len(entries) for entries in records],
             members=float(np.mean([len(members) for members in versions])),

@@ -164,8 +164,8 @@ def _post_trainings(experiment: Experiment) -> list[str]:
     arms: dict[str, list[str]] = {}
     for name, arm in experiment.arms.items():
         if arm.post_training is not None:
-            changed = ", ".join(f"{key} {value}" for key, value in arm.post_training.settings.items())
-            arms.setdefault(f"`{arm.post_training.text}` of Python's library, {changed}", []).append(name)
+            said = f"`{arm.post_training.text}` of Python's library, {wording(arm.post_training.settings)}"
+            arms.setdefault(said, []).append(name)
     return [
         f"Losses of {', '.join(names)} are those after further training on {said}, on held-out files of it."
         for said, names in arms.items()

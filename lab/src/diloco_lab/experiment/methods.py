@@ -13,7 +13,7 @@ from diloco_lab.loss_history import LossPoint
 from diloco_lab.one_model import OneModel
 from diloco_lab.paces.spec import PaceSpec
 from diloco_lab.trial import Trial
-from diloco_learner.jax.island import Island
+from diloco_learner.api.model import Vector
 from diloco_learner.task import Task, load_task
 
 
@@ -56,8 +56,8 @@ def play(arm: Arm, settings: RunSettings, data: str | None = None) -> Measured:
     return msgspec.structs.replace(measured, loss=loss, wall_s=measured.wall_s + time.perf_counter() - began_s)
 
 
-def _decoupled(arm: Arm, settings: RunSettings, data: str | None) -> tuple[Measured, Island]:
-    """Train with the services; return also the final model."""
+def _decoupled(arm: Arm, settings: RunSettings, data: str | None) -> tuple[Measured, list[Vector]]:
+    """Train with the services. Return the result and the global model."""
     changes = [(change.after, change.settings) for change in arm.changes]
     paces = arm.pace.paces(settings.learners, settings.seed)
     result = Trial(settings, load_task(settings.task, data), paces, changes, arm.sample_s).play()
@@ -78,8 +78,8 @@ def _decoupled(arm: Arm, settings: RunSettings, data: str | None) -> tuple[Measu
     return measured, result.model
 
 
-def _one_model(arm: Arm, settings: RunSettings, data: str | None) -> tuple[Measured, Island]:
-    """Train one model on the shares of all learners, or on that of one; return also the model."""
+def _one_model(arm: Arm, settings: RunSettings, data: str | None) -> tuple[Measured, list[Vector]]:
+    """Train one model, on the data of all learners or of one. Return its result and the model."""
     began_s = time.perf_counter()
     shares = range(settings.learners) if arm.method == "data-parallel" else [0]
     paces = arm.pace.paces(settings.learners, settings.seed)
@@ -95,8 +95,8 @@ def _one_model(arm: Arm, settings: RunSettings, data: str | None) -> tuple[Measu
     return measured, found.model
 
 
-def _post_trained(model: Island, training: PostTraining, settings: RunSettings) -> float:
-    """Return the loss of a model on other text, after data-parallel training on it with the batch of all learners."""
+def _post_trained(model: list[Vector], training: PostTraining, settings: RunSettings) -> float:
+    """Train a model, given by fragment, as one on the batch of all learners. Return its loss on the text of this training."""
     settings = training.settings_over(settings, "post_training")
     task = load_task(settings.task, str(training.folder()))
     paces = PaceSpec().paces(settings.learners)

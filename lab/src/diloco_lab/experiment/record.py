@@ -115,8 +115,8 @@ class ExperimentRecord(msgspec.Struct, frozen=True):
 
 def where(experiment: Experiment) -> dict[str, str]:
     """Return date, code and machine of trials that are played now, and hashes of the texts of post-training."""
-    trainings = (arm.post_training for arm in experiment.arms.values() if arm.post_training is not None)
-    texts = {f"text of {each.text}": load_corpus(str(each.folder())).digest()[:12] for each in trainings}
+    folders = {arm.post_training.text: arm.post_training.folder() for arm in experiment.arms.values() if arm.post_training}
+    texts = {f"text of {name}": load_corpus(str(folder)).digest()[:12] for name, folder in folders.items()}
     return texts | {
         "measured": datetime.now(UTC).date().isoformat(),
         "code": code_digest()[:12],

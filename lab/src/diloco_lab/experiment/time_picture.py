@@ -47,13 +47,12 @@ def picture(experiment: Experiment, results: Results) -> str:
     for tick in _ticks(begin, end):
         parts += [upright("grid", x(tick), TOP, base), text_at("tick", x(tick), base + 18, "middle", f"{tick:g}")]
     for place, (arm, line) in enumerate(lines.items()):
-        ink = f'stroke="{COLOURS[place % len(COLOURS)]}" stroke-dasharray="{DASHES[place // len(COLOURS) % len(DASHES)]}"'
+        colour = COLOURS[place % len(COLOURS)]
+        ink = f'stroke="{colour}" stroke-dasharray="{DASHES[place // len(COLOURS) % len(DASHES)]}"'
         path = "L".join(f"{x(at_s):.1f} {y(loss):.1f}" for at_s, loss in line)
         said = f"<title>{escape(arm)}: {line[-1][1]:.4f} after {line[-1][0]:.1f} s</title>"
         parts.append(f'<path d="M{path}" clip-path="url(#plot)" fill="none" stroke-width="1.8" {ink}>{said}</path>')
-        parts.append(
-            f'<circle cx="{x(line[-1][0]):.1f}" cy="{y(line[-1][1]):.1f}" r="3.5" fill="{COLOURS[place % len(COLOURS)]}"/>'
-        )
+        parts.append(f'<circle cx="{x(line[-1][0]):.1f}" cy="{y(line[-1][1]):.1f}" r="3.5" fill="{colour}"/>')
         key = TOP + 8 + ROW * place
         parts.append(f'<path d="M{LEFT + wide + 14} {key}h26" fill="none" stroke-width="1.8" {ink}/>')
         parts.append(text_at("label", LEFT + wide + 46, key + 4, "start", arm))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -51,9 +52,9 @@ class TunedArm(msgspec.Struct, frozen=True):
         return f"{said}, but not bracketed: try further values of {', '.join(self.edges)}" if self.edges else said
 
 
-def wording(values: Mapping[str, float]) -> str:
-    """Return a combination in words."""
-    return ", ".join(f"{name} {value:g}" for name, value in values.items())
+def wording(values: Mapping[str, Any]) -> str:
+    """Return settings in words; numbers with a fraction are shortened."""
+    return ", ".join(f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items())
 
 
 def search(experiment: Experiment, found: Sequence[Tried] = ()) -> Experiment | None:

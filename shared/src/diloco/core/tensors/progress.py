@@ -10,7 +10,7 @@ import numpy as np
 
 from diloco.core.tensors.compiled import BLOCK
 from diloco.core.tensors.kernels import HALF, U, _exact_kernel, decode4, decode8, decode16
-from diloco.core.tensors.narrow_kernels import EIGHTH, QUARTER, widen1, widen2
+from diloco.core.tensors.narrow_kernels import widen1, widen2
 
 PART = 1024  # values that are decoded at a time, a multiple of the block: they stay in the nearest cache
 _READ = "Array(float32, 1, 'C', readonly=True)"  # versions may be of memory that others read
@@ -25,11 +25,13 @@ def _decode(body, bits, size, start, out, wide):
     blocks = (size + BLOCK - 1) // BLOCK
     first = start // BLOCK
     last = first + (out.size + BLOCK - 1) // BLOCK
-    if bits == 1:
-        widen1(body[2 * blocks + EIGHTH * first : 2 * blocks + EIGHTH * last], wide[: HALF * (last - first)])
-        decode4(body[2 * first : 2 * last].view(np.uint16), wide, out, 0)
-    elif bits == 2:
-        widen2(body[2 * blocks + QUARTER * first : 2 * blocks + QUARTER * last], wide[: HALF * (last - first)])
+    if bits < 4:
+        packed_bytes = bits * BLOCK // 8  # of a block's codes
+        codes = body[2 * blocks + packed_bytes * first : 2 * blocks + packed_bytes * last]
+        if bits == 1:
+            widen1(codes, wide[: HALF * (last - first)])
+        else:
+            widen2(codes, wide[: HALF * (last - first)])
         decode4(body[2 * first : 2 * last].view(np.uint16), wide, out, 0)
     elif bits == 4:
         decode4(body[: 2 * blocks].view(np.uint16), body[2 * blocks :], out, first)
